@@ -1,0 +1,38 @@
+# Every target does its own set-up in .venv; `make test` and `make demo` work on a bare clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup test lint types unit demo bench clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+
+setup: $(STAMP)  ## Create .venv with the pinned versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli,demo,dev]'
+	@touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+test: lint types unit  ## Lint, check types, run the tests
+
+demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it retrieves
+	$(BIN)/python examples/glyph_clip/run.py
+
+bench: $(STAMP)  ## Time and weigh the contrastive loss against its peers
+	$(BIN)/python benchmarks/contrastive_loss.py
+
+clean:  ## Remove .venv and everything that was made here
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,85 @@
+"""What can be wrong with the arguments of a contrastive loss, each in a sentence that helps."""
+
+from torch import Tensor
+
+from lightning_mp.numerics.floats import FLOAT_DTYPES
+
+__all__ = ["find_problem"]
+
+
+def find_problem(
+    image_features: object, text_features: object, logit_scale: object, logit_bias: object
+) -> str | None:
+    """Return what was passed, what is accepted and the fix; `None` if all is well."""
+    return (
+        _features_problem("image_features", image_features)
+        or _features_problem("text_features", text_features)
+        or _pair_problem(image_features, text_features)
+        or _scalar_problem("logit_scale", logit_scale)
+        or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
+    )
+
+
+def _features_problem(name: str, features: object) -> str | None:
+    if not isinstance(features, Tensor):
+        return (
+            f"Passed `{name}` of type {type(features).__name__}. It must be a tensor of shape "
+            "(batch, width). Pass what the encoder returns, such as its `pooler_output`."
+        )
+    shape = list(features.shape)
+    if features.ndim != 2:
+        return (
+            f"Passed `{name}` of shape {shape}. It must be of shape (batch, width). Pool or "
+            "flatten the encoder's output first."
+        )
+    if features.dtype not in FLOAT_DTYPES:
+        return (
+            f"Passed `{name}` of dtype {features.dtype}. It must be one of "
+            f"{', '.join(map(str, FLOAT_DTYPES))}. Pass the encoder's output, not its input."
+        )
+    if 0 in shape:
+        return (
+            f"Passed `{name}` of shape {shape}. An empty batch has no loss. Pass at least one "
+            "pair; `DataLoader(drop_last=True)` keeps a short last batch away."
+        )
+    return None
+
+
+def _pair_problem(image_features: object, text_features: object) -> str | None:
+    if not isinstance(image_features, Tensor) or not isinstance(text_features, Tensor):
+        return None
+    if image_features.shape != text_features.shape:
+        return (
+            f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` "
+            f"of shape {list(text_features.shape)}. Row i of one belongs to row i of the other, "
+            "so the shapes must be equal. Project both to one width; repeat an image that has "
+            "several texts."
+        )
+    if image_features.dtype != text_features.dtype:
+        return (
+            f"Passed `image_features` of {image_features.dtype} and `text_features` of "
+            f"{text_features.dtype}. Both must have one dtype. Convert one of them, such as "
+            "`text_features.to(image_features.dtype)`."
+        )
+    if image_features.device != text_features.device:
+        return (
+            f"Passed `image_features` on {image_features.device} and `text_features` on "
+            f"{text_features.device}. Both must be on one device. Move one of them, such as "
+            "`text_features.to(image_features.device)`."
+        )
+    return None
+
+
+def _scalar_problem(name: str, value: object) -> str | None:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and value.is_floating_point():
+            return None
+        what = f"dtype {value.dtype} and shape {list(value.shape)}"
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        return None
+    else:
+        what = f"type {type(value).__name__}"
+    return (
+        f"Passed `{name}` of {what}. It must be one floating-point value. Pass a 0-d tensor, such "
+        f"as `self.{name}{'.exp()' if name == 'logit_scale' else ''}`, or a float."
+    )

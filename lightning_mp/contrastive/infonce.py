@@ -1,0 +1,185 @@
+"""The symmetric contrastive loss as two sweeps around a ring, with its gradients in closed form.
+
+Shapes:
+    B: global batch. b: this rank's batch. m: the batch of the rank whose shard is visiting.
+    D: feature width. W: ranks.
+
+With `S = scale * image @ text.T`, the positive `pos_i = S_ii` and the log-sum-exp of the negatives
+`neg_i` of a row or a column (the diagonal left out), each of the `2 B` cross entropies is
+
+    -log softmax_i = log(exp(pos_i) + exp(neg_i)) - pos_i = softplus(neg_i - pos_i),
+
+and its gradient with respect to `pos_i` is `-sigmoid(neg_i - pos_i)`. Nothing cancels there: a
+converged pair, whose loss is 1e-12, keeps its digits, where `lse_i - pos_i` would return the
+rounding of `lse_i`. With `lse` over positives and negatives,
+
+    dL/dS_ij = (exp(S_ij - row_lse_i) + exp(S_ij - column_lse_j)) / 2B                  for i != j
+    dL/dS_ii = -(sigmoid(row_neg_i - pos_i) + sigmoid(column_neg_i - pos_i)) / 2B
+
+and `dL/dimage = scale dL/dS text`, `dL/dtext = scale dL/dS.T image`,
+`dL/dscale = sum_i <image_i, (dL/dS text)_i>`. A bias moves all logits alike, and softmax does not
+see it: its gradient is exactly 0, and adding it would only cost digits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_mp.contrastive.ring import FollowingSum, Ring
+from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+
+__all__ = ["InfoNCE", "Plan"]
+
+# Rows are taken in chunks of about this many values where a float64 copy is made: 16 MiB a copy.
+_CHUNK_VALUES = 2**21
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks have agreed on before a loss is computed.
+
+    Args:
+        ring: The ranks and their batch sizes.
+        tiles: The tile backend.
+        image_needs_grad: Whether any rank needs gradients for its images.
+        text_needs_grad: Whether any rank needs gradients for its texts.
+        scale_needs_grad: Whether any rank needs the gradient for the scale.
+    """
+
+    ring: Ring
+    tiles: TileBackend
+    image_needs_grad: bool
+    text_needs_grad: bool
+    scale_needs_grad: bool
+
+
+class InfoNCE(torch.autograd.Function):
+    """The loss over the batches of all ranks of a ring, the same value on each of them.
+
+    Gradients are those that a *mean* over ranks, as DDP and FSDP take it, turns into the gradients
+    of one process with the whole batch: features get W times their own, because the other ranks'
+    gradients for them are zero; scale and bias get their total on every rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
+    ) -> Tensor:
+        """Sweep once around the ring for the log-sum-exps of the negatives."""
+        state = state_dtype(image_bD.device)
+        with torch.autocast(image_bD.device.type, enabled=False):
+            row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, plan)
+            pos_b = _row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
+        margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
+        # A positive of +inf is an overflow, not a loss of 0.
+        margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
+        softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
+        loss = plan.ring.all_reduce(softplus_2b.sum() / (2 * plan.ring.global_batch_size))
+        if bias is not None:
+            loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
+        ctx.save_for_backward(
+            image_bD,
+            text_bD,
+            scale,
+            bias,
+            torch.logaddexp(row_neg_b, pos_b),
+            torch.logaddexp(column_neg_b, pos_b),
+            margin_2b.sigmoid().sum(0),
+            loss,
+        )
+        ctx.plan = plan
+        return loss.to(accumulation_dtype(image_bD.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """Sweep once more around the ring for the gradients."""
+        image_bD, text_bD, scale, bias, row_lse_b, column_lse_b, weight_b, loss = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        unit = cotangent.to(weight_b.dtype) / (2 * plan.ring.global_batch_size)
+        d_scale = d_bias = None
+        with torch.autocast(image_bD.device.type, enabled=False):
+            d_image_bD, d_text_bD = _gradient_sweep(
+                image_bD, text_bD, scale, row_lse_b, column_lse_b, weight_b, plan
+            )
+            if plan.scale_needs_grad:
+                total = weight_b.new_zeros(())
+                # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+                if d_image_bD is not None:
+                    total = _row_dots(image_bD, d_image_bD, total.dtype).sum()
+                elif d_text_bD is not None:
+                    total = _row_dots(text_bD, d_text_bD, total.dtype).sum()
+                total = plan.ring.all_reduce(total)
+                d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
+            factor = scale.to(unit.dtype).reshape(()) * unit * plan.ring.world_size
+            grads = [
+                None if grad_bD is None else grad_bD.mul_(factor).to(image_bD.dtype)
+                for grad_bD in (d_image_bD, d_text_bD)
+            ]
+        if bias is not None:
+            d_bias = (0.0 * loss * cotangent).to(bias.dtype).reshape(bias.shape)
+        return (*grads, d_scale, d_bias, None)
+
+
+def _negatives_sweep(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exps of the negatives of this rank's rows and columns."""
+    row_neg_b = torch.full(
+        image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
+    )
+    column_neg = FollowingSum(plan.ring, torch.logaddexp)
+    for step, (text_mD,) in enumerate(plan.ring.rotate([text_bD])):
+        part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
+        diagonal = 0 if step == 0 else None
+        plan.tiles.lse_sweep(image_bD, text_mD, scale, row_neg_b, part_m, diagonal)
+        column_neg.add(part_m)
+    return row_neg_b, column_neg.result()
+
+
+def _gradient_sweep(
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    row_lse_b: Tensor,
+    column_lse_b: Tensor,
+    weight_b: Tensor,
+    plan: Plan,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
+    dtype = accumulation_dtype(image_bD.dtype)
+    # With no features to train, the scale still needs the gradient of one side.
+    use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
+    d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
+    d_text = FollowingSum(plan.ring, Tensor.add_) if plan.text_needs_grad else None
+    if d_image_bD is None and d_text is None:
+        return None, None
+    for step, (text_mD, column_lse_m) in enumerate(plan.ring.rotate([text_bD, column_lse_b])):
+        part_mD = torch.zeros_like(text_mD, dtype=dtype) if plan.text_needs_grad else None
+        diagonal = 0 if step == 0 else None
+        plan.tiles.grad_sweep(
+            image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD, diagonal
+        )
+        if d_text is not None and part_mD is not None:
+            d_text.add(part_mD)
+    d_text_bD = None if d_text is None else d_text.result()
+    weight_b1 = weight_b.to(dtype)[:, None]
+    for grad_bD, other_bD in ((d_image_bD, text_bD), (d_text_bD, image_bD)):
+        if grad_bD is not None:
+            grad_bD.addcmul_(other_bD, weight_b1, value=-1.0)
+    return d_image_bD, d_text_bD
+
+
+def _row_dots(left_bD: Tensor, right_bD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inner products of the rows, multiplied and summed in `dtype`."""
+    rows = max(1, _CHUNK_VALUES // left_bD.shape[1])
+    return torch.cat(
+        [
+            (left_cD.to(dtype) * right_cD.to(dtype)).sum(1)
+            for left_cD, right_cD in zip(left_bD.split(rows), right_bD.split(rows), strict=True)
+        ]
+    )

@@ -1,0 +1,154 @@
+"""The tile backend that runs wherever torch runs: GEMMs by its BLAS, softmax by tile.
+
+Shapes:
+    b: rows. m: columns. r, c: rows and columns of one tile. D: width.
+
+Logits are in units of log2(e), so that `exp2` serves: on a CPU, `exp` takes 100 times as long for
+results below fp32's smallest normal number, and a GEMM over such results 200 times as long.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+
+__all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
+
+DEFAULT_WORKSPACE_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
+"""By device type: on a CPU a tile should stay in the caches, on a GPU it should fill the chip."""
+
+_LOG2_E = math.log2(math.e)
+# Exponents are raised to these at least, so that neither exp2 nor the GEMM after it ever meets a
+# subnormal number. A log-sum-exp has a largest term of 1 beside it, so that is far below rounding;
+# a gradient gets up to 1.6e-30 for a softmax value that is smaller.
+_MIN_EXPONENT = {torch.float32: -100.0, torch.float64: -1000.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchTiles:
+    """Both sweeps of `TileBackend` in plain torch, deterministic, for every device and dtype.
+
+    A tile has as many rows as columns, a multiple of 64 and at least 64, such that what the sweep
+    needs at once fits the workspace: two tiles (logits and softmax) and `3 r D` values for the
+    operands, all in the accumulation dtype. Bigger is not better on a CPU: past the caches, the
+    elementwise passes cost more than the products.
+
+    Args:
+        workspace_bytes: The budget in bytes. `None` takes 16 MiB, on CUDA 512 MiB.
+    """
+
+    workspace_bytes: int | None = None
+
+    def lse_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        diagonal: int | None,
+    ) -> None:
+        """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal):
+            _diagonal(tile.logits_rc, tile.diagonal).fill_(-torch.inf)
+            for total, dim in ((row_lse_b[tile.rows], 1), (column_lse_m[tile.columns], 0)):
+                part = _log2_sum_exp2(tile.logits_rc, dim, total.dtype, out=tile.spare_rc)
+                torch.logaddexp(total, part.div_(_LOG2_E), out=total)
+
+    def grad_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        diagonal: int | None,
+    ) -> None:
+        """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        dtype = accumulation_dtype(rows_bD.dtype)
+        row_b = (row_lse_b * _LOG2_E).to(dtype)
+        column_m = (column_lse_m * _LOG2_E).to(dtype)
+        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal):
+            by_row_rc = torch.sub(tile.logits_rc, row_b[tile.rows, None], out=tile.spare_rc)
+            by_row_rc.clamp_(min=_MIN_EXPONENT[dtype]).exp2_()
+            by_column_rc = tile.logits_rc.sub_(column_m[None, tile.columns])
+            by_column_rc.clamp_(min=_MIN_EXPONENT[dtype]).exp2_()
+            softmax_rc = by_row_rc.add_(by_column_rc)
+            _diagonal(softmax_rc, tile.diagonal).zero_()
+            if d_rows_bD is not None:
+                d_rows_bD[tile.rows].addmm_(softmax_rc, tile.columns_cD)
+            if d_columns_mD is not None:
+                d_columns_mD[tile.columns].addmm_(softmax_rc.T, rows_bD[tile.rows].to(dtype))
+
+    def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Return the edge of a tile: the largest `t` with `2 t^2 + 3 t D` values in the budget."""
+        values = self._budget(device) // accumulation_dtype(dtype).itemsize
+        edge = (math.isqrt((3 * width) ** 2 + 8 * values) - 3 * width) // 4
+        return max(64, edge // 64 * 64)
+
+    def _budget(self, device: torch.device) -> int:
+        if self.workspace_bytes is not None:
+            return self.workspace_bytes
+        return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
+
+    def _tiles(
+        self, rows_bD: Tensor, columns_mD: Tensor, scale: Tensor, diagonal: int | None
+    ) -> Iterator["_Tile"]:
+        """Yield every tile of the logits, row by row; each overwrites the one before."""
+        (b, width), m = rows_bD.shape, columns_mD.shape[0]
+        dtype = accumulation_dtype(rows_bD.dtype)
+        edge = self.tile_size(width, dtype, rows_bD.device)
+        height, breadth = _even_step(b, edge), _even_step(m, edge)
+        buffers = rows_bD.new_empty(2, height * breadth, dtype=dtype)
+        log2_scale = scale.to(state_dtype(rows_bD.device)) * _LOG2_E
+        for top in range(0, b, height):
+            rows = slice(top, min(top + height, b))
+            # The scale goes into the O(b D) operand, rounded once, not into the b x b product.
+            scaled_rD = (rows_bD[rows].to(log2_scale.dtype) * log2_scale).to(dtype)
+            for left in range(0, m, breadth):
+                columns = slice(left, min(left + breadth, m))
+                shape = (rows.stop - rows.start, columns.stop - columns.start)
+                logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
+                columns_cD = columns_mD[columns].to(dtype)
+                torch.mm(scaled_rD, columns_cD.T, out=logits_rc)
+                offset = None if diagonal is None else diagonal + top - left
+                yield _Tile(rows, columns, columns_cD, logits_rc, spare_rc, offset)
+
+
+@dataclasses.dataclass
+class _Tile:
+    """One tile: its place, the columns in the accumulation dtype, its logits and a spare buffer."""
+
+    rows: slice
+    columns: slice
+    columns_cD: Tensor
+    logits_rc: Tensor
+    spare_rc: Tensor
+    diagonal: int | None
+
+
+def _even_step(length: int, limit: int) -> int:
+    """Return a step of at most `limit` that cuts `length` into steps of nearly the same size."""
+    return -(-length // -(-length // limit))
+
+
+def _diagonal(tile_rc: Tensor, offset: int | None) -> Tensor:
+    """Return the view of the positives in a tile, empty if it holds none."""
+    if offset is None or not -tile_rc.shape[0] < offset < tile_rc.shape[1]:
+        return tile_rc.new_empty(0)
+    return tile_rc.diagonal(offset)
+
+
+def _log2_sum_exp2(logits_rc: Tensor, dim: int, dtype: torch.dtype, out: Tensor) -> Tensor:
+    """Return `log2(sum(2^logits))` along `dim` in `dtype`; infinities and NaN as in logsumexp."""
+    largest = logits_rc.amax(dim, keepdim=True)
+    reference = largest.masked_fill(largest.isinf(), 0.0)
+    torch.sub(logits_rc, reference, out=out).clamp_(min=_MIN_EXPONENT[out.dtype]).exp2_()
+    lse = out.sum(dim, keepdim=True).to(dtype).log2_().add_(reference)
+    return torch.where(largest == -torch.inf, -torch.inf, lse).squeeze(dim)

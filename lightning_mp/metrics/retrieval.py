@@ -1,0 +1,371 @@
+"""Recall and ranks of image-text retrieval.
+
+Shapes: `N` images, `M` texts, `D` feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import rank_zero_warn
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_mp.metrics.tiled_ranks import SimilarityTiles, retrieval_ranks
+from lightning_mp.numerics.floats import FLOAT_DTYPES
+
+__all__ = ["ContrastiveRecall"]
+
+_ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class ContrastiveRecall(Metric):
+    r"""Measures how well images find their texts and texts their images, in O(N) memory.
+
+    The dense way ranks an N x M similarity matrix: 40,000 images and 200,000 texts need 32 GB of
+    it in fp32. Here a tile of it exists at a time. It also refuses two flattering answers: with
+    strict comparison a collapsed model (all features equal) reports recall@1 = 1.0, and with
+    similarities that are NaN, which compare as False, so does a diverged one. Both get 0 here.
+
+    With the score :math:`s_{qc}`, the cosine (or dot product) of query and candidate,
+
+    .. math::
+        b_q = \max_{c \in \text{matches}(q)} (s_{qc} - \tau_{qc}), \qquad
+        \text{rank}_q = 1 + |\{c \notin \text{matches}(q) : \lnot (s_{qc} + \tau_{qc} < b_q)\}|
+
+    * **Ties count against the model**: the rank is the worst that an order among equals can give,
+      so it needs no luck and no random numbers. Scores are equal if rounding cannot tell them
+      apart, :math:`\tau_{qc} = (2 + \sqrt D / 2)\,\epsilon` (for the dot product times both
+      norms): a cosine gap below 3.2e-6 at D = 512 in fp32. So duplicates tie on any device and
+      with any tile size, in whatever order their products are summed.
+    * **Other matches are no rivals**: with five texts an image, the best of the five is ranked
+      among the texts of other images.
+    * **A query without a match** is left out of the averages (`*_queries` counts the rest) and
+      stays a candidate: distractors are allowed. The first such `compute()` warns how many. If no
+      query at all has a match, the ids are wrong and it raises.
+    * **Non-finite features never help**: a NaN or inf row is ahead of every match when it is a
+      candidate. A query with no finite score to any match gets rank M + 1 and is a hit at no k.
+
+    Features are kept as given, on every rank; `compute()` gathers them and multiplies in fp32
+    (float64 for float64), also under autocast. `torch.set_float32_matmul_precision` is respected.
+
+    Args:
+        top_k: The k of each recall@k, positive.
+        normalize: True scores by cosine similarity, False by dot product.
+        workspace_bytes: Bound on what the tiles of `compute()` take beside the gathered features
+            and one rank a query, in bytes; the default is 64 MiB. It changes no result.
+        **kwargs: Passed to `torchmetrics.Metric`.
+
+    Shapes:
+        * image_features: (n, D), text_features: (m, D), floating point of one dtype.
+        * image_ids: (n,), text_ids: (m,), integers; equal ids match. They name items of the whole
+          data set, not of a batch or rank. Without ids n = m, and row i belongs to row i.
+        * Returns a dict of float32 scalars, `{image_to_text,text_to_image}_` followed by
+          `recall@k` for each k, `median_rank`, `mean_rank` (both count from 1) and `queries`.
+
+    Raises:
+        ValueError: On arguments it does not accept (the state stays as it was), on ranks that
+            disagree in width, dtype or use of ids, and if no query has a match.
+        RuntimeError: If `compute()` finds no images or no texts on any rank.
+
+    References:
+        * Radford et al., CLIP: arXiv:2103.00020; Karpathy and Fei-Fei, recall@k with several
+          texts an image: arXiv:1412.2306.
+        * Higham and Mary, rounding grows like the root of D: doi:10.1137/18M1226312.
+
+    Example:
+        >>> import torch
+        >>> from lightning_mp.metrics import ContrastiveRecall
+        >>> recall = ContrastiveRecall(top_k=(1,))
+        >>> recall.update(torch.eye(4), torch.eye(4)[[0, 1, 3, 2]])
+        >>> float(recall.compute()["image_to_text_recall@1"])
+        0.5
+
+        In a LightningModule: `self.recall.update(image, text)` in `validation_step`, then
+        `self.log_dict(self.recall.compute())` and `self.recall.reset()` in
+        `on_validation_epoch_end`.
+    """
+
+    is_differentiable = False
+    higher_is_better = None  # recall rises, ranks fall
+    full_state_update = False
+
+    image_features: list[Tensor]
+    text_features: list[Tensor]
+    image_ids: list[Tensor]
+    text_ids: list[Tensor]
+
+    def __init__(
+        self,
+        *,
+        top_k: Sequence[int] = (1, 5, 10),
+        normalize: bool = True,
+        workspace_bytes: int = 64 * 2**20,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if (
+            not isinstance(top_k, Sequence)
+            or not top_k
+            or any(type(k) is not int or k < 1 for k in top_k)
+        ):
+            raise ValueError(
+                f"Passed `ContrastiveRecall(top_k={top_k!r})`. `top_k` must be a non-empty "
+                "sequence of positive integers: write `top_k=[1, 5, 10]`."
+            )
+        if type(normalize) is not bool:
+            raise ValueError(
+                f"Passed `ContrastiveRecall(normalize={normalize!r})`. `normalize` must be True "
+                "(cosine similarity) or False (dot product)."
+            )
+        if type(workspace_bytes) is not int or workspace_bytes < 1:
+            raise ValueError(
+                f"Passed `ContrastiveRecall(workspace_bytes={workspace_bytes!r})`. "
+                "`workspace_bytes` must be a positive integer: leave it out for 64 MiB."
+            )
+        self.top_k = tuple(top_k)
+        self.normalize = normalize
+        self.workspace_bytes = workspace_bytes
+        self._warned_of_unmatched = False
+        for name in ("image_features", "text_features", "image_ids", "text_ids"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def update(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> None:
+        """Adds a batch of images and texts, which need not be equally many if they have ids."""
+        self._check(image_features, text_features, image_ids, text_ids)
+        # Copies, since a CUDA graph's outputs or a reused buffer change under a reference.
+        self.image_features.append(image_features.detach().clone())
+        self.text_features.append(text_features.detach().clone())
+        if image_ids is not None and text_ids is not None:
+            device = image_features.device
+            self.image_ids.append(image_ids.to(device, torch.int64, copy=True))
+            self.text_ids.append(text_ids.to(device, torch.int64, copy=True))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Ranks everything seen since the last `reset()`, on all ranks, in both directions."""
+        try:
+            return self._compute()
+        except Exception:
+            # torchmetrics (1.9) would keep the gathered state and refuse every later compute().
+            if self._is_synced and self._should_unsync:
+                self.unsync()
+            raise
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Adds a batch as `update()` does and returns the values of this batch alone."""
+        # torchmetrics empties the state before it updates: check against the full state, and
+        # put it back if anything fails.
+        self._check(image_features, text_features, image_ids, text_ids)
+        before = {**self.__dict__, **self._copy_state_dict()}
+        try:
+            batch_values: dict[str, Tensor] = super().forward(
+                image_features, text_features, image_ids, text_ids
+            )
+        except Exception:
+            self.__dict__.update(before)
+            raise
+        return batch_values
+
+    def _compute(self) -> dict[str, Tensor]:
+        # Without a layout no rank has seen a batch; with one, either side may still be empty.
+        image_ND, text_MD = (
+            dim_zero_cat(state) if len(state) else torch.empty(0, 0)
+            for state in (self.image_features, self.text_features)
+        )
+        if not len(image_ND) or not len(text_MD):
+            raise RuntimeError(
+                f"Called `ContrastiveRecall.compute()` with {len(image_ND)} images and "
+                f"{len(text_MD)} texts. It needs at least one of each, on any rank: call "
+                "`update(image_features, text_features)` first."
+            )
+        if len(self.image_ids):
+            image_ids_N, text_ids_M = dim_zero_cat(self.image_ids), dim_zero_cat(self.text_ids)
+        else:
+            image_ids_N = text_ids_M = torch.arange(len(image_ND), device=image_ND.device)
+        device_type = image_ND.device.type
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            tiles = SimilarityTiles(
+                image_ND, text_MD, image_ids_N, text_ids_M, self.normalize, self.workspace_bytes
+            )
+            text_ranks, image_ranks = retrieval_ranks(tiles)
+        if not len(text_ranks):
+            raise ValueError(
+                f"Passed ids of {len(image_ND)} images and {len(text_MD)} texts that have none in "
+                "common. `ContrastiveRecall` accepts ids that are equal for an image and its "
+                "texts: pass the image's index in the data set for both."
+            )
+        self._report_unmatched(len(image_ND) - len(text_ranks), len(text_MD) - len(image_ranks))
+        return {
+            f"{direction}_{name}": value
+            for direction, ranks, n_candidates in (
+                ("image_to_text", text_ranks, len(text_MD)),
+                ("text_to_image", image_ranks, len(image_ND)),
+            )
+            for name, value in _summary(ranks, n_candidates, self.top_k).items()
+        }
+
+    def _report_unmatched(self, n_images: int, n_texts: int) -> None:
+        if not (n_images or n_texts) or self._warned_of_unmatched:
+            return
+        self._warned_of_unmatched = True
+        rank_zero_warn(
+            f"`ContrastiveRecall`: {n_images} images have no text and {n_texts} texts have no "
+            "image with an equal id. They are candidates, but not counted as queries. If they are "
+            "not distractors, pass ids that are global over the data set and update with all of it."
+        )
+
+    def _check(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        image_ids: Tensor | None,
+        text_ids: Tensor | None,
+    ) -> None:
+        """Raises ValueError on a batch that this state cannot take."""
+        _check_features(image_features, text_features)
+        if self.image_features:
+            seen = self.image_features[0]
+            if (seen.shape[1], seen.dtype) != (image_features.shape[1], image_features.dtype):
+                raise ValueError(
+                    f"Passed features of width {image_features.shape[1]} and dtype "
+                    f"{image_features.dtype} after width {seen.shape[1]} and dtype {seen.dtype}. "
+                    "`ContrastiveRecall` needs the same in every update: call `reset()` between "
+                    "models, or cast the features."
+                )
+        if (image_ids is None) != (text_ids is None):
+            given, missing = ("text", "image") if image_ids is None else ("image", "text")
+            raise ValueError(
+                f"Passed `{given}_ids` without `{missing}_ids`. `ContrastiveRecall` accepts both "
+                f"or neither: pass `{missing}_ids` too."
+            )
+        has_ids = image_ids is not None
+        if self.image_features and bool(self.image_ids) != has_ids:
+            now, then = ("with", "without") if has_ids else ("without", "with")
+            raise ValueError(
+                f"Passed features {now} ids after an update {then} ids. Positions and ids cannot "
+                "be mixed: pass ids in every update or in none, or call `reset()` first."
+            )
+        if image_ids is not None and text_ids is not None:
+            _check_ids("image", image_ids, len(image_features))
+            _check_ids("text", text_ids, len(text_features))
+        elif len(image_features) != len(text_features):
+            raise ValueError(
+                f"Passed {len(image_features)} images and {len(text_features)} texts without ids. "
+                "Without ids row i belongs to row i, so both must be equally many: pass "
+                "`image_ids` and `text_ids`."
+            )
+
+    def _copy_state_dict(self) -> dict[str, Tensor | list[Any]]:
+        # torchmetrics copies every tensor on each forward(), O(N^2) over an epoch. Nothing here
+        # writes into a stored tensor, so new lists are enough.
+        states = {name: getattr(self, name) for name in self._defaults}
+        return {k: v if isinstance(v, Tensor) else list(v) for k, v in states.items()}
+
+    def _sync_dist(
+        self,
+        dist_sync_fn: Callable[..., list[Tensor]] = gather_all_tensors,
+        process_group: Any | None = None,
+    ) -> None:
+        """Gathers the state; first agrees on its layout, so that no rank waits for another.
+
+        torchmetrics lets a rank without data send a 1-D fp32 tensor; against (n, D) features in
+        another dtype that hangs or fails.
+        """
+        width, dtype_index, has_ids = 0, 0, 0
+        if self.image_features:
+            seen = self.image_features[0]
+            width, dtype_index = seen.shape[1], FLOAT_DTYPES.index(seen.dtype)
+            has_ids = int(bool(self.image_ids))
+        layout = torch.tensor([width, dtype_index, has_ids], device=self.device)
+        layouts = dist_sync_fn(layout, group=process_group or self.process_group)
+        by_rank = [tuple(rank_layout.tolist()) for rank_layout in layouts]
+        present = {rank_layout for rank_layout in by_rank if rank_layout[0]}
+        if len(present) > 1:
+            named = "; ".join(
+                f"rank {rank}: width {w}, {FLOAT_DTYPES[d]}, {'ids' if i else 'no ids'}"
+                for rank, (w, d, i) in enumerate(by_rank)
+                if w
+            )
+            raise ValueError(
+                f"Ranks passed different features to `ContrastiveRecall` ({named}). It needs the "
+                "same width, dtype and use of ids on every rank."
+            )
+        if not present:
+            return
+        ((width, dtype_index, has_ids),) = present
+        if not self.image_features:
+            dtype = FLOAT_DTYPES[dtype_index]
+            self.image_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
+            self.text_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
+            self.image_ids = [torch.empty(0, dtype=torch.int64, device=self.device)]
+            self.text_ids = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        if not has_ids:  # a stand-in, since not every backend gathers nothing from everyone
+            self.image_ids = [torch.zeros(1, dtype=torch.int64, device=self.device)]
+            self.text_ids = [torch.zeros(1, dtype=torch.int64, device=self.device)]
+        super()._sync_dist(dist_sync_fn, process_group=process_group)
+        if not has_ids:
+            self.image_ids, self.text_ids = [], []
+
+
+def _check_features(image_features: Tensor, text_features: Tensor) -> None:
+    for name, features in (("image_features", image_features), ("text_features", text_features)):
+        if not isinstance(features, Tensor):
+            raise ValueError(
+                f"Passed `{name}` as {type(features).__name__}. `ContrastiveRecall` accepts a "
+                "floating-point tensor of shape (n, D): stack the features."
+            )
+        if features.ndim != 2 or not features.shape[1] or features.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"Passed `{name}` of shape {tuple(features.shape)} and dtype {features.dtype}. "
+                "`ContrastiveRecall` accepts (n, D) in float16, bfloat16, float32 or float64: pool "
+                "to one vector a row, or cast."
+            )
+    image, text = image_features, text_features
+    if (image.shape[1], image.dtype, image.device) != (text.shape[1], text.dtype, text.device):
+        raise ValueError(
+            f"Passed image features of width {image.shape[1]}, {image.dtype} on {image.device} and "
+            f"text features of width {text.shape[1]}, {text.dtype} on {text.device}. "
+            "`ContrastiveRecall` needs the same of both: project to one width, or use `.to()`."
+        )
+
+
+def _check_ids(side: str, ids: Tensor, n_rows: int) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES or ids.shape != (n_rows,):
+        passed = (
+            f"of shape {tuple(ids.shape)} and dtype {ids.dtype}"
+            if isinstance(ids, Tensor)
+            else f"as {type(ids).__name__}"
+        )
+        raise ValueError(
+            f"Passed `{side}_ids` {passed} for {n_rows} rows. `ContrastiveRecall` accepts one "
+            f"integer a row: write `torch.tensor([...])` of shape ({n_rows},), dtype torch.int64."
+        )
+
+
+def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[str, Tensor]:
+    n_queries = len(ranks)
+    # k may exceed the number of candidates; rank n_candidates + 1 is still no hit.
+    values = {f"recall@{k}": (ranks <= min(k, n_candidates)).sum().float() for k in top_k}
+    values["mean_rank"] = ranks.sum().float()
+    # In fp32 by name: integers divide into the default dtype, fp16 under Lightning's "16-true".
+    values = {name: value / n_queries for name, value in values.items()}
+    ordered = ranks.sort().values
+    values["median_rank"] = (ordered[(n_queries - 1) // 2] + ordered[n_queries // 2]).float() / 2
+    values["queries"] = torch.tensor(n_queries, dtype=torch.float32, device=ranks.device)
+    return values

@@ -1,0 +1,130 @@
+"""Ranks of matching rows among all rows, from a similarity matrix that exists one tile at a time.
+
+Shapes: `N` images, `M` texts, `D` feature width; `n` and `m` are the rows and columns of a tile.
+What a rank is, `ContrastiveRecall` defines; this is how it is counted: one pass over the tiles
+finds each query's best match, a second counts who is not below it, for both directions at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.floats import accumulation_dtype
+
+__all__ = ["SimilarityTiles", "retrieval_ranks"]
+
+
+class _Tile(NamedTuple):
+    images: slice
+    texts: slice
+    cosine_nm: Tensor
+    image_norm_n1: Tensor | None  # None: all are one
+    text_norm_m: Tensor | None
+    match_nm: Tensor
+
+
+class SimilarityTiles:
+    """Walks the similarity matrix, the same tiles in the same order on every pass."""
+
+    def __init__(
+        self,
+        image_ND: Tensor,
+        text_MD: Tensor,
+        image_ids_N: Tensor,
+        text_ids_M: Tensor,
+        normalize: bool,
+        workspace_bytes: int,
+    ) -> None:
+        self.image_ND, self.text_MD = image_ND, text_MD
+        self.image_ids_N, self.text_ids_M = image_ids_N, text_ids_M
+        self.normalize = normalize
+        self.dtype = accumulation_dtype(image_ND.dtype)
+        width, itemsize = image_ND.shape[1], self.dtype.itemsize
+        self.rounding = (2 + math.sqrt(width) / 2) * torch.finfo(self.dtype).eps
+        # edge^2 elements of cosine, its weighted and masked copies and four masks, and
+        # edge x D elements of unit images, unit texts and a temporary.
+        per_area, per_edge = 3 * itemsize + 4, 3 * itemsize * width
+        root = math.isqrt(per_edge**2 + 4 * per_area * workspace_bytes)
+        self.edge = max(1, (root - per_edge) // (2 * per_area))
+
+    def __iter__(self) -> Iterator[_Tile]:
+        """Yields tiles by rows of images."""
+        for n in range(0, len(self.image_ND), self.edge):
+            images = slice(n, n + self.edge)
+            unit_nD, norm_n1 = self._unit_rows(self.image_ND[images])
+            for m in range(0, len(self.text_MD), self.edge):
+                texts = slice(m, m + self.edge)
+                unit_mD, norm_m1 = self._unit_rows(self.text_MD[texts])
+                yield _Tile(
+                    images,
+                    texts,
+                    unit_nD @ unit_mD.T,
+                    None if self.normalize else norm_n1,
+                    None if self.normalize else norm_m1[:, 0],
+                    self.image_ids_N[images, None] == self.text_ids_M[texts],
+                )
+
+    def _unit_rows(self, features_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of norm 1 and their norms; a row with inf or NaN becomes NaN throughout."""
+        unit_RD = features_RD.to(self.dtype, copy=True)
+        # Dividing by the largest entry first keeps squares of 1e20 or 1e-30 inside fp32.
+        peak_R1 = unit_RD.abs().amax(dim=1, keepdim=True)
+        peak_R1 = torch.where(peak_R1 == 0, 1, peak_R1)
+        unit_RD /= peak_R1
+        norm_R1 = torch.linalg.vector_norm(unit_RD, dim=1, keepdim=True)
+        unit_RD /= norm_R1.clamp(min=1)  # below one only for a zero row, which scores 0
+        return unit_RD, norm_R1 * peak_R1
+
+
+def _weighted(score_nm: Tensor, norm: Tensor | None) -> Tensor:
+    return score_nm if norm is None else score_nm * norm
+
+
+def _best(score_nm: Tensor, match_nm: Tensor, dim: int) -> Tensor:
+    """Returns each query's best finite score among its matches, -inf where there is none."""
+    lowest = -math.inf
+    masked_nm = score_nm.masked_fill(~match_nm, lowest)
+    return masked_nm.nan_to_num_(nan=lowest, posinf=lowest, neginf=lowest).amax(dim)
+
+
+def _count_ahead(score_nm: Tensor, best: Tensor, match_nm: Tensor, dim: int) -> Tensor:
+    """Counts the non-matching candidates that are not strictly below: NaN is never below."""
+    return (~((score_nm < best) | match_nm)).sum(dim)
+
+
+def retrieval_ranks(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
+    """Returns the ranks of images' texts and texts' images, for the queries that have a match."""
+    image_ND, text_MD = tiles.image_ND, tiles.text_MD
+    best_text_N = image_ND.new_full((len(image_ND),), -math.inf, dtype=tiles.dtype)
+    best_image_M = text_MD.new_full((len(text_MD),), -math.inf, dtype=tiles.dtype)
+    matched_N = torch.zeros_like(best_text_N, dtype=torch.bool)
+    matched_M = torch.zeros_like(best_image_M, dtype=torch.bool)
+    # Matches enter with the least their score may be and rivals with the most, so that what
+    # rounding cannot tell apart is a tie. A query's own norm is common to all and drops out.
+    for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles:
+        cosine_nm -= tiles.rounding
+        row_best_n = _best(_weighted(cosine_nm, norm_m), match_nm, dim=1)
+        column_best_m = _best(_weighted(cosine_nm, norm_n1), match_nm, dim=0)
+        best_text_N[images] = torch.maximum(best_text_N[images], row_best_n)
+        best_image_M[texts] = torch.maximum(best_image_M[texts], column_best_m)
+        matched_N[images] |= match_nm.any(dim=1)
+        matched_M[texts] |= match_nm.any(dim=0)
+    text_rank_N = torch.ones_like(best_text_N, dtype=torch.int64)
+    image_rank_M = torch.ones_like(best_image_M, dtype=torch.int64)
+    for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles:
+        cosine_nm += tiles.rounding
+        text_rank_N[images] += _count_ahead(
+            _weighted(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1
+        )
+        image_rank_M[texts] += _count_ahead(
+            _weighted(cosine_nm, norm_n1), best_image_M[texts], match_nm, dim=0
+        )
+    # Counting alone would call a NaN query a hit where fewer than k candidates do not match.
+    text_rank_N[best_text_N == -math.inf] = len(text_MD) + 1
+    image_rank_M[best_image_M == -math.inf] = len(image_ND) + 1
+    return text_rank_N[matched_N], image_rank_M[matched_M]

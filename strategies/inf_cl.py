@@ -1,0 +1,308 @@
+"""`InfCLStrategy`: DDP whose towers see a micro-batch while the loss sees the global batch."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.contrastive.towers import Tower, find_tower
+
+__all__ = ["InfCLStrategy"]
+
+
+class InfCLStrategy(DDPStrategy):
+    r"""DDP for near-infinite contrastive batches: activations of one micro-batch, gradients of all.
+
+    Every feature of a contrastive batch meets every other, so a batch cannot simply be accumulated
+    from smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. With plain
+    DDP all activations of the towers must then be held at once. Here calls to the towers are served
+    in micro-batches without grad, and once the loss has its gradients for the features, each
+    micro-batch is replayed with grad (gradient caching). The gradients are those of the whole
+    batch; the price is one more forward of the towers, about a third of a step.
+
+    `training_step` stays as it is. Only calls to the named towers inside `training_step` are served
+    in this way; validation, test and prediction run them plainly. Together with `ContrastiveLoss`,
+    memory grows with the batch only by features and data.
+
+    **Exact**: dropout masks are drawn again from the same generator states (CPU, GPU, Python,
+    numpy); buffers such as running statistics are updated once a step; the autocast of the forward
+    holds in the replay; gradients are all-reduced once a bucket and step, when all are complete.
+
+    **Not the same as a whole batch**: layers that mix rows (BatchNorm) see micro-batches, and
+    dropout draws micro-batch by micro-batch, so its masks differ from those of one big call.
+
+    Args:
+        towers: Submodules or methods of the LightningModule by dotted path, such as `visual` or
+            `model.encode_image`. Their tensors, in and out, have the batch first. One may be
+            called several times in a step, and may be `torch.compile`d.
+        micro_batch_size: Rows that a tower sees at a time on one rank. As large as memory allows
+            is fastest; it does not change the gradients.
+        offload: `"host"` leaves training batches in host memory in the dtype of the data set and
+            copies micro-batches to the device as towers need them. What `training_step` itself
+            does with the batch is then done on the CPU.
+        prefetch: Micro-batches to copy ahead with `offload="host"`.
+        **kwargs: All that `DDPStrategy` takes, and for `DistributedDataParallel` as there.
+
+    Raises:
+        ValueError: For arguments that cannot be used, with what is accepted.
+        MisconfigurationException: A tower is not in the model, is not called in the first training
+            step, or the set-up cannot work with gradient caching.
+
+    References:
+        - Inf-CL, https://arxiv.org/abs/2410.17243
+        - GradCache, https://arxiv.org/abs/2101.06983
+
+    Example::
+
+        trainer = Trainer(strategy=InfCLStrategy(towers=["visual", "text"], micro_batch_size=256))
+    """
+
+    strategy_name = "inf_cl"
+
+    def __init__(
+        self,
+        *,
+        towers: Sequence[str] = ("visual", "text"),
+        micro_batch_size: int = 256,
+        offload: Literal["none", "host"] = "none",
+        prefetch: int = 2,
+        **kwargs: Any,
+    ) -> None:
+        _check_arguments(towers, micro_batch_size, offload, prefetch, kwargs)
+        super().__init__(**kwargs)
+        self.towers = tuple(towers)
+        self.micro_batch_size = micro_batch_size
+        self.offload = offload
+        self.prefetch = prefetch
+        self._forward_redirection = _NoSyncForwardRedirection()
+        self._cache: GradientCache | None = None
+        self._found: list[Tower] = []
+        self._a_tower_was_called = False
+        self._in_a_tower = False
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._find_towers()  # a wrong name should not cost a set-up
+        super().setup(trainer)
+        if fitting:
+            self._found = self._find_towers()  # the precision plugin may have replaced modules
+            _warn_of_batch_norm(self._found)
+            self._a_tower_was_called = False
+            self._cache = GradientCache(
+                micro_batch_size=self.micro_batch_size,
+                device=self.root_device,
+                prefetch=self.prefetch,
+                context=self.precision_plugin.train_step_context,
+            )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with ExitStack() as interceptions:
+            for tower in self._found:
+                interceptions.enter_context(tower.intercepted(self._serve))
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        # DDP would prepare to reduce during the loss's backward; `backward` reduces after it.
+        pass
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._check_a_tower_was_called()
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        # Not under `no_sync`, as Lightning holds it while it accumulates batches.
+        if (
+            isinstance(self.model, DistributedDataParallel)
+            and self.model.require_backward_grad_sync
+        ):
+            _reduce_gradients(self.model)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        module = self.lightning_module
+        if self.offload == "host" and module is not None and module.trainer.training:
+            device = torch.device("cpu")
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if self.offload == "none":
+            return super()._setup_model(model)
+        # With `device_ids`, DDP's forward would move the whole batch to the device.
+        on_gpu = self.root_device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+            return DistributedDataParallel(module=model, **self._ddp_kwargs)
+
+    def _find_towers(self) -> list[Tower]:
+        module = self.lightning_module
+        assert module is not None
+        if module._compiler_ctx is not None:
+            raise MisconfigurationException(
+                f"Passed `torch.compile({type(module).__name__}())` with `InfCLStrategy`. Calls to "
+                "towers cannot be served from inside one compiled training step. Compile the "
+                f"towers instead, such as `self.{self.towers[0]}.compile()`."
+            )
+        try:
+            return [find_tower(module, name) for name in self.towers]
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _serve(
+        self,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Answer a call to a tower; a tower inside a tower runs as it is."""
+        assert self._cache is not None
+        self._a_tower_was_called = True
+        if self._in_a_tower:
+            return original(*args, **kwargs)
+
+        def tower(*args: Any, **kwargs: Any) -> Any:
+            self._in_a_tower = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._in_a_tower = False
+
+        return self._cache.call(tower, module, args, kwargs)
+
+    def _check_a_tower_was_called(self) -> None:
+        """Raise before the first gradient exists, when nothing has been trained yet."""
+        if not self._a_tower_was_called:
+            raise MisconfigurationException(
+                f"Passed `InfCLStrategy(towers={list(self.towers)})`, but the first training step "
+                "called none of them, so nothing would be served in micro-batches. Name what "
+                "`training_step` calls, and call it there as `self.name(batch)`: not as "
+                "`self.name.forward(batch)`, and not from inside compiled code."
+            )
+
+
+class _NoSyncForwardRedirection(_ForwardRedirection):
+    """Runs `training_step` through DDP's forward without preparing DDP to reduce.
+
+    The replays in the backward touch a parameter once in each micro-batch, which DDP would take
+    for an error; `_reduce_gradients` prepares it when they are done.
+    """
+
+    @override
+    def on_after_inner_forward(
+        self, wrapper_module: nn.Module, original_module: "pl.LightningModule"
+    ) -> None:
+        self._sync = wrapper_module.require_backward_grad_sync
+        wrapper_module.require_backward_grad_sync = False  # type: ignore[assignment]
+
+    @override
+    def on_after_outer_forward(
+        self, wrapper_module: nn.Module, original_module: "pl.LightningModule"
+    ) -> None:
+        wrapper_module.require_backward_grad_sync = self._sync
+
+
+class _Touch(torch.autograd.Function):
+    """A graph that reaches every parameter and gives none of them a gradient.
+
+    Its backward makes DDP's hooks fire once a parameter, and so reduces the gradients that the
+    parameters hold by then, without reading a parameter or writing a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, ...]:
+        count: int = ctx.count
+        return (None,) * count
+
+
+def _reduce_gradients(model: DistributedDataParallel) -> None:
+    """All-reduce every bucket of gradients once, also those that no tower has a part in."""
+    touched: Tensor = _Touch.apply(*(p for p in model.parameters() if p.requires_grad))
+    prepare_for_backward(model, touched)
+    touched.backward()
+
+
+def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
+    names = [
+        f"{tower.name}.{name}" if name else tower.name
+        for tower in towers
+        for name, module in tower.module.named_modules()
+        if isinstance(module, _BatchNorm)
+    ]
+    if names:
+        rank_zero_warn(
+            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) see "
+            "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
+            "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
+            "matters."
+        )
+
+
+def _check_arguments(
+    towers: Sequence[str], micro_batch_size: int, offload: str, prefetch: int, ddp: dict[str, Any]
+) -> None:
+    is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
+    if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
+        raise ValueError(
+            f"Passed `InfCLStrategy(towers={towers!r})`. `towers` must be a list of at least one "
+            "name. Name the submodules or methods that `training_step` calls, such as "
+            "`towers=['visual', 'text']`."
+        )
+    if len(set(towers)) < len(towers):
+        raise ValueError(
+            f"Passed `InfCLStrategy(towers={list(towers)!r})`. Each tower must be named once. "
+            "Leave the repeated name out."
+        )
+    for name, value, least in (
+        ("micro_batch_size", micro_batch_size, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"Passed `InfCLStrategy({name}={value!r})`. `{name}` must be an integer of at "
+                f"least {least}. Leave it out to get the default."
+            )
+    if offload not in ("none", "host"):
+        raise ValueError(
+            f"Passed `InfCLStrategy(offload={offload!r})`. `offload` must be 'none' or 'host'. "
+            "Pass 'host' to leave batches in host memory."
+        )
+    if ddp.get("static_graph"):
+        raise ValueError(
+            "Passed `InfCLStrategy(static_graph=True)`. Replayed towers do not give DDP the static "
+            "graph that it would record. Leave `static_graph` out; gradients are all-reduced once "
+            "a step all the same."
+        )

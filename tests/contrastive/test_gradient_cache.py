@@ -1,0 +1,201 @@
+"""The gradient cache by itself, outside of any trainer."""
+
+import random
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.contrastive.micro_batches import MicroBatches
+
+CPU = torch.device("cpu")
+Output = namedtuple("Output", ["features", "count"])
+
+
+def make_cache(rows: int = 3) -> GradientCache:
+    return GradientCache(micro_batch_size=rows, device=CPU)
+
+
+class Draws(nn.Module):
+    """Draws from torch, Python and numpy, and keeps what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.drawn: list[tuple[Any, ...]] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
+        return batch * self.weight
+
+
+def test_replay_draws_the_same_numbers_and_leaves_the_generators_alone() -> None:
+    tower = Draws()
+    features = make_cache().call(tower, tower, (torch.randn(8, 4),), {})
+    before = (torch.rand(1), random.random(), np.random.rand())
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[2])
+    features.sum().backward()
+    assert tower.drawn[:3] == tower.drawn[3:]
+    assert len({str(draw) for draw in tower.drawn}) == 3
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[2] == states[2]
+    assert (torch.rand(1), random.random(), np.random.rand()) != before
+
+
+def test_gradients_of_parameters_and_inputs_equal_autograd() -> None:
+    tower = nn.Bilinear(5, 6, 7).double()
+    left = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    right = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(10, 7, dtype=torch.float64)
+    (tower(left, right) * weight).sum().backward()
+    expected = [x.grad.clone() for x in (left, right, *tower.parameters())]
+    for x in (left, right, *tower.parameters()):
+        x.grad = None
+    (make_cache().call(tower, tower, (left, right), {}) * weight).sum().backward()
+    for x, value in zip((left, right, *tower.parameters()), expected, strict=True):
+        assert torch.allclose(x.grad, value, rtol=1e-12)
+
+
+class Structured(nn.Module):
+    """Returns a tree, some of it without gradients, and takes a mask that all rows share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, Tensor], *, mask: Tensor, flag: bool) -> dict[str, Any]:
+        features = self.linear(batch["x"]) * mask
+        return {"out": Output(features, batch["x"].argmax(1)), "flag": flag, "none": None}
+
+
+def test_trees_masks_and_flags_come_back_as_from_the_tower() -> None:
+    tower, mask = Structured(), torch.rand(4, requires_grad=True)
+    batch = {"x": torch.randn(7, 4)}
+    plain = tower(batch, mask=mask, flag=True)
+    plain["out"].features.square().sum().backward()
+    expected = [mask.grad.clone(), tower.linear.weight.grad.clone()]
+    mask.grad = tower.linear.weight.grad = None
+    cached = make_cache().call(tower, tower, (batch,), {"mask": mask, "flag": True})
+    assert isinstance(cached["out"], Output)
+    assert (cached["flag"], cached["none"]) == (True, None)
+    assert torch.equal(cached["out"].count, plain["out"].count)
+    assert not cached["out"].count.requires_grad
+    cached["out"].features.square().sum().backward()
+    assert torch.allclose(mask.grad, expected[0])
+    assert torch.allclose(tower.linear.weight.grad, expected[1])
+
+
+def test_two_backwards_through_one_call_both_count() -> None:
+    tower = nn.Linear(4, 4)
+    features = make_cache().call(tower, tower, (torch.ones(7, 4),), {})
+    features.sum().backward(retain_graph=True)
+    once = tower.weight.grad.clone()
+    features.sum().backward()
+    assert torch.allclose(tower.weight.grad, 2 * once)
+
+
+def test_call_without_grad_returns_plain_features() -> None:
+    tower = nn.Linear(4, 4)
+    with torch.no_grad():
+        assert not make_cache().call(tower, tower, (torch.ones(7, 4),), {}).requires_grad
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    assert not make_cache().call(frozen, frozen, (torch.ones(7, 4),), {}).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_the_forward_holds_in_the_replay(dtype: torch.dtype) -> None:
+    tower = nn.Linear(4, 4)
+    seen: list[torch.dtype] = []
+    tower.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        features = make_cache().call(tower, tower, (torch.ones(7, 4),), {})
+    features.sum().backward()  # outside of autocast, as Lightning does it
+    assert seen == [dtype] * 6
+    seen.clear()
+    with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", enabled=False):
+            features = make_cache().call(tower, tower, (torch.ones(7, 4),), {})
+        features.sum().backward()
+    assert seen == [torch.float32] * 6
+
+
+def test_autocast_cache_does_not_cut_the_graph_of_later_calls() -> None:
+    tower = nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+        make_cache().call(tower, tower, (torch.ones(7, 4),), {})
+        tower(torch.ones(7, 4)).sum().backward()
+    assert tower.weight.grad is not None
+
+
+class Counts(nn.Module):
+    """Buffers of every kind: a count, an average, one replaced by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("assigned", torch.zeros(()))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        self.mean.lerp_(batch.mean(), 0.5)
+        self.assigned = 0.5 * self.assigned + 0.5 * batch.mean()
+        return batch * self.weight
+
+
+def test_buffers_are_updated_once_a_call_and_not_by_the_replay() -> None:
+    tower, identity = Counts(), []
+    identity.append(id(tower.assigned))
+    batch = torch.arange(7.0)
+    features = make_cache().call(tower, tower, (batch,), {})
+    for _ in range(2):
+        assert tower.steps == 1
+        assert tower.mean.item() == pytest.approx(0.5 * batch.mean().item())
+        assert tower.assigned.item() == pytest.approx(0.5 * batch.mean().item())
+        assert id(tower.assigned) == identity[0]
+        features.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("tower", "message"),
+    [
+        (lambda x: x.sum(), r"shape \[\] for a micro-batch of 3 rows"),
+        (lambda x: x @ x.T, r"expected"),
+        (lambda x: x[:1], r"shape \[1, 4\] for a micro-batch of 3 rows"),
+    ],
+)
+def test_output_without_rows_raises(tower: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_cache().call(tower, nn.Linear(1, 1), (torch.ones(7, 4),), {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "no tensor with a batch"), ((torch.ones(0, 4),), "empty batch"), ((1.0,), "no tensor")],
+)
+def test_arguments_without_a_batch_raise(arguments: tuple[Any, ...], message: str) -> None:
+    tower = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=message):
+        make_cache().call(tower, tower, arguments, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_micro_batches_from_the_host_arrive_whole(prefetch: int, pinned: bool) -> None:
+    batch = torch.randint(0, 255, (1003, 3, 64, 64), dtype=torch.uint8)
+    batch = batch.pin_memory() if pinned else batch
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = MicroBatches([batch, "flag"], 100, device, prefetch)
+    parts = []
+    for rows, (part, flag) in batches:
+        assert (part.device, part.dtype, flag) == (device, torch.uint8, "flag")
+        assert len(part) == rows.stop - rows.start
+        parts.append(part.float().add(0.0))
+    assert torch.equal(torch.cat(parts).cpu(), batch.float())

@@ -1,0 +1,100 @@
+"""The torch tile backend: its contract on shards, its tiles' size, and the memory it takes."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
+from tests.reference.contrastive import relative_error
+
+
+def _shard(b: int, m: int, width: int, diagonal: int | None) -> tuple[Tensor, ...]:
+    rows, columns = torch.randn(b, width), torch.randn(m, width)
+    logits = 1.5 * rows.double() @ columns.double().T
+    positives = torch.zeros(b, m, dtype=torch.bool)
+    if diagonal is not None:
+        index = torch.arange(b)
+        inside = (index + diagonal >= 0) & (index + diagonal < m)
+        positives[index[inside], index[inside] + diagonal] = True
+    return rows, columns, logits.masked_fill(positives, -torch.inf)
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 40, -150, 256, -192, 1000])
+@pytest.mark.parametrize(("b", "m"), [(193, 257), (257, 193), (1, 300), (300, 1), (64, 64)])
+def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -> None:
+    tiles = TorchTiles(2**18)
+    rows, columns, logits = _shard(b, m, 24, diagonal)
+    scale = torch.tensor(1.5)
+    # Both sweeps add to what is there.
+    row_lse, column_lse = torch.randn(b).double(), torch.randn(m).double()
+    expected_row = torch.logaddexp(row_lse, logits.logsumexp(1))
+    expected_column = torch.logaddexp(column_lse, logits.logsumexp(0))
+    tiles.lse_sweep(rows, columns, scale, row_lse, column_lse, diagonal)
+    assert (row_lse - expected_row).abs().max() < 1e-5
+    assert (column_lse - expected_column).abs().max() < 1e-5
+
+    softmax = (logits - row_lse[:, None]).exp() + (logits - column_lse).exp()
+    d_rows, d_columns = torch.ones(b, 24), torch.ones(m, 24)
+    tiles.grad_sweep(rows, columns, scale, row_lse, column_lse, d_rows, d_columns, diagonal)
+    assert relative_error(d_rows - 1, softmax @ columns.double()) < 1e-5
+    assert relative_error(d_columns - 1, softmax.T @ rows.double()) < 1e-5
+    only_rows = torch.ones(b, 24)
+    tiles.grad_sweep(rows, columns, scale, row_lse, column_lse, only_rows, None, diagonal)
+    assert torch.equal(only_rows, d_rows)
+
+
+@pytest.mark.parametrize("width", [1, 72, 512, 4096])
+@pytest.mark.parametrize("budget", [2**20, 2**24, 2**30])
+def test_tile_size_is_the_largest_that_fits_the_budget(width: int, budget: int) -> None:
+    edge = TorchTiles(budget).tile_size(width, torch.float32, torch.device("cpu"))
+    needed = [4 * (2 * t * t + 3 * t * width) for t in (edge, edge + 64)]
+    assert edge % 64 == 0
+    assert edge == 64 or needed[0] <= budget
+    assert needed[1] > budget
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside occupied at a time, each storage once."""
+
+    def __enter__(self) -> "PeakBytes":
+        self._storages: dict[int, tuple[object, int]] = {}
+        self.peak = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (storage._weak_ref(), storage.nbytes())
+        alive = {
+            key: (weak, size)
+            for key, (weak, size) in self._storages.items()
+            if not torch.UntypedStorage._expired(weak)
+        }
+        self._storages = alive
+        self.peak = max(self.peak, sum(size for _, size in alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("b", [1024, 4096])
+def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
+    b: int, dtype: torch.dtype
+) -> None:
+    width, workspace = 64, 2**20
+    image, text = (torch.randn(b, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    with PeakBytes() as bytes_made:
+        ContrastiveLoss(workspace_bytes=workspace)(image, text, 0.1).backward()
+    # Gradients in fp32 and in the features' dtype, float64 copies of a chunk, vectors in float64.
+    linear = b * width * 4 * 8 + 24 * b * 8
+    assert b * b * 4 > workspace + linear or b == 1024, "a b x b matrix must be what breaks this"
+    assert bytes_made.peak < workspace + linear
+
+
+def test_default_workspace_is_the_documented_one() -> None:
+    assert DEFAULT_WORKSPACE_BYTES == {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
+    assert "`None`: 16 MiB, on CUDA 512 MiB" in (ContrastiveLoss.__doc__ or "")

@@ -1,0 +1,132 @@
+"""The wheel holds the tree, installs into an empty environment, and imports under right names."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Where setuptools puts the folders that stand at the top of the tree.
+INSTALLED_AS = {"callbacks": "lightning_mp/callbacks", "strategies": "lightning_mp/strategies"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # From a copy: setuptools would put what an earlier build left in `build/` into the wheel.
+    others = shutil.ignore_patterns(".*", "build", "*.egg-info", "cache", "output", "__pycache__")
+    tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=others)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", folder, tree],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")},
+    )
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def _tree() -> set[str]:
+    """Paths inside the wheel of all source files of the tree."""
+    files = set()
+    for folder in ("lightning_mp", *INSTALLED_AS):
+        for path in (ROOT / folder).rglob("*"):
+            inside = path.relative_to(ROOT)
+            through_symlink = inside.parts[:2] in (("lightning_mp", name) for name in INSTALLED_AS)
+            if path.suffix in (".py", ".typed", ".json") and not through_symlink:
+                parts = (INSTALLED_AS.get(inside.parts[0], inside.parts[0]), *inside.parts[1:])
+                files.add("/".join(parts))
+    return files
+
+
+@pytest.mark.slow
+def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == _tree()
+    assert "lightning_mp/strategies/inf_cl.py" in packaged
+    assert "lightning_mp/py.typed" in packaged
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def _public_names() -> dict[str, list[str]]:
+    """`__all__` of every module in the wheel, read without importing."""
+    names = {}
+    for file in sorted(_tree()):
+        if not file.endswith(".py"):
+            continue
+        source = ROOT / file
+        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for node in ast.parse(source.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", 0)]
+            if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+                names[module] = ast.literal_eval(node.value)
+    return names
+
+
+@pytest.mark.slow
+def test_wheel_in_a_fresh_environment_imports_every_public_name(
+    wheel: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    # The dependencies are those of this environment, so that no gigabyte is copied; a path file
+    # adds them without the editable install that this environment also has.
+    site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    install = [python, "-m", "pip", "install", "--no-deps", "--ignore-installed", "--quiet", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    names = _public_names()
+    assert "InfCLStrategy" in names["lightning_mp.strategies"]
+    script = "\n".join(
+        [
+            "import lightning_mp",
+            "from lightning.pytorch.strategies import StrategyRegistry",
+            "assert 'inf_cl' in StrategyRegistry.available_strategies()",
+            *(f"from {module} import {name}" for module, all_ in names.items() for name in all_),
+            "print(lightning_mp.__file__)",
+        ]
+    )
+    run = subprocess.run(
+        [python, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(str(tmp_path))
+    console = subprocess.run(
+        [python.with_name("lightning-mp"), "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert console.returncode == 0, console.stderr
+    assert "fit" in console.stdout
+
+
+@pytest.mark.parametrize("name", ["callbacks", "strategies"])
+def test_bare_import_names_the_right_one(name: str) -> None:
+    with pytest.raises(ImportError, match=f"write `import lightning_mp.{name}`"):
+        __import__(name)
+
+
+@pytest.mark.parametrize("name", ["callbacks", "strategies"])
+def test_symlinks_lead_to_the_folders_at_the_top(name: str) -> None:
+    link = ROOT / "lightning_mp" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+
+
+@pytest.mark.parametrize("package", ["numerics", "contrastive", "optim", "metrics"])
+def test_numerical_packages_do_not_import_lightning(package: str) -> None:
+    for path in (ROOT / "lightning_mp" / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for module in modules:
+                assert module.split(".")[0] not in ("lightning", "pytorch_lightning"), path

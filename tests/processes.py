@@ -1,0 +1,50 @@
+"""Runs a function on several gloo ranks of this machine and returns what each of them returned."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# A fork server imports torch once, before any of its threads exist, and forks ranks cheaply.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning_mp"])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Call `function(rank, *args)` on `world_size` ranks in an initialised default group."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _run_rank,
+            args=(function, world_size, folder, args),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _run_rank(
+    rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    # Lightning takes the ranks as they are when a launcher has set these.
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
+    environment |= {"LOCAL_WORLD_SIZE": world_size, "TORCHELASTIC_RUN_ID": "tests"}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    result = function(rank, *args)
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
+    dist.barrier()  # without it, ranks abort now and then when the first of them leaves
+    dist.destroy_process_group()

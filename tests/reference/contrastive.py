@@ -1,0 +1,43 @@
+"""The contrastive loss in float64, dense and by autograd, with the positive kept apart."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Reference:
+    loss: Tensor
+    d_image: Tensor
+    d_text: Tensor
+    d_scale: Tensor
+
+
+def dense_loss(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
+    """`mean softplus(LSE of negatives - positive)`, which keeps its digits when it is tiny."""
+    logits = scale * image @ text.T
+    positive = logits.diagonal()
+    negatives = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool), -torch.inf)
+    terms = [
+        torch.logaddexp(negatives.logsumexp(dim) - positive, positive.new_zeros(()))
+        if len(logits) > 1
+        else positive * 0
+        for dim in (1, 0)
+    ]
+    return (terms[0] + terms[1]).mean() / 2
+
+
+def reference(image: Tensor, text: Tensor, scale: float) -> Reference:
+    """Loss and gradients of the float64 reference for features of any dtype."""
+    image, text = (features.detach().double().requires_grad_() for features in (image, text))
+    scale_64 = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    loss = dense_loss(image, text, scale_64)
+    loss.backward()
+    return Reference(loss.detach(), image.grad, text.grad, scale_64.grad)
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    difference = (value.double() - expected.double()).norm()
+    return (difference / expected.double().norm().clamp_min(torch.finfo(torch.float64).tiny)).item()

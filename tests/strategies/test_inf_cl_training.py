@@ -1,0 +1,87 @@
+"""Training with the strategy against training without it, on one rank and on two."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_mp.strategies import InfCLStrategy
+from tests.processes import run_ranks
+from tests.reference.contrastive import relative_error
+from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_of
+
+STEPS = 20
+ROWS = 5  # does not divide the batch of 12 or 13
+
+
+def _fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "automatic": {},
+    "manual": {"model": {"automatic": False}},
+    "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
+    "clipped by norm": {"trainer": {"gradient_clip_val": 0.05}},
+    "clipped by value": {
+        "trainer": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
+    },
+    "bf16": {"plugins": lambda: [MixedPrecision("bf16-mixed", "cpu")]},
+    "fp16 with scaler": {"plugins": lambda: [_fp16()]},
+    "fp16 with scaler, clipped": {
+        "plugins": lambda: [_fp16()],
+        "trainer": {"gradient_clip_val": 0.05},
+    },
+    "float64": {"trainer": {"precision": "64-true"}},
+    "unused parameters": {"strategy": {"find_unused_parameters": True}},
+    "bucket views": {"strategy": {"gradient_as_bucket_view": True}},
+    "host": {"inf_cl": {"offload": "host"}},
+}
+
+
+def _train(case: dict[str, Any], with_strategy: bool) -> tuple[Tensor, list[float]]:
+    kwargs = case.get("strategy", {})
+    if with_strategy:
+        model = TinyCLIP(**case.get("model", {}))
+        strategy = InfCLStrategy(micro_batch_size=ROWS, **kwargs, **case.get("inf_cl", {}))
+    else:
+        model = TinyCLIP(rows=ROWS, **case.get("model", {}))
+        strategy = DDPStrategy(**kwargs)
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = make_trainer(
+        strategy,
+        max_steps=STEPS,
+        devices=world_size,
+        plugins=case.get("plugins", list)(),
+        **case.get("trainer", {}),
+    )
+    torch.manual_seed(7 + trainer.global_rank)
+    trainer.fit(model, loader(count=12 * world_size * 4, batch_size=12))
+    return parameters_of(model), model.losses
+
+
+def _compare(rank: int) -> dict[str, tuple[float, float, float]]:
+    results = {}
+    for name, case in CASES.items():
+        start = parameters_of(TinyCLIP())
+        expected, expected_losses = _train(case, with_strategy=False)
+        value, losses = _train(case, with_strategy=True)
+        loss_error = (torch.tensor(losses) - torch.tensor(expected_losses)).abs().max().item()
+        moved = relative_error(expected, start)
+        results[name] = (relative_error(value, expected), loss_error, moved)
+    return results
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_inf_cl_twenty_steps_give_the_weights_of_training_without_it(world_size: int) -> None:
+    for rank, results in enumerate(run_ranks(_compare, world_size)):
+        assert set(results) == set(CASES)
+        for name, (error, loss_error, moved) in results.items():
+            assert error < 1e-5, f"{name}, rank {rank}: weights differ by {error:.1e}"
+            assert loss_error < 1e-4, f"{name}, rank {rank}: losses differ by {loss_error:.1e}"
+            assert moved > 1e-3, f"{name}, rank {rank}: the weights did not move"

@@ -1,0 +1,110 @@
+"""`lightning-mp` reads YAML, finds plugins by short name and by class path, and trains."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_mp.cli import main
+from tests.strategies.models import TinyCLIP, loader
+
+
+class TinyCLIPWithData(TinyCLIP):
+    """Brings its own data, so that a config needs no data module."""
+
+    steps_trained: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        return loader(16, 8)
+
+    test_dataloader = train_dataloader
+
+    def on_train_end(self) -> None:
+        self.steps_trained.append(self.global_step)
+
+
+def _config(path: Path, strategy: dict[str, Any] | str) -> str:
+    config = {
+        "seed_everything": 1,
+        "model": {"class_path": f"{__name__}.TinyCLIPWithData"},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "strategy": strategy,
+        },
+    }
+    file = path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
+
+
+ARGUMENTS = {"towers": ["visual", "text"], "micro_batch_size": 3, "offload": "host"}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "inf_cl",
+        {"class_path": "lightning_mp.strategies.InfCLStrategy", "init_args": ARGUMENTS},
+        {"class_path": "InfCLStrategy", "init_args": ARGUMENTS},
+    ],
+    ids=["registered", "class path", "short name"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_cli_fit_and_test_with_inf_cl(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    TinyCLIPWithData.steps_trained.clear()
+    main(["fit", "--config", _config(tmp_path, strategy)])
+    assert TinyCLIPWithData.steps_trained == [2]
+    main(["test", "--config", _config(tmp_path, strategy)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cli_imports_classes_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # undoes what `main` adds
+    (tmp_path / "my_models.py").write_text(
+        "from tests.test_cli import TinyCLIPWithData\nclass Mine(TinyCLIPWithData):\n    pass\n"
+    )
+    config = Path(_config(tmp_path, "inf_cl"))
+    config.write_text(config.read_text().replace(f"{__name__}.TinyCLIPWithData", "my_models.Mine"))
+    TinyCLIPWithData.steps_trained.clear()
+    main(["fit", "--config", str(config)])
+    assert TinyCLIPWithData.steps_trained == [2]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cli_bad_argument_exits_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    strategy = {"class_path": "InfCLStrategy", "init_args": {**ARGUMENTS, "offload": "disk"}}
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", _config(tmp_path, strategy)])
+    assert "offload" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.strategy.help", "InfCLStrategy"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Rows that a tower sees at a time on one rank" in printed
+    assert "default: 256" in printed
+
+
+def test_cli_without_jsonargparse_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"lightning-mp\[cli\]"):
+        main([])
