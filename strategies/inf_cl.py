@@ -250,7 +250,10 @@ class _Touch(torch.autograd.Function):
 
 def _reduce_gradients(model: DistributedDataParallel) -> None:
     """All-reduce every bucket of gradients once, also those that no tower has a part in."""
-    touched: Tensor = _Touch.apply(*(p for p in model.parameters() if p.requires_grad))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return
+    touched: Tensor = _Touch.apply(*trained)
     prepare_for_backward(model, touched)
     touched.backward()
 

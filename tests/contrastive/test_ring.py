@@ -1,6 +1,8 @@
 """The ring against one process with the whole batch, after the mean that DDP takes."""
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.ring import FollowingSum, Ring
+from lightning_mp.contrastive.ring import Exchange, FollowingSum, Ring
+from lightning_mp.contrastive.torch_tiles import TorchTiles
 from tests.processes import run_ranks
 from tests.reference.contrastive import dense_loss, relative_error
 
@@ -104,6 +107,43 @@ def test_ring_of_two_ranks_is_seen_by_the_counter() -> None:
     assert calls.count("batch_isend_irecv") == 6
     assert calls.count("all_gather") == 1
     assert calls.count("all_reduce") == 2
+
+
+def _order_of_events(rank: int) -> list[str]:
+    events: list[str] = []
+    exchanges: list[Exchange] = []
+
+    def noted(owner: type, method: str, note: Callable[[Any], str]) -> None:
+        original = getattr(owner, method)
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events.append(note(self))
+            return original(self, *args, **kwargs)
+
+        setattr(owner, method, wrapper)
+
+    noted(Exchange, "__init__", lambda self: exchanges.append(self) or f"send {len(exchanges)}")
+    noted(Exchange, "wait", lambda self: f"wait {exchanges.index(self) + 1}")
+    noted(TorchTiles, "lse_sweep", lambda self: "sweep")
+    noted(TorchTiles, "grad_sweep", lambda self: "sweep")
+    image, text = (x.requires_grad_() for x in _pairs(8, 0))
+    ContrastiveLoss()(image, text, 10.0).backward()
+    return events
+
+
+@pytest.mark.distributed
+def test_ring_sends_while_it_sweeps() -> None:
+    forward = [
+        *("send 1", "sweep", "send 2"),  # texts travel during the first sweep, column sums after
+        *("wait 1", "sweep", "wait 2"),  # and during the second
+        *("send 3", "wait 3"),  # home
+    ]
+    backward = [
+        *("send 4", "sweep", "send 5"),
+        *("wait 4", "sweep", "wait 5"),
+        *("send 6", "wait 6"),
+    ]
+    assert run_ranks(_order_of_events, 2) == [forward + backward] * 2
 
 
 def _loss_in_subgroups(rank: int) -> tuple[float, Tensor]:

@@ -1,10 +1,13 @@
 """The torch tile backend: its contract on shards, its tiles' size, and the memory it takes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
@@ -81,7 +84,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("b", [1024, 4096])
+@pytest.mark.parametrize("b", [512, 2048])
 def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
     b: int, dtype: torch.dtype
 ) -> None:
@@ -91,8 +94,33 @@ def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
         ContrastiveLoss(workspace_bytes=workspace)(image, text, 0.1).backward()
     # Gradients in fp32 and in the features' dtype, float64 copies of a chunk, vectors in float64.
     linear = b * width * 4 * 8 + 24 * b * 8
-    assert b * b * 4 > workspace + linear or b == 1024, "a b x b matrix must be what breaks this"
+    assert b * b * 4 > workspace + linear or b == 512, "a b x b matrix must be what breaks this"
     assert bytes_made.peak < workspace + linear
+
+
+def _addmm_flops(total: Any, left: Any, right: Any, **kwargs: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+@pytest.mark.parametrize(
+    ("trained", "units"), [("image text scale", 4), ("image", 3), ("text scale", 3), ("", 1)]
+)
+def test_loss_takes_four_units_of_work_and_fewer_with_a_locked_tower(
+    trained: str, units: int
+) -> None:
+    b, width = 333, 48
+    inputs = {
+        "image": torch.randn(b, width),
+        "text": torch.randn(b, width),
+        "scale": torch.ones(()),
+    }
+    inputs = {name: x.requires_grad_(name in trained.split()) for name, x in inputs.items()}
+    counted = {torch.ops.aten.addmm_: _addmm_flops}  # torch counts only the one out of place
+    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        loss = ContrastiveLoss(workspace_bytes=2**20)(*inputs.values())
+        if trained:
+            loss.backward()
+    assert counter.get_total_flops() == units * 2 * b * b * width
 
 
 def test_default_workspace_is_the_documented_one() -> None:

@@ -83,6 +83,8 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     install = [python, "-m", "pip", "install", "--no-deps", "--ignore-installed", "--quiet", wheel]
     subprocess.run(install, check=True, capture_output=True)
+    check = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True)
+    assert "lightning-mp" not in check.stdout  # what it requires is there, in the right version
     names = _public_names()
     assert "InfCLStrategy" in names["lightning_mp.strategies"]
     script = "\n".join(

@@ -267,6 +267,22 @@ def test_inf_cl_towers_in_many_ways_equal_plain_training(compiled: bool) -> None
     assert relative_error(parameters_of(model), parameters_of(expected)) < 1e-5
 
 
+class SeesGradients(TinyCLIP):
+    def on_after_backward(self) -> None:
+        self.seen = [p.grad.clone() for p in self.parameters()]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters()]
+        assert all(torch.equal(*pair) for pair in zip(self.seen, gradients, strict=True))
+        assert all(grad.abs().sum() > 0 for grad in gradients)
+
+
+def test_inf_cl_gradients_are_complete_after_backward() -> None:
+    model = SeesGradients()
+    make_trainer(InfCLStrategy(micro_batch_size=3), max_steps=2).fit(model, loader(16, 8))
+    assert model.seen
+
+
 class Frozen(TinyCLIP):
     def __init__(self) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
@@ -14,6 +15,7 @@ from tests.reference.contrastive import relative_error
 from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_of
 
 STEPS = 20
+SHARES = {1: [24], 2: [13, 11]}
 ROWS = 5  # does not divide the batch of 12 or 13
 
 
@@ -85,3 +87,31 @@ def test_inf_cl_twenty_steps_give_the_weights_of_training_without_it(world_size:
             assert error < 1e-5, f"{name}, rank {rank}: weights differ by {error:.1e}"
             assert loss_error < 1e-4, f"{name}, rank {rank}: losses differ by {loss_error:.1e}"
             assert moved > 1e-3, f"{name}, rank {rank}: the weights did not move"
+
+
+def _train_a_share(rank: int, sizes: list[int]) -> Tensor:
+    """Train on this rank's rows of every global batch."""
+    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    batches = [[part[rows] for part in batch] for batch in loader(count=24 * 5, batch_size=24)]
+    model = TinyCLIP(dropout=0.0)
+    trainer = make_trainer(
+        InfCLStrategy(micro_batch_size=ROWS),
+        devices=len(sizes),
+        max_steps=STEPS,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    return parameters_of(model)
+
+
+@pytest.mark.distributed
+def test_inf_cl_unequal_shares_of_a_batch_train_as_the_whole_batch_does_plainly() -> None:
+    model = TinyCLIP(dropout=0.0)
+    start = parameters_of(model)
+    batches = list(loader(count=24 * 5, batch_size=24))
+    make_trainer("auto", max_steps=STEPS).fit(model, DataLoader(batches, batch_size=None))
+    expected = parameters_of(model)
+    assert relative_error(expected, start) > 1e-3
+    for world_size, sizes in SHARES.items():
+        for weights in run_ranks(_train_a_share, world_size, sizes):
+            assert relative_error(weights, expected) < 1e-5
