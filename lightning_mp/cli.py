@@ -27,10 +27,14 @@ def main(args: Sequence[str] | None = None) -> None:
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    import lightning_mp  # noqa: F401  registers the plugins
+    import lightning_mp  # registers the plugins
 
-    # A config saved by an earlier run in the same folder gives way, as its checkpoints do.
-    LightningCLI(args=args, save_config_kwargs={"overwrite": True})  # type: ignore[arg-type]
+    LightningCLI(
+        args=args,  # type: ignore[arg-type]
+        parser_kwargs={"version": lightning_mp.__version__},
+        # A config saved by an earlier run in the same folder gives way, as its checkpoints do.
+        save_config_kwargs={"overwrite": True},
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+import lightning_mp
 from lightning_mp.cli import main
 from tests.strategies.models import TinyCLIP, loader
 
@@ -102,6 +103,13 @@ def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[st
     printed = " ".join(capsys.readouterr().out.split())
     assert "Rows that a tower sees at a time on one rank" in printed
     assert "default: 256" in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert lightning_mp.__version__ in capsys.readouterr().out
 
 
 def test_cli_without_jsonargparse_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
