@@ -16,7 +16,8 @@ def main(args: Sequence[str] | None = None) -> None:
     imported, so that a `class_path` may lead to code beside the config file.
 
     Raises:
-        SystemExit: `jsonargparse` is not installed, or it cannot parse the arguments.
+        SystemExit: `jsonargparse` is not installed or cannot parse the arguments, or the run was
+            interrupted.
     """
     if importlib.util.find_spec("jsonargparse") is None:
         raise SystemExit(
@@ -29,12 +30,15 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     import lightning_mp  # registers the plugins
 
-    LightningCLI(
+    cli = LightningCLI(
         args=args,  # type: ignore[arg-type]
         parser_kwargs={"version": lightning_mp.__version__},
         # A config saved by an earlier run in the same folder gives way, as its checkpoints do.
         save_config_kwargs={"overwrite": True},
     )
+    if cli.trainer.interrupted:
+        # Lightning shuts down in order and returns; a script must not take that for success.
+        raise SystemExit("Interrupted before the end; the last checkpoint holds what was learned.")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = ["InfoNCE", "Plan"]
 
-# Rows are taken in chunks of about this many values where a float64 copy is made: 16 MiB a copy.
-_CHUNK_VALUES = 2**21
+# Rows are taken in chunks of about this many values where a float64 copy is made: 2 MiB a copy.
+_CHUNK_VALUES = 2**18
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
-        workspace_bytes: Memory for tiles, in bytes. `None`: 16 MiB, on CUDA 512 MiB.
+        workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
         backend: Code that multiplies tiles. `"torch"` runs everywhere; `"auto"` picks the best.
 
     Shapes:
