@@ -1,0 +1,142 @@
+"""The glyph pairs as a LightningDataModule.
+
+Legend: ``b`` rows of a rank's batch, ``H`` and ``W`` pixels, ``L`` characters of a padded name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from examples.glyph_clip.glyphs import TEST_FONTS, TRAIN_FONTS, GlyphTable, load_glyphs
+from examples.glyph_clip.sampler import RowSampler, TwinFreeSampler
+
+__all__ = ["Batch", "BatchLoader", "GlyphData"]
+
+Batch = dict[str, Tensor]
+
+
+class BatchLoader:
+    """Serves batches of a table that lies in memory.
+
+    The 33,000 glyphs are one uint8 tensor of 32 MiB, and a batch is one indexing of it:
+    worker processes would cost more than they bring.
+
+    Args:
+        table: The glyphs.
+        sampler: Yields the row indices of each batch; Lightning calls its `set_epoch`.
+
+    Shapes:
+        Yields image ``(b, H, W)`` uint8, text ``(b, L)`` uint8 and name_id ``(b,)`` int32.
+    """
+
+    batch_sampler: None = None  # Lightning looks for it: the sampler itself serves batches
+
+    def __init__(self, table: GlyphTable, sampler: RowSampler | TwinFreeSampler) -> None:
+        self.sampler = sampler
+        self._columns = {
+            "image": torch.from_numpy(table.images),
+            "text": torch.from_numpy(table.codes),
+            "name_id": torch.from_numpy(table.name_ids),
+        }
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for rows in self.sampler:
+            yield {name: column[rows] for name, column in self._columns.items()}
+
+
+class GlyphData(LightningDataModule):
+    """Pairs of glyph and Unicode name: DejaVu Sans, its Mono and STIX to train, a serif to test.
+
+    Args:
+        batch_size: Least number of pairs in a global batch, over all ranks.
+        eval_batch_size: Pairs of a rank's batch in validation and test.
+        validation_fonts: Fonts taken out of the training set to tune on, never the test family.
+            Empty trains on all and skips validation.
+        seed: Fixes the order of the batches.
+        cache_dir: Where the rendered glyphs are kept; None is `cache` beside this file.
+        progress: Whether to show a bar while rendering.
+
+    Raises:
+        ValueError: If `validation_fonts` names a font that is none of the training fonts.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 2048,
+        eval_batch_size: int = 512,
+        validation_fonts: Sequence[str] = (),
+        seed: int = 0,
+        cache_dir: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        unknown = sorted(set(validation_fonts) - set(TRAIN_FONTS))
+        if unknown:
+            raise ValueError(
+                f"Passed `GlyphData(validation_fonts={list(validation_fonts)!r})`. {unknown!r} are "
+                f"no training fonts. Choose among {TRAIN_FONTS!r}."
+            )
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.validation_fonts = tuple(validation_fonts)
+        self.seed = seed
+        self.cache_dir = Path(cache_dir) if cache_dir else Path(__file__).parent / "cache"
+        self.progress = progress
+        self.tables: dict[str, GlyphTable] = {}
+
+    def prepare_data(self) -> None:
+        """Render the glyphs, once a node and the first time only."""
+        load_glyphs(self.cache_dir, progress=self.progress)
+
+    def setup(self, stage: str = "fit") -> None:
+        """Read the cache and split it by font."""
+        if self.tables:
+            return
+        glyphs = load_glyphs(self.cache_dir, progress=False)
+        train_fonts = [font for font in TRAIN_FONTS if font not in self.validation_fonts]
+        self.tables = {
+            "train": glyphs.of_fonts(train_fonts),
+            "validation": glyphs.of_fonts(self.validation_fonts),
+            "test": glyphs.of_fonts(TEST_FONTS),
+        }
+
+    def train_dataloader(self) -> BatchLoader:
+        """Serve global batches in which no name comes twice."""
+        world_size, rank = self._ranks()
+        table = self.tables["train"]
+        sampler = TwinFreeSampler(
+            table.name_ids,
+            batch_size=self.batch_size,
+            num_replicas=world_size,
+            rank=rank,
+            seed=self.seed,
+        )
+        return BatchLoader(table, sampler)
+
+    def val_dataloader(self) -> list[BatchLoader]:
+        """Serve the validation fonts, if there are any."""
+        return [self._eval_loader("validation")] if self.validation_fonts else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """Serve the test font."""
+        return self._eval_loader("test")
+
+    def _eval_loader(self, split: str) -> BatchLoader:
+        world_size, rank = self._ranks()
+        table = self.tables[split]
+        sampler = RowSampler(
+            len(table), batch_size=self.eval_batch_size, num_replicas=world_size, rank=rank
+        )
+        return BatchLoader(table, sampler)
+
+    def _ranks(self) -> tuple[int, int]:
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)

@@ -1,0 +1,210 @@
+"""Glyph images of the fonts that matplotlib ships, paired with their Unicode names.
+
+Legend: ``N`` glyphs, ``L`` characters of a padded name, ``H`` and ``W`` pixels.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+import PIL
+from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
+from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+__all__ = [
+    "IMAGE_SIZE",
+    "NAME_LENGTH",
+    "TEST_FONTS",
+    "TRAIN_FONTS",
+    "GlyphTable",
+    "decode_name",
+    "encode_names",
+    "load_glyphs",
+    "named_code_points",
+]
+
+IMAGE_SIZE = 32
+NAME_LENGTH = 80
+# Unicode names are written in these characters only; code 0 is the padding.
+ALPHABET = " -0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# An em of 24 in 32 pixels leaves ascenders, descenders and most wide symbols inside the frame at
+# one common scale, so that size and height, which tell "O" from "o" or "," from "'", stay visible.
+EM_PIXELS = 24
+BASELINE = 24
+MARGIN = 1
+
+# The STIXSiz files repeat some forty brackets in five sizes each, and are left out.
+TRAIN_FONTS = (
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSans-BoldOblique",
+    "DejaVuSans-Oblique",
+    "DejaVuSansMono",
+    "DejaVuSansMono-Bold",
+    "DejaVuSansMono-BoldOblique",
+    "DejaVuSansMono-Oblique",
+    "STIXGeneral",
+    "STIXGeneralBol",
+    "STIXGeneralBolIta",
+    "STIXGeneralItalic",
+)
+TEST_FONTS = ("DejaVuSerif",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlyphTable:
+    """Glyph images and their names, row by row.
+
+    Args:
+        images: Ink on an empty ground, uint8, 0 to 255.
+        codes: The names' characters as `encode_names` writes them, uint8.
+        name_ids: One number a name, the code point; equal numbers are twins.
+        font_ids: The row's place in ``TRAIN_FONTS + TEST_FONTS``.
+
+    Shapes:
+        images ``(N, H, W)``, codes ``(N, L)``, name_ids and font_ids ``(N,)``.
+    """
+
+    images: npt.NDArray[np.uint8]
+    codes: npt.NDArray[np.uint8]
+    name_ids: npt.NDArray[np.int32]
+    font_ids: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.name_ids)
+
+    def rows(self, keep: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> GlyphTable:
+        """Select rows by a mask or by their indices."""
+        return GlyphTable(**{field.name: getattr(self, field.name)[keep] for field in fields(self)})
+
+    def of_fonts(self, fonts: Sequence[str]) -> GlyphTable:
+        """Select the rows of the named fonts, each (image, name) pair once.
+
+        Symbols are often drawn once and used in every style of a family: such copies would weigh
+        a name by how many font files carry it, and add nothing to learn.
+        """
+        known = TRAIN_FONTS + TEST_FONTS
+        unknown = sorted(set(fonts) - set(known))
+        if unknown:
+            raise ValueError(f"Passed fonts={unknown!r}. Known are {known!r}. Name fonts of these.")
+        table = self.rows(np.isin(self.font_ids, [known.index(font) for font in fonts]))
+        first: dict[tuple[int, bytes], int] = {}
+        for row, (name_id, image) in enumerate(zip(table.name_ids, table.images, strict=True)):
+            first.setdefault((int(name_id), image.tobytes()), row)
+        return table.rows(np.fromiter(first.values(), dtype=np.int64))
+
+
+def encode_names(names: Sequence[str]) -> npt.NDArray[np.uint8]:
+    """Write names as numbers: 1 to 38 for the characters of ``ALPHABET``, 0 for padding.
+
+    Args:
+        names: Unicode names; what lies beyond ``NAME_LENGTH`` characters is cut.
+
+    Shapes:
+        Returns ``(N, L)``.
+
+    Raises:
+        ValueError: If a name has a character that Unicode names do not use.
+    """
+    codes_NL = np.zeros((len(names), NAME_LENGTH), dtype=np.uint8)
+    for row, name in enumerate(names):
+        codes = [ALPHABET.find(character) + 1 for character in name[:NAME_LENGTH]]
+        if 0 in codes:
+            raise ValueError(
+                f"Passed the name {name!r}. Names are written in {ALPHABET!r}. Use upper case."
+            )
+        codes_NL[row, : len(codes)] = codes
+    return codes_NL
+
+
+def decode_name(codes_L: npt.NDArray[np.uint8]) -> str:
+    """Read one encoded name."""
+    return "".join(ALPHABET[code - 1] for code in codes_L if code)
+
+
+def named_code_points(font: Path) -> list[int]:
+    """List the letters, numbers, symbols and punctuation of a font that have a Unicode name.
+
+    Private-use characters have none, nor have control characters; marks and separators draw
+    nothing of their own.
+    """
+    with TTFont(font, lazy=True) as face:
+        code_points = face.getBestCmap()
+    return sorted(
+        point
+        for point in code_points
+        if unicodedata.category(chr(point))[0] in "LNSP" and bool(unicodedata.name(chr(point), ""))
+    )
+
+
+def _render(font: ImageFont.FreeTypeFont, character: str) -> npt.NDArray[np.uint8]:
+    """Draw one glyph: its ink centred from left to right, its baseline where the others have it."""
+    image = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE))
+    left, top, right, bottom = font.getbbox(character, anchor="ls")
+    room = IMAGE_SIZE - 2 * MARGIN
+    shrink = min(1.0, room / max(right - left, bottom - top, 1))
+    if shrink < 1.0:
+        font = font.font_variant(size=font.size * shrink)
+        left, top, right, bottom = font.getbbox(character, anchor="ls")
+    x = (IMAGE_SIZE - (right - left)) / 2 - left
+    # Tall glyphs are moved off the common baseline just as far as the frame asks.
+    y = min(max(BASELINE, MARGIN - top), IMAGE_SIZE - MARGIN - bottom)
+    ImageDraw.Draw(image).text((round(x), round(y)), character, fill=255, font=font, anchor="ls")
+    return np.asarray(image)
+
+
+def _render_all(progress: bool) -> GlyphTable:
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    paths = [folder / f"{name}.ttf" for name in TRAIN_FONTS + TEST_FONTS]
+    work = [(font_id, path, named_code_points(path)) for font_id, path in enumerate(paths)]
+    images, points, font_ids = [], [], []
+    total = sum(len(code_points) for _, _, code_points in work)
+    with tqdm(total=total, desc="Rendering", unit="glyph", disable=not progress) as bar:
+        for font_id, path, code_points in work:
+            font = ImageFont.truetype(path, EM_PIXELS, layout_engine=ImageFont.Layout.BASIC)
+            for point in code_points:
+                image = _render(font, chr(point))
+                if image.any():  # a blank, such as the braille pattern without dots, shows no name
+                    images.append(image)
+                    points.append(point)
+                    font_ids.append(font_id)
+            bar.update(len(code_points))
+    return GlyphTable(
+        images=np.stack(images),
+        codes=encode_names([unicodedata.name(chr(point)) for point in points]),
+        name_ids=np.asarray(points, dtype=np.int32),
+        font_ids=np.asarray(font_ids, dtype=np.int32),
+    )
+
+
+def load_glyphs(cache_dir: Path, *, progress: bool = True) -> GlyphTable:
+    """Render every glyph once and keep the result as uint8 in a compressed file.
+
+    The file's name carries what the pixels depend on, so another version of matplotlib (the
+    fonts), Pillow (the rasteriser) or Unicode (the names) renders anew.
+
+    Args:
+        cache_dir: Where the file lies; made if it is missing.
+        progress: Whether to show a bar while rendering.
+    """
+    versions = f"mpl{matplotlib.__version__}_pil{PIL.__version__}_ucd{unicodedata.unidata_version}"
+    drawing = f"{IMAGE_SIZE}px_em{EM_PIXELS}_base{BASELINE}_len{NAME_LENGTH}"
+    path = cache_dir / f"glyphs_{drawing}_{versions}.npz"
+    if path.exists():
+        with np.load(path) as arrays:
+            return GlyphTable(**{field.name: arrays[field.name] for field in fields(GlyphTable)})
+    table = _render_all(progress)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    # Written beside and then renamed, so that an interrupted run leaves no half file.
+    partial = path.with_suffix(f".{os.getpid()}.partial.npz")
+    np.savez_compressed(partial, **{f.name: getattr(table, f.name) for f in fields(table)})
+    partial.replace(path)
+    return table

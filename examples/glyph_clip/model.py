@@ -1,0 +1,129 @@
+"""A small CLIP for glyphs and their names.
+
+Legend: ``b`` rows of a rank's batch, ``D`` feature width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from examples.glyph_clip.data import Batch
+from examples.glyph_clip.towers import GlyphTower, NameTower
+from lightning_mp import ContrastiveLoss, ContrastiveRecall
+
+__all__ = ["GlyphCLIP"]
+
+MAX_LOGIT_SCALE = 100.0  # CLIP's limit: beyond it single pairs dominate the loss
+WARMUP_SHARE = 0.1
+SCALE_LR = 10.0  # learning rate of the logit scale over that of the rest
+
+
+class GlyphCLIP(LightningModule):
+    """Matches glyphs and names by contrast. Nothing in it knows about the gradient cache.
+
+    Args:
+        width: Channels of the glyph tower's last stage.
+        feature_width: Feature width D.
+        jitter: Strength of the glyphs' random distortion in training.
+        lr: Peak learning rate of AdamW, after a tenth of the steps; then a cosine to 0.
+        weight_decay: Weight decay of matrices; vectors and the logit scale have none.
+        logit_scale: The logit scale at the start; it is learned, up to 100.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int = 128,
+        feature_width: int = 256,
+        jitter: float = 1.5,
+        lr: float = 3e-3,
+        weight_decay: float = 0.05,
+        logit_scale: float = 14.0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.visual = GlyphTower(width=width, feature_width=feature_width, jitter_strength=jitter)
+        self.text = NameTower(feature_width=feature_width)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
+        self.loss = ContrastiveLoss()
+        self.recall = ContrastiveRecall(top_k=(1, 5, 10))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Encode glyphs and names into unit vectors, ``(b, D)`` each."""
+        image_bD = F.normalize(self.visual(batch["image"]), dim=-1)
+        text_bD = F.normalize(self.text(batch["text"]), dim=-1)
+        return image_bD, text_bD
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the contrastive loss of the global batch."""
+        image_bD, text_bD = self(batch)
+        loss: Tensor = self.loss(image_bD, text_bD, self.logit_scale.exp())
+        self.log("loss", loss, prog_bar=True, batch_size=len(image_bD))
+        self.log("logit_scale", self.logit_scale.exp(), batch_size=len(image_bD))
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Keep the logit scale below its limit."""
+        with torch.no_grad():
+            self.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Gather the features of a batch."""
+        image_bD, text_bD = self(batch)
+        self.recall.update(image_bD, text_bD, batch["name_id"], batch["name_id"])
+
+    def on_validation_epoch_end(self) -> None:
+        """Log recall over the validation fonts."""
+        self._log_recall()
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Gather the features of a batch."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log recall over the test font."""
+        self._log_recall()
+
+    def _log_recall(self) -> None:
+        values = self.recall.compute()
+        shown = {name: value for name, value in values.items() if not name.endswith("_queries")}
+        # Already over all ranks, and a mean of equals changes nothing: it only says so.
+        self.log_dict(shown, sync_dist=True)
+        self.recall.reset()
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, a linear warm-up and a cosine over the run's steps."""
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim <= 1 and p is not self.logit_scale]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": self.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+                # Adam moves a number by about `lr` a step: too little for one with so far to go.
+                {"params": [self.logit_scale], "weight_decay": 0.0, "lr": SCALE_LR * self.lr},
+            ],
+            lr=self.lr,
+            # 0.999 remembers 1,000 steps, several times the whole run.
+            betas=(0.9, 0.98),
+            fused=True,  # one pass over the hashed tables in place of ten
+        )
+        steps = int(self.trainer.estimated_stepping_batches)
+
+        def share_of_peak(step: int) -> float:
+            warmup_steps = max(1, round(WARMUP_SHARE * steps))
+            progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+            return min((step + 1) / warmup_steps, 0.5 * (1 + math.cos(math.pi * max(0, progress))))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

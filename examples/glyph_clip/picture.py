@@ -1,0 +1,134 @@
+"""Draws what the model retrieves.
+
+Legend: ``N`` pairs, ``Q`` queries.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import wrap
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: no display is needed, and none is looked for
+
+import matplotlib.pyplot as plt
+import numpy as np
+import numpy.typing as npt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from examples.glyph_clip.glyphs import GlyphTable, decode_name
+
+__all__ = ["draw_retrieval"]
+
+TOP_GLYPHS = 5
+TOP_NAMES = 3
+QUERIES = 12
+RIGHT, WRONG, INK, MUTED = "#1a7f37", "#c9ced6", "#1f2328", "#6e7781"
+
+
+def _shorten(name: str, length: int = 46) -> str:
+    return name if len(name) <= length else name[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _tile(
+    axes: Axes, image: npt.NDArray[np.uint8], x: float, y: float, color: str, size: float = 0.86
+) -> None:
+    """Show one glyph in a frame, its corner at (x, y) in units of a row's height."""
+    axes.imshow(
+        255 - image,
+        cmap="gray",
+        vmin=0,
+        vmax=255,
+        extent=(x, x + size, y + size, y),
+        interpolation="lanczos",
+    )
+    width = 2.6 if color == RIGHT else 1.0
+    axes.add_patch(Rectangle((x, y), size, size, fill=False, edgecolor=color, linewidth=width))
+
+
+def _panel(axes: Axes, title: str, columns: float) -> None:
+    axes.set_xlim(0, columns)
+    axes.set_ylim(QUERIES, -0.1)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    axes.set_title(title, loc="left", fontsize=13, color=INK, fontweight="bold", pad=10)
+
+
+def _best(scores_N: Tensor, answer: int, top: int) -> tuple[list[int], str]:
+    """Return the first rows found, and the rank of the right one if it is none of them."""
+    found: list[int] = scores_N.topk(top).indices.tolist()
+    rank = 1 + int((scores_N > scores_N[answer]).sum())
+    return found, "" if answer in found else f"right: rank {rank}"
+
+
+def _names_to_glyphs(axes: Axes, table: GlyphTable, queries: list[int], scores_NN: Tensor) -> None:
+    for row, query in enumerate(queries):
+        lines = wrap(decode_name(table.codes[query]), 34)
+        axes.text(
+            4.9, row + 0.43, "\n".join(lines), ha="right", va="center", fontsize=8.5, color=INK
+        )
+        found, missed = _best(scores_NN[:, query], query, TOP_GLYPHS)
+        for place, answer in enumerate(found):
+            color = RIGHT if answer == query else WRONG
+            _tile(axes, table.images[answer], 5.15 + place, row, color)
+        axes.text(10.25, row + 0.43, missed, va="center", fontsize=8, color=MUTED)
+
+
+def _glyphs_to_names(axes: Axes, table: GlyphTable, queries: list[int], scores_NN: Tensor) -> None:
+    for row, query in enumerate(queries):
+        _tile(axes, table.images[query], 0.05, row, INK)
+        found, missed = _best(scores_NN[query], query, TOP_NAMES)
+        for place, answer in enumerate(found):
+            right = answer == query
+            axes.text(
+                1.15,
+                row + 0.14 + 0.29 * place,
+                _shorten(decode_name(table.codes[answer])),
+                va="center",
+                fontsize=8.5,
+                color=RIGHT if right else MUTED,
+                fontweight="bold" if right else "normal",
+            )
+        axes.text(7.4, row + 0.43, missed, va="center", fontsize=8, color=MUTED)
+
+
+def draw_retrieval(
+    path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Tensor, *, seed: int = 0
+) -> None:
+    """Write a picture: names with their top five glyphs, glyphs with their top names.
+
+    The queries are drawn at random, so it shows failures as often as they occur.
+
+    Args:
+        path: PNG file to write.
+        table: The test pairs.
+        image_ND: Features of the glyphs.
+        text_ND: Features of the names.
+        seed: Fixes the choice of queries.
+    """
+    random = np.random.default_rng(seed)
+    queries = random.choice(len(table), 2 * QUERIES, replace=False).tolist()
+    scores_NN = torch.as_tensor(image_ND @ text_ND.T)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(16, 9.6), gridspec_kw={"width_ratios": [11.6, 8.8], "wspace": 0.03}
+    )
+    _panel(left, f"Name, and the first {TOP_GLYPHS} glyphs found", 11.6)
+    _panel(right, f"Glyph, and the first {TOP_NAMES} names found", 8.8)
+    _names_to_glyphs(left, table, queries[:QUERIES], scores_NN)
+    _glyphs_to_names(right, table, queries[QUERIES:], scores_NN)
+    figure.text(
+        0.13,
+        0.075,
+        f"DejaVu Serif, a family never seen in training; {len(table):,} candidates; "
+        "queries drawn at random; green is right",
+        ha="left",
+        fontsize=10,
+        color=MUTED,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, facecolor="white", bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,111 @@
+"""Samplers that serve whole batches of row indices, on one rank or several.
+
+Legend: ``N`` rows, ``B`` rows of a global batch, ``W`` ranks, ``K`` batches an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+__all__ = ["RowSampler", "TwinFreeSampler"]
+
+
+class TwinFreeSampler(DistributedSampler[Tensor]):
+    """Deals rows into batches so that no name comes twice in a *global* batch.
+
+    Two rows of one name in a batch ("A" in bold and "A" in italics) are false negatives: the loss
+    pushes the first image from the second's text, which is its own. A plain shuffle of the glyphs
+    puts a twin beside three rows in ten of a batch of 2048. Dropping twins would serve
+    frequent names less often; here every row is served exactly once an epoch.
+
+    Rows lie in a line, names in random order, the rows of a name side by side, and are dealt in
+    turn to ``K = N // batch_size`` batches: a name with at most K rows never meets itself. Each
+    rank then takes every W-th row of a batch, so sizes differ by at most one between batches and
+    between ranks.
+
+    Being a `DistributedSampler`, it is left alone by Lightning, which otherwise deals the
+    *batches* of a custom sampler to the ranks; a global batch would then be a union of W batches
+    and hold twins. Lightning calls `set_epoch` on it.
+
+    Args:
+        name_ids: One integer a row; equal integers are twins.
+        batch_size: Least number of rows in a global batch.
+        num_replicas: Number of ranks W.
+        rank: This rank.
+        seed: With the epoch it fixes the order, the same on every rank.
+
+    Shapes:
+        name_ids ``(N,)``; yields int64 row indices, ``B / W`` at a time.
+
+    Raises:
+        ValueError: If there are fewer rows than `batch_size`, or a name has more than K rows.
+    """
+
+    def __init__(
+        self,
+        name_ids: npt.NDArray[np.integer],
+        *,
+        batch_size: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(name_ids, num_replicas, rank, seed=seed)  # type: ignore[arg-type]
+        if not num_replicas <= batch_size <= len(name_ids):
+            raise ValueError(
+                f"Passed `TwinFreeSampler(batch_size={batch_size!r})` for {len(name_ids)} rows on "
+                f"{num_replicas} ranks. It must lie between the two. Choose a smaller batch."
+            )
+        _, self._name_of_row, counts = np.unique(name_ids, return_inverse=True, return_counts=True)
+        self._names = len(counts)
+        self._batches = len(name_ids) // batch_size
+        if counts.max() > self._batches:
+            raise ValueError(
+                f"Passed `TwinFreeSampler(batch_size={batch_size!r})`: one name has {counts.max()} "
+                f"rows, but an epoch only {self._batches} batches, so two of them would meet. "
+                f"Choose a batch of at most {len(name_ids) // counts.max()} rows."
+            )
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        random = np.random.default_rng((self.seed, self.epoch))
+        place = random.permutation(self._names)[self._name_of_row]
+        # Sorted by the name's place; the random second key mixes the rows of a name.
+        line = np.lexsort((random.random(len(place)), place))
+        for batch in random.permutation(self._batches):
+            rows = line[batch :: self._batches][self.rank :: self.num_replicas]
+            yield torch.from_numpy(np.ascontiguousarray(rows))
+
+
+class RowSampler(DistributedSampler[Tensor]):
+    """Serves each row once over all ranks, in order, for validation and test.
+
+    `DistributedSampler` itself repeats rows until every rank has as many, and repeated rows would
+    count twice in a recall.
+
+    Args:
+        rows: Number of rows N.
+        batch_size: Rows of a rank's batch.
+        num_replicas: Number of ranks W.
+        rank: This rank.
+    """
+
+    def __init__(self, rows: int, *, batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:
+        super().__init__(range(rows), num_replicas, rank, shuffle=False)  # type: ignore[arg-type]
+        self._rows = range(rank, rows, num_replicas)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._rows) / self._batch_size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.tensor(self._rows).split(self._batch_size))

@@ -1,0 +1,86 @@
+"""Towers, their reading of names, and the arithmetic of the report."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.glyph_clip.glyphs import GlyphTable, encode_names
+from examples.glyph_clip.memory import MemoryEstimate, saved_bytes
+from examples.glyph_clip.report import drawing_ceilings
+from examples.glyph_clip.towers import GlyphTower, NameTower, hash_words
+
+
+def test_towers_take_uint8_and_give_features():
+    image = torch.randint(0, 256, (5, 32, 32), dtype=torch.uint8)
+    text = torch.from_numpy(encode_names(["DIGIT ONE"] * 5))
+    assert GlyphTower(width=64, feature_width=48)(image).shape == (5, 48)
+    assert NameTower(feature_width=48)(text).shape == (5, 48)
+
+
+def test_glyph_tower_jitters_in_training_only():
+    tower = GlyphTower(width=64)
+    image = torch.randint(0, 256, (4, 32, 32), dtype=torch.uint8)
+    assert not torch.equal(tower(image), tower(image))
+    tower.eval()
+    assert torch.equal(tower(image), tower(image))
+
+
+def test_name_tower_does_not_depend_on_the_seed_or_its_neighbours():
+    names = encode_names(["LATIN SMALL LETTER A WITH ACUTE", "DIGIT ONE"])
+    text = torch.from_numpy(names)
+    torch.manual_seed(0)
+    first = NameTower()
+    torch.manual_seed(1)
+    second = NameTower()
+    assert torch.equal(first.characters, second.characters)
+    torch.testing.assert_close(first.eval()(text)[1:], first(text[1:]))
+
+
+def test_hash_words_reads_words_wherever_they_stand():
+    tower = NameTower()
+    codes = torch.from_numpy(encode_names(["ACUTE ACCENT", "GRAVE ACUTE-X", "ETUCA"]))
+    words = hash_words(codes, tower.characters)
+    assert words[0, 0] == words[1, 1]
+    assert words[2, 0] != words[0, 0]
+    assert (words > 0).sum(dim=1).tolist() == [2, 3, 1]
+
+
+def test_saved_bytes_counts_each_activation_once_and_no_weight():
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x):
+            return F.relu(self.linear(x)) ** 2
+
+    # Saved: the input of the linear layer, and relu's output, by relu and by the power.
+    assert saved_bytes(Square(), torch.ones(4, 8)) == 4 * (4 * 8 + 4 * 16)
+
+
+def test_memory_estimate_grows_as_it_says():
+    estimate = MemoryEstimate(
+        saved_bytes_per_pair=100.0,
+        saved_bytes_largest_tower=80.0,
+        micro_batch_size=256,
+        feature_width=64,
+    )
+    assert estimate.dense_loss(2048) == 4 * 4 * 2048**2
+    assert estimate.dense_loss(4096) == 4 * estimate.dense_loss(2048)
+    assert estimate.uncached_towers(4096) == 2 * estimate.uncached_towers(2048) == 409_600
+    assert estimate.cached_towers(2048) == estimate.cached_towers(4096) == 80 * 256
+    assert estimate.tiled_loss(4096) - estimate.tiled_loss(2048) == 8 * 4 * 2048 * 64
+
+
+def test_drawing_ceilings_count_glyphs_drawn_alike():
+    images = np.zeros((4, 2, 2), dtype=np.uint8)
+    images[1:3] = 7  # two of four are alike
+    images[3] = 9
+    ids = np.arange(4, dtype=np.int32)
+    table = GlyphTable(images=images, codes=encode_names(["A"] * 4), name_ids=ids, font_ids=ids)
+    ceilings = drawing_ceilings(table)
+    assert ceilings["image_to_text_recall@1"] == pytest.approx(0.75)
+    assert ceilings["text_to_image_recall@1"] == pytest.approx(0.5)
+    assert ceilings["text_to_image_recall@5"] == 1.0
