@@ -26,6 +26,8 @@ _LOG2_E = math.log2(math.e)
 # subnormal number. A log-sum-exp has a largest term of 1 beside it, so that is far below rounding;
 # a gradient gets up to 1.6e-30 for a softmax value that is smaller.
 _MIN_EXPONENT = {torch.float32: -100.0, torch.float64: -1000.0}
+# With one reference for a whole tile, a sum as small as this is still 2^40 times the least term.
+_MIN_SUM = 2.0**-60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,9 @@ class TorchTiles:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         for tile in self._tiles(rows_bD, columns_mD, scale, diagonal):
             _diagonal(tile.logits_rc, tile.diagonal).fill_(-torch.inf)
-            for total, dim in ((row_lse_b[tile.rows], 1), (column_lse_m[tile.columns], 0)):
-                part = _log2_sum_exp2(tile.logits_rc, dim, total.dtype, out=tile.spare_rc)
+            parts = _log2_sums_exp2(tile.logits_rc, row_lse_b.dtype, spare_rc=tile.spare_rc)
+            totals = (row_lse_b[tile.rows], column_lse_m[tile.columns])
+            for total, part in zip(totals, parts, strict=True):
                 torch.logaddexp(total, part.div_(_LOG2_E), out=total)
 
     def grad_sweep(
@@ -108,10 +111,14 @@ class TorchTiles:
         height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
         buffers = rows_bD.new_empty(2, height * breadth, dtype=dtype)
         log2_scale = scale.to(state_dtype(rows_bD.device)) * _LOG2_E
+        scale_high = log2_scale.to(dtype)
+        scale_low = (log2_scale - scale_high).to(dtype)
         for top in range(0, b, height):
             rows = slice(top, min(top + height, b))
-            # The scale goes into the O(b D) operand, rounded once, not into the b x b product.
-            scaled_rD = (rows_bD[rows].to(log2_scale.dtype) * log2_scale).to(dtype)
+            # The scale goes into the O(b D) operand, not into the b x b product; in two parts, for
+            # its rounding would move all logits alike and not cancel against the positives.
+            rows_rD = rows_bD[rows].to(dtype)
+            scaled_rD = torch.addcmul(rows_rD * scale_high, rows_rD, scale_low)
             for left in range(0, m, breadth):
                 columns = slice(left, min(left + breadth, m))
                 shape = (rows.stop - rows.start, columns.stop - columns.start)
@@ -144,6 +151,29 @@ def _diagonal(tile_rc: Tensor, offset: int | None) -> Tensor:
     if offset is None or not -tile_rc.shape[0] < offset < tile_rc.shape[1]:
         return tile_rc.new_empty(0)
     return tile_rc.diagonal(offset)
+
+
+def _log2_sums_exp2(
+    logits_rc: Tensor, dtype: torch.dtype, spare_rc: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `log2(sum(2^logits))` of the rows and of the columns in `dtype`.
+
+    On a CPU, where looking at a value costs nothing, both are first tried with one reference for
+    the whole tile and so with one exponential an element. That is exact unless a row or column
+    lies 60 powers of two below the tile's largest logit; then each gets its own reference.
+    """
+    if logits_rc.device.type == "cpu":
+        largest = logits_rc.amax()
+        torch.sub(logits_rc, largest, out=spare_rc).clamp_(min=_MIN_EXPONENT[logits_rc.dtype])
+        sums = (spare_rc.exp2_().sum(1), spare_rc.sum(0))
+        # NaN and infinities fail this comparison too.
+        if all(bool(total.amin() >= _MIN_SUM) for total in sums):
+            row_r, column_c = (total.to(dtype).log2_().add_(largest) for total in sums)
+            return row_r, column_c
+    return (
+        _log2_sum_exp2(logits_rc, 1, dtype, out=spare_rc),
+        _log2_sum_exp2(logits_rc, 0, dtype, out=spare_rc),
+    )
 
 
 def _log2_sum_exp2(logits_rc: Tensor, dim: int, dtype: torch.dtype, out: Tensor) -> Tensor:

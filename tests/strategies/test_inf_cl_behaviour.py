@@ -176,6 +176,17 @@ def test_inf_cl_offload_to_host_gives_towers_the_data_sets_dtype() -> None:
     assert model.visual[0].rows == [3, 3, 2] * 2
 
 
+@pytest.mark.parametrize("prefetch", [0, 2, 9])
+def test_inf_cl_offload_to_host_gives_identical_numbers(prefetch: int) -> None:
+    weights = []
+    for offload in ("none", "host"):
+        model = TinyCLIP()
+        strategy = InfCLStrategy(micro_batch_size=3, offload=offload, prefetch=prefetch)
+        make_trainer(strategy, max_steps=5).fit(model, loader(40, 8))
+        weights.append(parameters_of(model))
+    assert torch.equal(*weights)
+
+
 class OnAnotherDevice(InfCLStrategy):
     """Says that the root device is another one, and notes where batches are sent."""
 
