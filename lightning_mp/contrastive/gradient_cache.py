@@ -25,6 +25,12 @@ __all__ = ["GradientCache"]
 
 _TENSOR = object()  # stands where a tensor was in a list of outputs
 
+_CHANGED = (
+    "A parameter of a tower was changed in place between the tower's call and the backward through "
+    "it, so a replay would not give the gradient of that call. Call the tower again after "
+    "`optimizer.step()`, or step after the last backward."
+)
+
 
 class GradientCache:
     """Serves calls to towers in micro-batches and replays them in the backward.
@@ -71,6 +77,7 @@ class GradientCache:
 
         Raises:
             ValueError: No argument has a batch dimension, or a returned tensor has none.
+            RuntimeError: In the backward, when a parameter was changed in place since the call.
         """
         call = _Call(self, function, module, args, kwargs)
         needs_grad = torch.is_grad_enabled() and (
@@ -110,6 +117,7 @@ class _Call:
         self._batches = MicroBatches(detached, cache.micro_batch_size, cache.device, cache.prefetch)
         self._autocast = AutocastState(cache.device.type)
         self._buffers = BufferState(module)
+        self._versions = {parameter: parameter._version for parameter in module.parameters()}
         self._rng: list[RngState] = []
         self._outputs_template: list[Any] = []
         self._output_tree = self._argument_tree
@@ -140,6 +148,7 @@ class _Call:
     def replay(self, cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Run every micro-batch with grad and backward; return the gradients of the inputs."""
         input_grads: list[Tensor | None] = [None] * len(self._with_grad)
+        changed = {p for p, version in self._versions.items() if p._version != version}
         with self._undisturbed():
             for (rows, leaves), rng in zip(self._batches, self._rng, strict=True):
                 self._buffers.restore()
@@ -156,6 +165,8 @@ class _Call:
                 ]
                 if not roots:
                     break  # nothing in this tower is trained
+                if changed & _leaves_of([root for root, _ in roots] if changed else []):
+                    raise RuntimeError(_CHANGED)
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
                 self._collect_input_grads(input_grads, leaves, rows)
         return input_grads
@@ -223,6 +234,20 @@ class _CachedCall(torch.autograd.Function):
                 "`self.manual_backward(loss)`."
             )
         return (None, None, *ctx.call.replay(cotangents))
+
+
+def _leaves_of(roots: list[Tensor]) -> set[Tensor]:
+    """Return the leaves, such as parameters, that gradients of `roots` would reach."""
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen, leaves = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # it accumulates into a leaf's `.grad`
+            leaves.add(node.variable)
+        following = {parent for parent, _ in getattr(node, "next_functions", ())} - seen
+        nodes.extend(following)
+        seen |= following
+    return leaves
 
 
 def _check_rows(tensor: Tensor, expected: Tensor) -> None:

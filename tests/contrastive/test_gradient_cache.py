@@ -99,6 +99,19 @@ def test_two_backwards_through_one_call_both_count() -> None:
     assert torch.allclose(tower.weight.grad, 2 * once)
 
 
+def test_backward_after_a_step_on_the_tower_raises_as_autograd_does() -> None:
+    tower, head = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), nn.Linear(4, 4)
+    model = nn.ModuleList([tower, head])
+    features = make_cache().call(tower, model, (torch.ones(7, 4),), {})
+    with torch.no_grad():
+        head.weight.mul_(2)  # the same module's, but the tower does not use it
+    features.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        tower[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        features.sum().backward()
+
+
 def test_call_without_grad_returns_plain_features() -> None:
     tower = nn.Linear(4, 4)
     with torch.no_grad():

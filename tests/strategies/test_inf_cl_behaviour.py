@@ -1,6 +1,5 @@
 """What the strategy promises besides equal weights: traffic, memory, hooks, errors, loops."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -304,95 +302,6 @@ def test_inf_cl_frozen_tower_is_not_replayed() -> None:
     model = Frozen()
     make_trainer(InfCLStrategy(micro_batch_size=4), max_steps=1).fit(model, loader(8, 8))
     assert model.visual[0].rows == [4, 4]
-
-
-class CallsNoTower(TinyCLIP):
-    """Calls towers only in the steps named."""
-
-    def __init__(self, steps: set[int]) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        if batch_idx in self.steps:
-            return super().training_step(batch, batch_idx)
-        return (self.head.weight * (1 + self.trainer.global_rank)).sum()
-
-
-def test_inf_cl_first_step_without_a_tower_raises_and_trains_nothing() -> None:
-    model = CallsNoTower(steps={1})
-    start = copy.deepcopy(model.state_dict())
-    with pytest.raises(MisconfigurationException, match=r"first training step called none of them"):
-        make_trainer(InfCLStrategy(), max_steps=2).fit(model, loader(16, 8))
-    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def _step_without_tower(rank: int) -> Tensor:
-    model = CallsNoTower(steps={0, 2})
-    make_trainer(InfCLStrategy(), devices=2, max_steps=3).fit(model, loader(48, 8))
-    return parameters_of(model)
-
-
-@pytest.mark.distributed
-def test_inf_cl_later_step_without_a_tower_still_reduces() -> None:
-    weights = run_ranks(_step_without_tower, 2)
-    assert torch.equal(*weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("visuall", "'visual'"),
-        ("vision", "'visual'"),
-        ("feature", "'features'"),
-        ("visual.17", "'visual.1'"),
-        ("nothing_like_it", r"Its submodules: \['visual', 'text', 'head', 'loss'\]"),
-        ("log_scale", "no such submodule or method"),
-    ],
-)
-def test_inf_cl_unknown_tower_lists_near_names(name: str, hint: str) -> None:
-    model = TinyCLIP()
-    with pytest.raises(MisconfigurationException, match=hint):
-        make_trainer(InfCLStrategy(towers=[name]), max_steps=1).fit(model, loader(8, 8))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"towers": []}, r"towers=\[\]"),
-        ({"towers": "visual"}, r"towers='visual'"),
-        ({"towers": ["visual", "visual"]}, "named once"),
-        ({"micro_batch_size": 0}, "micro_batch_size=0"),
-        ({"micro_batch_size": -1}, "micro_batch_size=-1"),
-        ({"micro_batch_size": 2.5}, "micro_batch_size=2.5"),
-        ({"micro_batch_size": True}, "micro_batch_size=True"),
-        ({"prefetch": -1}, "prefetch=-1"),
-        ({"offload": "disk"}, "offload='disk'"),
-        ({"static_graph": True}, "static_graph"),
-    ],
-)
-def test_inf_cl_bad_arguments_raise(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InfCLStrategy(**kwargs)
-
-
-def test_inf_cl_compiled_lightning_module_raises() -> None:
-    model = torch.compile(TinyCLIP())
-    with pytest.raises(MisconfigurationException, match=r"self.visual.compile\(\)"):
-        make_trainer(InfCLStrategy(), max_steps=1).fit(model, loader(8, 8))
-
-
-class TakesGradients(TinyCLIP):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        pixels = batch[0].requires_grad_()
-        torch.autograd.grad(self.visual(pixels).sum(), pixels)
-        return self.head.weight.sum()
-
-
-def test_inf_cl_autograd_grad_through_a_tower_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad"):
-        make_trainer(InfCLStrategy(), max_steps=1).fit(TakesGradients(), loader(8, 8))
 
 
 def test_inf_cl_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
