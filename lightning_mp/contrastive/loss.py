@@ -24,10 +24,10 @@ _UNUSABLE = -1  # what a rank reports in place of a batch size when its argument
 class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 
-    A drop-in for open_clip's `ClipLoss`. A dense loss holds four to five logit matrices at its
-    peak: 4.5 GB at b = 16,384 in fp32 and 1.2 TB at 262,144; this one needs a workspace of a fixed
-    size and some vectors of length b. Where `torch.distributed` is initialised, the negatives are
-    those of all ranks.
+    A drop-in for open_clip's `ClipLoss`. A dense loss holds four logit matrices at its peak:
+    4.3 GB at b = 16,384 in fp32 and 1.1 TB at 262,144; this one needs a workspace of a fixed size,
+    the gradients of the features and some vectors of length b. Where `torch.distributed` is
+    initialised, the negatives are those of all ranks.
 
     .. math::
         L = \frac{1}{2B} \sum_i \left[
@@ -41,6 +41,7 @@ class ContrastiveLoss(nn.Module):
     **Precision**: products are summed in fp32, in float64 for float64 features; log-sum-exps are
     kept in float64. The positive is kept apart from the negatives, so a pair with a loss of 1e-12
     keeps four digits of its loss and gradients. Logits up to +-1e4 are safe. NaN and inf propagate.
+    Tiles and ranks are added in a fixed order, so a run repeats bit for bit.
 
     **Several ranks**: batch sizes may differ. The value is the loss of the global batch, on every
     rank. Feature gradients come out W times too large and the scale's as the total, so that the
