@@ -212,3 +212,16 @@ def test_micro_batches_from_the_host_arrive_whole(prefetch: int, pinned: bool) -
         assert len(part) == rows.stop - rows.start
         parts.append(part.float().add(0.0))
     assert torch.equal(torch.cat(parts).cpu(), batch.float())
+
+
+@pytest.mark.gpu
+def test_replay_on_a_gpu_draws_the_same_dropout_masks() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tower = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).to(device)
+    seen: list[Tensor] = []
+    tower.register_forward_hook(lambda module, args, output: seen.append(output.detach() == 0))
+    cache = GradientCache(micro_batch_size=3, device=device)
+    features = cache.call(tower, tower, (torch.randn(8, 4, device=device),), {})
+    torch.rand(5, device=device)
+    features.sum().backward()
+    assert all(torch.equal(*masks) for masks in zip(seen[:3], seen[3:], strict=True))
