@@ -36,14 +36,16 @@ def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -
     expected_row = torch.logaddexp(row_lse, logits.logsumexp(1))
     expected_column = torch.logaddexp(column_lse, logits.logsumexp(0))
     tiles.lse_sweep(rows, columns, scale, row_lse, column_lse, diagonal)
-    assert (row_lse - expected_row).abs().max() < 1e-5
-    assert (column_lse - expected_column).abs().max() < 1e-5
+    # Logits here reach 40, whose fp32 neighbours are 3.8e-6 apart, before D sums are rounded.
+    for lse, expected in ((row_lse, expected_row), (column_lse, expected_column)):
+        assert (lse - expected).abs().max() < 4e-5
+        assert (lse - expected).abs().mean() < 4e-6
 
     softmax = (logits - row_lse[:, None]).exp() + (logits - column_lse).exp()
     d_rows, d_columns = torch.ones(b, 24), torch.ones(m, 24)
     tiles.grad_sweep(rows, columns, scale, row_lse, column_lse, d_rows, d_columns, diagonal)
-    assert relative_error(d_rows - 1, softmax @ columns.double()) < 1e-5
-    assert relative_error(d_columns - 1, softmax.T @ rows.double()) < 1e-5
+    assert relative_error(d_rows - 1, softmax @ columns.double()) < 2e-5
+    assert relative_error(d_columns - 1, softmax.T @ rows.double()) < 2e-5
     only_rows = torch.ones(b, 24)
     tiles.grad_sweep(rows, columns, scale, row_lse, column_lse, only_rows, None, diagonal)
     assert torch.equal(only_rows, d_rows)
