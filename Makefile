@@ -25,6 +25,7 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreted
 
 test: lint types unit  ## Lint, check types, run the tests
 

@@ -22,7 +22,7 @@ see it: its gradient is exactly 0, and adding it would only cost digits.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,11 @@ from lightning_mp.contrastive.ring import FollowingSum, Ring
 from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
-__all__ = ["InfoNCE", "Plan"]
+__all__ = ["InfoNCE", "Plan", "Swept", "differentiate", "sweep"]
 
-# Rows are taken in chunks of about this many values where a float64 copy is made: 2 MiB a copy.
-_CHUNK_VALUES = 2**18
+# Rows are taken in chunks of about this many values where a float64 copy is made: 2 MiB a copy on
+# a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should take longer than its launch.
+_CHUNK_VALUES = {"cpu": 2**18, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,22 @@ class Plan:
     scale_needs_grad: bool
 
 
+class Swept(NamedTuple):
+    """What the forward sweep leaves for the backward.
+
+    Args:
+        loss: In the accumulation dtype of the features.
+        row_lse_b: Log-sum-exps of this rank's rows, positives included.
+        column_lse_b: Those of its columns.
+        weight_b: What the positives' cotangents are, times `-2B`.
+    """
+
+    loss: Tensor
+    row_lse_b: Tensor
+    column_lse_b: Tensor
+    weight_b: Tensor
+
+
 class InfoNCE(torch.autograd.Function):
     """The loss over the batches of all ranks of a ring, the same value on each of them.
 
@@ -70,59 +87,74 @@ class InfoNCE(torch.autograd.Function):
         ctx: Any, image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
     ) -> Tensor:
         """Sweep once around the ring for the log-sum-exps of the negatives."""
-        state = state_dtype(image_bD.device)
-        with torch.autocast(image_bD.device.type, enabled=False):
-            row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, plan)
-            pos_b = _row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
-        margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
-        # A positive of +inf is an overflow, not a loss of 0.
-        margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
-        softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
-        loss = plan.ring.all_reduce(softplus_2b.sum() / (2 * plan.ring.global_batch_size))
-        if bias is not None:
-            loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
-        ctx.save_for_backward(
-            image_bD,
-            text_bD,
-            scale,
-            bias,
-            torch.logaddexp(row_neg_b, pos_b),
-            torch.logaddexp(column_neg_b, pos_b),
-            margin_2b.sigmoid().sum(0),
-            loss,
-        )
+        swept = sweep(image_bD, text_bD, scale, bias, plan)
+        ctx.save_for_backward(image_bD, text_bD, scale, bias, *swept)
         ctx.plan = plan
-        return loss.to(accumulation_dtype(image_bD.dtype))
+        return swept.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """Sweep once more around the ring for the gradients."""
-        image_bD, text_bD, scale, bias, row_lse_b, column_lse_b, weight_b, loss = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        unit = cotangent.to(weight_b.dtype) / (2 * plan.ring.global_batch_size)
-        d_scale = d_bias = None
-        with torch.autocast(image_bD.device.type, enabled=False):
-            d_image_bD, d_text_bD = _gradient_sweep(
-                image_bD, text_bD, scale, row_lse_b, column_lse_b, weight_b, plan
-            )
-            if plan.scale_needs_grad:
-                total = weight_b.new_zeros(())
-                # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
-                if d_image_bD is not None:
-                    total = _row_dots(image_bD, d_image_bD, total.dtype).sum()
-                elif d_text_bD is not None:
-                    total = _row_dots(text_bD, d_text_bD, total.dtype).sum()
-                total = plan.ring.all_reduce(total)
-                d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
-            factor = scale.to(unit.dtype).reshape(()) * unit * plan.ring.world_size
-            grads = [
-                None if grad_bD is None else grad_bD.mul_(factor).to(image_bD.dtype)
-                for grad_bD in (d_image_bD, d_text_bD)
-            ]
-        if bias is not None:
-            d_bias = (0.0 * loss * cotangent).to(bias.dtype).reshape(bias.shape)
-        return (*grads, d_scale, d_bias, None)
+        image_bD, text_bD, scale, bias, *swept = ctx.saved_tensors
+        d_inputs = differentiate(cotangent, image_bD, text_bD, scale, bias, Swept(*swept), ctx.plan)
+        return (*d_inputs, None)
+
+
+def sweep(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
+) -> Swept:
+    """Return the loss, and what its gradients need; one unit of work."""
+    state = state_dtype(image_bD.device)
+    with torch.autocast(image_bD.device.type, enabled=False):
+        row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, plan)
+        pos_b = _row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
+    margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
+    # A positive of +inf is an overflow, not a loss of 0.
+    margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
+    softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
+    loss = plan.ring.all_reduce(softplus_2b.sum() / (2 * plan.ring.global_batch_size))
+    if bias is not None:
+        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
+    return Swept(
+        loss.to(accumulation_dtype(image_bD.dtype)),
+        torch.logaddexp(row_neg_b, pos_b),
+        torch.logaddexp(column_neg_b, pos_b),
+        margin_2b.sigmoid().sum(0),
+    )
+
+
+def differentiate(
+    cotangent: Tensor,
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    swept: Swept,
+    plan: Plan,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of images, texts, scale and bias; three units of work."""
+    unit = cotangent.to(swept.weight_b.dtype) / (2 * plan.ring.global_batch_size)
+    d_scale = d_bias = None
+    with torch.autocast(image_bD.device.type, enabled=False):
+        d_image_bD, d_text_bD = _gradient_sweep(image_bD, text_bD, scale, swept, plan)
+        if plan.scale_needs_grad:
+            total = swept.weight_b.new_zeros(())
+            # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+            if d_image_bD is not None:
+                total = _row_dots(image_bD, d_image_bD, total.dtype).sum()
+            elif d_text_bD is not None:
+                total = _row_dots(text_bD, d_text_bD, total.dtype).sum()
+            total = plan.ring.all_reduce(total)
+            d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
+        factor = scale.to(unit.dtype).reshape(()) * unit * plan.ring.world_size
+        d_image_bD, d_text_bD = (
+            None if grad_bD is None else grad_bD.mul_(factor).to(image_bD.dtype)
+            for grad_bD in (d_image_bD, d_text_bD)
+        )
+    if bias is not None:
+        d_bias = (0.0 * swept.loss * cotangent).to(bias.dtype).reshape(bias.shape)
+    return d_image_bD, d_text_bD, d_scale, d_bias
 
 
 def _negatives_sweep(
@@ -142,13 +174,7 @@ def _negatives_sweep(
 
 
 def _gradient_sweep(
-    image_bD: Tensor,
-    text_bD: Tensor,
-    scale: Tensor,
-    row_lse_b: Tensor,
-    column_lse_b: Tensor,
-    weight_b: Tensor,
-    plan: Plan,
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, swept: Swept, plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
     dtype = accumulation_dtype(image_bD.dtype)
@@ -158,16 +184,16 @@ def _gradient_sweep(
     d_text = FollowingSum(plan.ring, Tensor.add_) if plan.text_needs_grad else None
     if d_image_bD is None and d_text is None:
         return None, None
-    for step, (text_mD, column_lse_m) in enumerate(plan.ring.rotate([text_bD, column_lse_b])):
+    for step, (text_mD, column_lse_m) in enumerate(plan.ring.rotate([text_bD, swept.column_lse_b])):
         part_mD = torch.zeros_like(text_mD, dtype=dtype) if plan.text_needs_grad else None
         diagonal = 0 if step == 0 else None
         plan.tiles.grad_sweep(
-            image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD, diagonal
+            image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD, diagonal
         )
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
     d_text_bD = None if d_text is None else d_text.result()
-    weight_b1 = weight_b.to(dtype)[:, None]
+    weight_b1 = swept.weight_b.to(dtype)[:, None]
     for grad_bD, other_bD in ((d_image_bD, text_bD), (d_text_bD, image_bD)):
         if grad_bD is not None:
             grad_bD.addcmul_(other_bD, weight_b1, value=-1.0)
@@ -176,7 +202,8 @@ def _gradient_sweep(
 
 def _row_dots(left_bD: Tensor, right_bD: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the inner products of the rows, multiplied and summed in `dtype`."""
-    rows = max(1, _CHUNK_VALUES // left_bD.shape[1])
+    chunk_values = _CHUNK_VALUES.get(left_bD.device.type, _CHUNK_VALUES["cpu"])
+    rows = max(1, chunk_values // left_bD.shape[1])
     return torch.cat(
         [
             (left_cD.to(dtype) * right_cD.to(dtype)).sum(1)

@@ -4,16 +4,23 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp.contrastive.arguments import find_problem
+from lightning_mp.contrastive.backends import (
+    Backend,
+    TileDtype,
+    check_choices,
+    make_tiles,
+    triton_problem,
+)
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
+from lightning_mp.contrastive.library import infonce
 from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
 __all__ = ["ContrastiveLoss"]
@@ -41,7 +48,23 @@ class ContrastiveLoss(nn.Module):
     **Precision**: products are summed in fp32, in float64 for float64 features; log-sum-exps are
     kept in float64. The positive is kept apart from the negatives, so a pair with a loss of 1e-12
     keeps four digits of its loss and gradients. Logits up to +-1e4 are safe. NaN and inf propagate.
-    Tiles and ranks are added in a fixed order, so a run repeats bit for bit.
+    Tiles and ranks are added in a fixed order, so a run repeats bit for bit. Autocast changes
+    nothing: features are taken in the dtype that they have.
+
+    **Backends**: on an NVIDIA GPU (A100, RTX 30 or later) Triton kernels multiply on tensor cores
+    and take one exponential a logit; everywhere else torch does. The Triton tiles keep the softmax
+    between its two products in `tile_dtype`:
+
+    - `"auto"`: fp16 and bf16 features as they are, the softmax in the same dtype (gradients within
+      2e-4 and 2e-3 in norm, before they are rounded to the features' dtype); fp32 as `"fp32"`.
+    - `"bf16"`, `"fp16"`: the same with the features rounded to it. Three times as fast for fp32
+      features; fp16 needs features within +-65504.
+    - `"fp32"`: as exact as fp32 arithmetic, gradients within 1e-5. fp32 features take three
+      products of 16-bit halves for one; the softmax is kept in two halves, 12 or 6 units of work.
+    - `"tf32"`: fp32 features, logits in tf32 (10 bits); the gradient products are torch's and
+      follow `torch.set_float32_matmul_precision`. 16-bit features as `"auto"`.
+
+    The torch tiles multiply in fp32, or float64, whatever `tile_dtype` says.
 
     **Several ranks**: batch sizes may differ. The value is the loss of the global batch, on every
     rank. Feature gradients come out W times too large and the scale's as the total, so that the
@@ -53,14 +76,19 @@ class ContrastiveLoss(nn.Module):
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
         workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
-        backend: Code that multiplies tiles. `"torch"` runs everywhere; `"auto"` picks the best.
+        backend: Code that multiplies tiles. `"torch"` runs everywhere, `"triton"` on CUDA devices
+            of compute capability 8.0 or higher; `"auto"` picks Triton where it runs.
+        tile_dtype: What Triton tiles multiply: `"auto"`, `"bf16"`, `"fp16"`, `"tf32"`, `"fp32"`.
+        autotune: Time the Triton tile shapes at the first call and keep the fastest. The table's
+            own choice is used without; a process may then differ from the last in rounding.
 
     Shapes:
         image_features, text_features: (b, D), already normalised if they are to be.
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
-        ValueError: For arguments or features that cannot be used, on all ranks at once.
+        ValueError: For arguments or features that cannot be used, on all ranks at once; for
+            `backend="triton"` where it cannot run.
 
     References:
         - CLIP, https://arxiv.org/abs/2103.00020
@@ -78,23 +106,17 @@ class ContrastiveLoss(nn.Module):
         *,
         process_group: dist.ProcessGroup | None = None,
         workspace_bytes: int | None = None,
-        backend: Literal["auto", "torch"] = "auto",
+        backend: Backend = "auto",
+        tile_dtype: TileDtype = "auto",
+        autotune: bool = False,
     ) -> None:
         super().__init__()
-        if backend not in ("auto", "torch"):
-            raise ValueError(
-                f"Passed `ContrastiveLoss(backend={backend!r})`. `backend` must be 'auto' or "
-                "'torch'. Leave it out to get the best that the device offers."
-            )
-        if workspace_bytes is not None and workspace_bytes < 2**20:
-            raise ValueError(
-                f"Passed `ContrastiveLoss(workspace_bytes={workspace_bytes!r})`. A tile needs at "
-                "least 1 MiB. Pass bytes, such as `64 * 2**20`, or leave it out."
-            )
+        check_choices(backend, tile_dtype, workspace_bytes)
         self.process_group = process_group
         self.workspace_bytes = workspace_bytes
         self.backend = backend
-        self._tiles = TorchTiles(workspace_bytes)
+        self.tile_dtype = tile_dtype
+        self.autotune = autotune
 
     @overload
     def forward(
@@ -117,7 +139,6 @@ class ContrastiveLoss(nn.Module):
         output_dict: Literal[True],
     ) -> dict[str, Tensor]: ...
 
-    @torch.compiler.disable
     def forward(
         self,
         image_features: Tensor,
@@ -127,27 +148,66 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for."""
-        problem = find_problem(image_features, text_features, logit_scale, logit_bias)
-        if problem is not None:
-            self._gather_facts([_UNUSABLE] * 6, image_features)  # the other ranks stop as well
-            raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_features)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_features)
-        plan = self._plan(image_features, text_features, scale)
-        loss: Tensor = InfoNCE.apply(image_features, text_features, scale, bias, plan)
+        if self._world_size() == 1:
+            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias)
+        else:
+            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        return f"backend={self.backend!r}, workspace_bytes={self.workspace_bytes!r}"
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
         # Weight averaging copies whole modules, and a process group cannot be copied.
-        return type(self)(
-            process_group=self.process_group,
-            workspace_bytes=self.workspace_bytes,
-            backend=self.backend,
-        ).train(self.training)
+        copied = type(self)(process_group=self.process_group, **self._options)
+        return copied.train(self.training)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "tile_dtype": self.tile_dtype,
+            "workspace_bytes": self.workspace_bytes,
+            "autotune": self.autotune,
+        }
+
+    def _loss_of_one(
+        self,
+        image_bD: Tensor,
+        text_bD: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None,
+    ) -> Tensor:
+        """Return the loss of one process, by an operator that `torch.compile` can take in."""
+        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        if problem is not None:
+            raise ValueError(problem)
+        scale = _as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options)[0]
+        return loss
+
+    @torch.compiler.disable
+    def _loss_of_ranks(
+        self,
+        image_bD: Tensor,
+        text_bD: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None,
+    ) -> Tensor:
+        """Return the loss of all ranks, who first agree on what they have."""
+        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        if problem is None and self.backend == "triton":
+            problem = triton_problem(image_bD.device, image_bD.dtype)
+        if problem is not None:
+            self._gather_facts([_UNUSABLE] * 6, image_bD)  # the other ranks stop as well
+            raise ValueError(problem)
+        scale = _as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        plan = self._plan(image_bD, text_bD, scale)
+        loss: Tensor = InfoNCE.apply(image_bD, text_bD, scale, bias, plan)
+        return loss
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
@@ -165,8 +225,6 @@ class ContrastiveLoss(nn.Module):
         grad = torch.is_grad_enabled()
         needs = [grad and tensor.requires_grad for tensor in (image_bD, text_bD, scale)]
         world_size = self._world_size()
-        if world_size == 1:
-            return Plan(Ring([image_bD.shape[0]]), self._tiles, *needs)
         facts = [*image_bD.shape, FLOAT_DTYPES.index(image_bD.dtype), *needs]
         by_rank = self._gather_facts(facts, image_bD)
         sizes, widths, dtypes, *needs_by_rank = zip(*by_rank, strict=True)
@@ -183,13 +241,12 @@ class ContrastiveLoss(nn.Module):
                 "ranks must have the same. Use the same model and precision everywhere."
             )
         ring = Ring(sizes, dist.get_rank(self.process_group), self.process_group)
-        return Plan(ring, self._tiles, *(any(needed) for needed in needs_by_rank))
+        tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **self._options)
+        return Plan(ring, tiles, *(any(needed) for needed in needs_by_rank))
 
     def _gather_facts(self, facts: list[int], image_features: object) -> list[list[int]]:
         """Return the facts of every rank in the order of ranks."""
         world_size = self._world_size()
-        if world_size == 1:
-            return [facts]
         device = image_features.device if isinstance(image_features, Tensor) else None
         mine = torch.tensor([int(fact) for fact in facts], device=device)
         by_rank = [torch.empty_like(mine) for _ in range(world_size)]

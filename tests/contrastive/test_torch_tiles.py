@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.infonce import InfoNCE, Plan
+from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
 from tests.reference.contrastive import relative_error
 
@@ -60,6 +62,13 @@ def test_tile_size_is_the_largest_that_fits_the_budget(width: int, budget: int) 
     assert needed[1] > budget
 
 
+def _visible_loss(image: Tensor, text: Tensor, scale: Tensor, workspace: int) -> Tensor:
+    """The loss outside its operator, into which dispatch modes do not see."""
+    needs_grad = (x.requires_grad for x in (image, text, scale))
+    plan = Plan(Ring([len(image)]), TorchTiles(workspace), *needs_grad)
+    return InfoNCE.apply(image, text, scale, None, plan)
+
+
 class PeakBytes(TorchDispatchMode):
     """The most bytes that tensors made inside occupied at a time, each storage once."""
 
@@ -92,7 +101,7 @@ def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
     width, workspace = 64, 2**20
     image, text = (torch.randn(b, width, dtype=dtype, requires_grad=True) for _ in range(2))
     with PeakBytes() as bytes_made:
-        ContrastiveLoss(workspace_bytes=workspace)(image, text, 0.1).backward()
+        _visible_loss(image, text, torch.tensor(0.1), workspace).backward()
     # Gradients in fp32 and in the features' dtype, float64 copies of a chunk, vectors in float64.
     linear = b * width * 4 * 8 + 24 * b * 8
     assert b * b * 4 > workspace + linear or b == 512, "a b x b matrix must be what breaks this"
@@ -117,11 +126,13 @@ def test_loss_takes_four_units_of_work_and_fewer_with_a_locked_tower(
     }
     inputs = {name: x.requires_grad_(name in trained.split()) for name, x in inputs.items()}
     counted = {torch.ops.aten.addmm_: _addmm_flops}  # torch counts only the one out of place
-    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
-        loss = ContrastiveLoss(workspace_bytes=2**20)(*inputs.values())
-        if trained:
-            loss.backward()
-    assert counter.get_total_flops() == units * 2 * b * b * width
+    for loss_function in (lambda *x: _visible_loss(*x, 2**20), ContrastiveLoss()):
+        with FlopCounterMode(display=False, custom_mapping=counted) as counter:
+            loss = loss_function(*inputs.values())
+            if trained:
+                loss.backward()
+        # What is multiplied, and what the operator tells those who count.
+        assert counter.get_total_flops() == units * 2 * b * b * width
 
 
 def test_default_workspace_is_the_documented_one() -> None:

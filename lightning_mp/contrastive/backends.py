@@ -1,0 +1,113 @@
+"""Which code multiplies tiles: the choice by device and dtype, and why a choice cannot be met."""
+
+import functools
+import importlib.util
+from typing import Literal, get_args
+
+import torch
+
+from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.contrastive.torch_tiles import TorchTiles
+
+__all__ = ["Backend", "TileDtype", "check_choices", "make_tiles", "triton_problem"]
+
+Backend = Literal["auto", "triton", "torch"]
+TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+
+_FIRST_CAPABILITY = (8, 0)
+
+
+def check_choices(backend: str, tile_dtype: str, workspace_bytes: int | None) -> None:
+    """Refuse what no backend understands.
+
+    Raises:
+        ValueError: An argument of `ContrastiveLoss` has an unknown value.
+    """
+    for name, value, known in (
+        ("backend", backend, get_args(Backend)),
+        ("tile_dtype", tile_dtype, get_args(TileDtype)),
+    ):
+        if value not in known:
+            raise ValueError(
+                f"Passed `ContrastiveLoss({name}={value!r})`. `{name}` must be one of "
+                f"{', '.join(map(repr, known))}. Leave it out to get the best that the device "
+                "offers."
+            )
+    if workspace_bytes is not None and workspace_bytes < 2**20:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(workspace_bytes={workspace_bytes!r})`. A tile needs at "
+            "least 1 MiB. Pass bytes, such as `64 * 2**20`, or leave it out."
+        )
+
+
+def make_tiles(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    workspace_bytes: int | None,
+    tile_dtype: str,
+    autotune: bool,
+) -> TileBackend:
+    """Return the tile backend for features on a device; the same object for the same arguments.
+
+    Raises:
+        ValueError: `backend="triton"` cannot run there.
+    """
+    problem = None if backend == "torch" else triton_problem(device, dtype)
+    if backend == "torch" or (backend == "auto" and problem is not None):
+        return TorchTiles(workspace_bytes)
+    if problem is not None:
+        raise ValueError(problem)
+    return _triton_tiles(workspace_bytes, tile_dtype, autotune)
+
+
+def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the Triton tiles cannot take features of a dtype on a device, `None` if they can.
+
+    They need a CUDA device of compute capability 8.0 (A100, RTX 30), for bf16 on its tensor cores.
+    On a CPU they run under Triton's interpreter, which is for tests.
+    """
+    reason = _missing_software()
+    if reason is None and dtype == torch.float64:
+        reason = "the features are float64, which tensor cores would round"
+    if reason is None:
+        reason = _device_problem(device)
+    if reason is None:
+        return None
+    return (
+        f"Passed `ContrastiveLoss(backend='triton')` with features of {dtype} on {device}: "
+        f"{reason}. Triton tiles need fp16, bf16 or fp32 features on a CUDA device of compute "
+        "capability 8.0 or higher, Triton, and torch 2.8 or later. Leave `backend` out, and other "
+        "machines get the torch tiles."
+    )
+
+
+def _missing_software() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not hasattr(torch.ops.aten.mm, "dtype"):
+        return f"torch {torch.__version__} cannot multiply 16-bit operands into fp32"
+    return None
+
+
+def _device_problem(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FIRST_CAPABILITY:
+            return "the device has compute capability {}.{}".format(*capability)
+        return None
+    if device.type == "cpu":
+        from lightning_mp.contrastive.triton_tiles.launch import is_interpreted
+
+        if is_interpreted():
+            return None
+    return "it is no CUDA device"
+
+
+@functools.cache
+def _triton_tiles(workspace_bytes: int | None, tile_dtype: str, autotune: bool) -> TileBackend:
+    # Triton is there on Linux only.
+    from lightning_mp.contrastive.triton_tiles import TritonTiles
+
+    return TritonTiles(workspace_bytes, tile_dtype, autotune)  # type: ignore[arg-type]

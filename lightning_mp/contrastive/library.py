@@ -1,0 +1,185 @@
+"""The loss of one process as operators of `torch.library`, so that `torch.compile` keeps it whole.
+
+`torch.ops.lightning_mp.infonce` and `infonce_backward` run `sweep` and `differentiate` on a ring
+of one. A compiler sees their shapes (the fake implementations) and the gradient formula, never
+their inside. Autocast does not change what they compute: features are taken in the dtype that they
+have, as `ContrastiveLoss` documents, and autocast is off inside.
+
+Shapes:
+    b: batch. D: feature width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.infonce import Plan, Swept, differentiate, sweep
+from lightning_mp.contrastive.ring import Ring
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+
+__all__ = ["infonce", "infonce_backward"]
+
+
+def _plan(
+    image_bD: Tensor,
+    needs_grad: list[bool],
+    backend: str,
+    tile_dtype: str,
+    workspace_bytes: int | None,
+    autotune: bool,
+) -> Plan:
+    tiles = make_tiles(
+        backend,
+        image_bD.device,
+        image_bD.dtype,
+        workspace_bytes=workspace_bytes,
+        tile_dtype=tile_dtype,
+        autotune=autotune,
+    )
+    return Plan(Ring([image_bD.shape[0]]), tiles, *needs_grad)
+
+
+@torch.library.custom_op("lightning_mp::infonce", mutates_args=())
+def infonce(
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    backend: str,
+    tile_dtype: str,
+    workspace_bytes: int | None,
+    autotune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss of the batch and, for the backward, what `Swept` names.
+
+    Args:
+        image_bD: Image features, (b, D).
+        text_bD: Text features, likewise.
+        scale: The logit scale, one value.
+        bias: The logit bias, one value, or `None`.
+        backend: See `ContrastiveLoss`, as all that follow.
+        tile_dtype: What is multiplied.
+        workspace_bytes: Memory for tiles.
+        autotune: Choose tile shapes by the clock.
+    """
+    plan = _plan(image_bD, [False] * 3, backend, tile_dtype, workspace_bytes, autotune)
+    swept = sweep(image_bD, text_bD, scale, bias, plan)
+    return swept.loss, swept.row_lse_b, swept.column_lse_b, swept.weight_b
+
+
+@infonce.register_fake
+def _(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    state, b = state_dtype(image_bD.device), image_bD.shape[0]
+    row_lse_b, column_lse_b, weight_b = (image_bD.new_empty(b, dtype=state) for _ in range(3))
+    loss = image_bD.new_empty((), dtype=accumulation_dtype(image_bD.dtype))
+    return loss, row_lse_b, column_lse_b, weight_b
+
+
+@torch.library.custom_op("lightning_mp::infonce_backward", mutates_args=())
+def infonce_backward(
+    cotangent: Tensor,
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    swept: list[Tensor],
+    needs_grad: list[bool],
+    backend: str,
+    tile_dtype: str,
+    workspace_bytes: int | None,
+    autotune: bool,
+) -> list[Tensor]:
+    """Return the gradients of images, texts and scale that are needed, and of a bias if given.
+
+    Args:
+        cotangent: Gradient of the loss, one value.
+        image_bD: Image features, (b, D).
+        text_bD: Text features, likewise.
+        scale: The logit scale, one value.
+        bias: The logit bias, one value, or `None`.
+        swept: What the forward returned.
+        needs_grad: Whether images, texts and scale need their gradient. What none needs, such as
+            the product of a locked tower, is not worked out.
+        backend: See `ContrastiveLoss`, as all that follow.
+        tile_dtype: What is multiplied.
+        workspace_bytes: Memory for tiles.
+        autotune: Choose tile shapes by the clock.
+    """
+    plan = _plan(image_bD, needs_grad, backend, tile_dtype, workspace_bytes, autotune)
+    d_inputs = differentiate(cotangent, image_bD, text_bD, scale, bias, Swept(*swept), plan)
+    wanted = (*needs_grad, bias is not None)
+    return [
+        gradient
+        for gradient, is_wanted in zip(d_inputs, wanted, strict=True)
+        if gradient is not None and is_wanted
+    ]
+
+
+@infonce_backward.register_fake
+def _(
+    cotangent: Tensor,
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    swept: list[Tensor],
+    needs_grad: list[bool],
+    *options: Any,
+) -> list[Tensor]:
+    inputs = (image_bD, text_bD, scale)
+    wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
+    if bias is not None:
+        wanted.append(bias)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    image_bD, text_bD, scale, bias, *swept = ctx.saved_tensors
+    needs_grad = list(ctx.needs_input_grad[:3])
+    gradients = iter(
+        infonce_backward(cotangent, image_bD, text_bD, scale, bias, swept, needs_grad, *ctx.options)
+    )
+    wanted = (*needs_grad, bias is not None)
+    d_inputs = [next(gradients) if is_wanted else None for is_wanted in wanted]
+    return (*d_inputs, *(None for _ in ctx.options))
+
+
+infonce.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.lightning_mp.infonce)
+def _forward_flops(image_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """Count one unit, `2 b^2 D`, for `FlopCounterMode`; split operands multiply three times."""
+    b, width = image_shape
+    return 2 * b * b * width
+
+
+@register_flop_formula(torch.ops.lightning_mp.infonce_backward)
+def _backward_flops(
+    cotangent_shape: Sequence[int],
+    image_shape: Sequence[int],
+    text_shape: Sequence[int],
+    scale_shape: Sequence[int],
+    bias_shape: Sequence[int] | None,
+    swept_shapes: object,
+    needs_grad: Sequence[bool],
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Count one unit for the logits once more and one for each side's gradient."""
+    sides = sum(needs_grad[:2])
+    if sides == 0 and needs_grad[2]:
+        sides = 1  # the scale's gradient comes from one side's
+    return (1 + sides) * _forward_flops(image_shape) if sides else 0

@@ -1,0 +1,108 @@
+"""The table of tile shapes by kernel, architecture, dtype and width; `configs.json` holds it.
+
+Every row states its reason and is compiled by the tests for its architecture, with no spilled
+register. Rows of one key stand in order of preference: the first is used, autotuning times all.
+"""
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["Kernel", "TileConfig", "all_configs", "arch_of", "find_configs"]
+
+Kernel = Literal["lse", "softmax", "softmax_wide"]
+
+_FIRST_ARCH = 80  # bf16 on tensor cores and asynchronous copies
+_TMA_ARCH = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """How one kernel cuts its work.
+
+    Args:
+        kernel: What it is for; the rows of `"lse"` also serve the tiles that are redone.
+        arch: Compute capability times ten that it was chosen for.
+        dtypes: Names of the operands' dtypes.
+        max_width: The largest width, in values, that it is for; `None` is any.
+        tile: Rows, columns and slice of the width of a tile, in values.
+        group: Rows of tiles that neighbouring programs go through together.
+        warps: Warps of a program.
+        stages: Slices in flight.
+        tma: Whether Hopper's copy engine moves operands and softmax tiles.
+        reason: Why this row.
+    """
+
+    kernel: Kernel
+    arch: int
+    dtypes: tuple[str, ...]
+    max_width: int | None
+    tile: tuple[int, int, int]
+    group: int
+    warps: int
+    stages: int
+    tma: bool
+    reason: str
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The compile-time arguments that all kernels take."""
+        names = ("TILE_M", "TILE_N", "TILE_K")
+        return {**dict(zip(names, self.tile, strict=True)), "TMA": self.tma}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler options. Fused multiply-adds are asked for: not every Triton defaults so."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+@functools.cache
+def all_configs() -> tuple[TileConfig, ...]:
+    """Return the whole table."""
+    text = resources.files(__package__).joinpath("configs.json").read_text(encoding="utf-8")
+    rows = json.loads(text)
+    return tuple(
+        TileConfig(**{**row, "dtypes": tuple(row["dtypes"]), "tile": tuple(row["tile"])})
+        for row in rows
+    )
+
+
+def find_configs(
+    kernel: Kernel, arch: int, dtype: torch.dtype, width: int
+) -> tuple[TileConfig, ...]:
+    """Return the rows for a kernel, best guess first.
+
+    Raises:
+        ValueError: The table has no such dtype or architecture.
+    """
+    name = str(dtype).removeprefix("torch.")
+    found = tuple(
+        row
+        for row in all_configs()
+        if row.kernel == kernel
+        and row.arch == arch
+        and name in row.dtypes
+        and (row.max_width is None or width <= row.max_width)
+    )
+    if not found:
+        known = sorted({(row.arch, dtype) for row in all_configs() for dtype in row.dtypes})
+        raise ValueError(
+            f"Passed dtype {name} on architecture {arch} for the kernel {kernel!r}. The table has "
+            f"rows for {known}. Use one of these, or `backend='torch'`."
+        )
+    return found
+
+
+def arch_of(device: torch.device) -> int:
+    """Return the architecture whose rows serve a device: 90 for Hopper, 80 for all others.
+
+    A row for 80 needs nothing that a later chip lacks, and shared memory that the smallest has.
+    """
+    if device.type != "cuda":
+        return _FIRST_ARCH  # Triton's interpreter
+    major, minor = torch.cuda.get_device_capability(device)
+    return _TMA_ARCH if 10 * major + minor == _TMA_ARCH else _FIRST_ARCH

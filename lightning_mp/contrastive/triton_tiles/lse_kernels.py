@@ -1,0 +1,295 @@
+"""Log-sum-exps of the negatives of rows and columns in one sweep over the logits.
+
+Shapes:
+    M, N: rows and columns of one tile. n, m: rows and columns of the block that a launch covers.
+
+A logit in powers of two is `x_ij = log2_scale * dot_ij`. One exponential an element serves rows and
+columns alike because both refer to the same scalar `t`:
+
+    row_sums[tile column, i] = sum_{j in tile} 2^(x_ij - t),    the same over i for column_sums.
+
+That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are lost below 2^-126 are
+2^-36 of it, and nothing overflows. A tile with a sum outside (or a NaN) puts itself on a list, and
+a second launch redoes the listed tiles with a reference for each row and each column: it replaces
+sums by finished logarithms. Merging adds the tiles in float64, in order. The order of the
+list depends on the run, but which tiles are on it and what becomes of them does not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_mp.contrastive.triton_tiles.configs import TileConfig
+from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.launch import (
+    as_operands,
+    check_block,
+    diagonal_offset,
+    multiprocessors,
+)
+
+__all__ = [
+    "HIGHEST_SUM_EXPONENT",
+    "add_lse",
+    "lse_bytes_per_value",
+    "lse_kernel",
+    "lse_redo_kernel",
+    "merge_kernel",
+]
+
+HIGHEST_SUM_EXPONENT = 119
+_HIGHEST_SUM = tl.constexpr(2.0**HIGHEST_SUM_EXPONENT)
+_LOWEST_SUM = tl.constexpr(2.0**-90)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_MERGE_BLOCK = 32
+_MERGE_PARTS = 32
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
+def lse_kernel(
+    rows,
+    columns,
+    log2_scale,
+    reference,
+    row_sums,
+    column_sums,
+    redo_count,
+    redo_list,
+    is_redone,
+    num_rows,
+    num_columns,
+    width,
+    row_stride,
+    column_stride,
+    diagonal,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT_SCALE: tl.constexpr,
+):
+    """Store the sums of one tile against the scalar reference; list the tile if one is outside.
+
+    Args:
+        log2_scale: Two fp32 values whose sum is the scale times log2(e).
+        reference: `t`, one fp32 value.
+        row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
+        redo_count: One int32, zero at the start. redo_list: One int32 for each tile.
+        is_redone: 0 or 1 for each tile, row by row of tiles.
+        SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
+            alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
+    """
+    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
+    row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    dots = tile_dots(
+        rows, columns, row_tile, column_tile, num_rows, num_columns, width,
+        row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
+    )  # fmt: skip
+    row = row_tile * TILE_M + tl.arange(0, TILE_M)
+    column = column_tile * TILE_N + tl.arange(0, TILE_N)
+    powers = dots * tl.load(log2_scale) - tl.load(reference)
+    if SPLIT_SCALE:
+        powers += dots * tl.load(log2_scale + 1)
+    powers = tl.exp2(powers)
+    if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
+        powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
+    row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
+    row_here, column_here = row < num_rows, column < num_columns
+    tl.store(row_sums + column_tile.to(tl.int64) * num_rows + row, row_sum, mask=row_here)
+    tl.store(
+        column_sums + row_tile.to(tl.int64) * num_columns + column, column_sum, mask=column_here
+    )
+    # Comparisons with NaN are false.
+    row_fails = row_here & ~((row_sum >= _LOWEST_SUM) & (row_sum <= _HIGHEST_SUM))
+    column_fails = column_here & ~((column_sum >= _LOWEST_SUM) & (column_sum <= _HIGHEST_SUM))
+    fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))
+    tile = row_tile * column_tiles + column_tile
+    tl.store(is_redone + tile, fails)
+    if fails != 0:
+        tl.store(redo_list + tl.atomic_add(redo_count, 1, sem="relaxed"), tile)
+
+
+@triton.jit
+def _log2_sum_exp2(logits, axis: tl.constexpr):
+    """Return `log2(sum(2^logits))` along an axis; -inf where all are -inf, inf where one is inf."""
+    peak = tl.max(logits, axis)
+    reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
+    return reference + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
+def lse_redo_kernel(
+    rows,
+    columns,
+    log2_scale,
+    row_sums,
+    column_sums,
+    redo_count,
+    redo_list,
+    num_rows,
+    num_columns,
+    width,
+    row_stride,
+    column_stride,
+    diagonal,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Replace the sums of every listed tile by log2-sum-exps; returns at once if none is listed.
+
+    Arguments are those of `lse_kernel`. The programs share the list, however long it is, so the
+    host need not know its length.
+    """
+    column_tiles = tl.cdiv(num_columns, TILE_N)
+    high, low = tl.load(log2_scale), tl.load(log2_scale + 1)
+    for index in range(tl.program_id(0), tl.load(redo_count), tl.num_programs(0)):
+        tile = tl.load(redo_list + index)
+        row_tile, column_tile = tile // column_tiles, tile % column_tiles
+        dots = tile_dots(
+            rows, columns, row_tile, column_tile, num_rows, num_columns, width,
+            row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
+        )  # fmt: skip
+        row = row_tile * TILE_M + tl.arange(0, TILE_M)
+        column = column_tile * TILE_N + tl.arange(0, TILE_N)
+        keep = keep_mask(row, column, num_rows, num_columns, diagonal)
+        logits = tl.where(keep, dots * high + dots * low, float("-inf"))
+        row_at = row_sums + column_tile.to(tl.int64) * num_rows + row
+        tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row < num_rows)
+        column_at = column_sums + row_tile.to(tl.int64) * num_columns + column
+        tl.store(column_at, _log2_sum_exp2(logits, 0), mask=column < num_columns)
+
+
+@triton.jit(do_not_specialize=["length", "parts", "part_step", "tile_step"])
+def merge_kernel(
+    sums,
+    is_redone,
+    reference,
+    lse,
+    length,
+    parts,
+    part_step,
+    tile_step,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Add the tiles' sums to the log-sum-exps: `lse <- ln(e^lse + 2^t sum_p sums_p + ...)`.
+
+    Tiles that were redone come in as `2^value`. All in float64 and in a fixed order.
+
+    Args:
+        sums: (parts, length) in fp32.
+        is_redone: The flags of the tiles; that of part `p` and output `i` is at
+            `p * part_step + i // TILE * tile_step`.
+        reference: `t`, one fp32 value.
+        lse: (length,) natural logarithms in float64, added to in place.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = index < length
+    own_flag = is_redone + tl.program_id(0) * BLOCK // TILE * tile_step
+    total = tl.zeros((BLOCK,), tl.float64)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float64)
+    rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        redone = tl.load(own_flag + part * part_step, mask=part < parts, other=0) != 0
+        mask = (part < parts)[:, None] & here[None, :]
+        at = sums + part.to(tl.int64)[:, None] * length + index[None, :]
+        value = tl.load(at, mask=mask, other=0.0).to(tl.float64)
+        total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
+        if tl.max(redone.to(tl.int32), 0) != 0:
+            power = tl.where(redone[:, None] & mask, value, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(power, 0))
+            # With infinities, their difference would be NaN.
+            base = tl.where(tl.abs(new_peak) == float("inf"), 0.0, new_peak)
+            rest = rest * tl.exp2(peak - base) + tl.sum(tl.exp2(power - base[None, :]), 0)
+            peak = new_peak
+    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    old = tl.load(lse + index, mask=here, other=0.0)
+    new = tl.log2(total) + tl.load(reference).to(tl.float64)
+    both = _log2_add_exp2(new, base + tl.log2(rest))
+    tl.store(lse + index, _log2_add_exp2(old / _LN_2, both) * _LN_2, mask=here)
+
+
+@triton.jit
+def _log2_add_exp2(left, right):
+    """Return `log2(2^left + 2^right)`."""
+    peak = tl.maximum(left, right)
+    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    return base + tl.log2(tl.exp2(left - base) + tl.exp2(right - base))
+
+
+def lse_bytes_per_value(config: TileConfig) -> float:
+    """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
+    rows, columns, _ = config.tile
+    return 4 / rows + 4 / columns + 8 / (rows * columns)
+
+
+def add_lse(
+    rows_nk: Tensor,
+    columns_mk: Tensor,
+    log2_scale: Tensor,
+    reference: Tensor,
+    row_lse_n: Tensor,
+    column_lse_m: Tensor,
+    diagonal: int | None,
+    config: TileConfig,
+    *,
+    split_scale: bool,
+) -> None:
+    """Add one block to the log-sum-exps of its negatives, in place.
+
+    Args:
+        rows_nk: Rows, padded and aligned as `make_operand` does it.
+        columns_mk: Columns, likewise.
+        log2_scale: Scale times log2(e) as the sum of two fp32 values.
+        reference: One fp32 value `t`; tiles outside `t - 90` to `t + 119` are done twice.
+        row_lse_n: Natural log-sum-exps of the rows in float64; 1-D and contiguous.
+        column_lse_m: Those of the columns.
+        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
+        config: A row of the table for the kernel `"lse"`.
+        split_scale: Use both values of `log2_scale`.
+
+    Raises:
+        ValueError: Operands or log-sum-exps have another layout.
+    """
+    n, m = rows_nk.shape[0], columns_mk.shape[0]
+    check_block(rows_nk, columns_mk, config)
+    for name, lse, length in (("row_lse_n", row_lse_n, n), ("column_lse_m", column_lse_m, m)):
+        if lse.dtype != torch.float64 or lse.shape != (length,) or not lse.is_contiguous():
+            raise ValueError(
+                f"Passed `{name}` of {lse.dtype}, shape {list(lse.shape)} and strides "
+                f"{lse.stride()}. It must be contiguous, of float64 and of shape [{length}]. Pass "
+                "a slice of a contiguous vector."
+            )
+    tile_m, tile_n, _ = config.tile
+    row_tiles, column_tiles = triton.cdiv(n, tile_m), triton.cdiv(m, tile_n)
+    tiles = row_tiles * column_tiles
+    row_sums = rows_nk.new_empty(column_tiles, n, dtype=torch.float32)
+    column_sums = rows_nk.new_empty(row_tiles, m, dtype=torch.float32)
+    redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
+    redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
+    operands = as_operands(rows_nk, columns_mk, config)
+    offset = diagonal_offset(diagonal, n, m)
+    sizes = (n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset)
+    lse_kernel[(tiles,)](
+        *operands, log2_scale, reference, row_sums, column_sums, redo_count, redo_list, is_redone,
+        *sizes, GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,
+    )  # fmt: skip
+    lse_redo_kernel[(min(tiles, multiprocessors(rows_nk.device)),)](
+        *operands, log2_scale, row_sums, column_sums, redo_count, redo_list, *sizes,
+        **config.shape, **config.options,
+    )  # fmt: skip
+    for sums, lse, part_step, tile_step, tile in (
+        (row_sums, row_lse_n, 1, column_tiles, tile_m),
+        (column_sums, column_lse_m, column_tiles, 1, tile_n),
+    ):
+        merge_kernel[(triton.cdiv(lse.shape[0], _MERGE_BLOCK),)](
+            sums, is_redone, reference, lse, lse.shape[0], sums.shape[0], part_step, tile_step,
+            TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS,
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Features as the kernels want them: aligned, padded, and in the precision that was asked for.
+
+Shapes:
+    n: rows. D: feature width. k: width of what is multiplied, a multiple of 64.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["WIDTH_MULTIPLE", "Operand", "Precision", "TileDtype", "make_operand"]
+
+TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+
+WIDTH_MULTIPLE = 64
+"""Widths are padded with zeros to a multiple of this, so that no kernel masks its slices."""
+
+_ALIGNMENT_BYTES = 16  # of the copy engine and of vector loads
+_SPLIT_EXPONENT = 8
+_LARGEST_EXPONENT = 126
+_HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is multiplied, and how the softmax between the products is kept.
+
+    Args:
+        operand: The dtype of the operands of the logits.
+        softmax: The dtype of the softmax and of the features that it is multiplied by. bf16 has
+            the range of fp32; fp16 loses what is below 4e-12, which fp16 gradients cannot hold
+            either.
+        keeps_low: The softmax is kept in two 16-bit halves.
+        is_split: fp32 features are multiplied as `high + low`, in three products; low times low is
+            dropped. For the logits the halves are of fp16 and hold 22 bits. Halves of bf16, which
+            hold 16, cost as much and leave log-sum-exps of a width of 72 at scale 100 off by 2e-4,
+            against 1e-5. They will do for the gradients, whose error nothing magnifies.
+    """
+
+    operand: torch.dtype
+    softmax: torch.dtype
+    keeps_low: bool = False
+    is_split: bool = False
+
+    @classmethod
+    def of(cls, features: torch.dtype, tile_dtype: TileDtype) -> "Precision":
+        """Return what `tile_dtype` means for features of a dtype."""
+        if tile_dtype in _HALF_DTYPES:
+            return cls(_HALF_DTYPES[tile_dtype], _HALF_DTYPES[tile_dtype])
+        if features != torch.float32:
+            return cls(features, features, keeps_low=tile_dtype == "fp32")
+        if tile_dtype == "tf32":
+            return cls(torch.float32, torch.float32)
+        return cls(torch.float16, torch.bfloat16, keeps_low=True, is_split=True)
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Bytes of one softmax value."""
+        return self.softmax.itemsize * (2 if self.keeps_low else 1)
+
+    @property
+    def softmax_exponent(self) -> int:
+        """The power of two that the softmax is multiplied by.
+
+        Values of 1/b at b > 16,384 are below fp16's smallest normal number, 2^-14. The sum of two
+        softmax values is at most 2, and 2^15 is still in range.
+        """
+        return 14 if self.softmax == torch.float16 else 0
+
+    def unit(self, features_nD: Tensor) -> Tensor | None:
+        """Return the power of two, as one fp32 value, that split features are multiplied by.
+
+        It brings the largest magnitude to 2^7 at least and below 2^8, so that the low halves of
+        all values that matter are normal numbers of fp16. `None` without a split.
+        """
+        if not self.is_split:
+            return None
+        extremes = torch.stack(features_nD.aminmax())
+        exponent = torch.frexp(extremes.abs().amax()).exponent
+        # Features below 2^-118 leave fp32 no unit that is large enough.
+        exponent = (_SPLIT_EXPONENT - exponent).clamp(max=_LARGEST_EXPONENT)
+        return torch.ldexp(extremes.new_ones(()), exponent)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of the products.
+
+    Args:
+        features_nD: The features.
+        tiles_nk: What the sweeps multiply.
+        precision: How.
+    """
+
+    features_nD: Tensor
+    tiles_nk: Tensor
+    precision: Precision
+
+    @functools.cached_property
+    def parts_nD(self) -> tuple[Tensor, ...]:
+        """What the softmax is multiplied by: the features, or their high and low halves."""
+        if self.precision.is_split:
+            return _halves(self.features_nD, self.precision.softmax)
+        return (self.tiles_nk[:, : self.features_nD.shape[1]],)
+
+
+def make_operand(
+    features_nD: Tensor, precision: Precision, unit: Tensor | None, *, is_columns: bool
+) -> Operand:
+    """Return features as an operand; without a copy if they are already as they have to be.
+
+    Split operands lie side by side: rows as `[high, high, low]` and columns as
+    `[high, low, high]`, so that one product of three times the width is
+    `high high + high low + low high`, times the units of both.
+    """
+    pieces: tuple[Tensor, ...]
+    if unit is not None:
+        high_nD, low_nD = _halves(features_nD * unit, precision.operand)
+        pieces = (high_nD, low_nD, high_nD) if is_columns else (high_nD, high_nD, low_nD)
+    else:
+        pieces = (features_nD.to(precision.operand),)
+        if _is_aligned(pieces[0]):
+            return Operand(features_nD, pieces[0], precision)
+    n, width = features_nD.shape
+    padded = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    tiles = pieces[0].new_zeros(n, len(pieces), padded)
+    for index, piece_nD in enumerate(pieces):
+        tiles[:, index, :width] = piece_nD
+    return Operand(features_nD, tiles.flatten(1), precision)
+
+
+def _halves(values_nD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two 16-bit tensors whose sum is as near to the values as they get."""
+    high_nD = values_nD.to(dtype)
+    return high_nD, (values_nD - high_nD).to(dtype)
+
+
+def _is_aligned(tensor_nD: Tensor) -> bool:
+    """Return whether the kernels can read a tensor where it lies."""
+    row_stride, column_stride = tensor_nD.stride()
+    return (
+        column_stride == 1
+        and tensor_nD.shape[1] % WIDTH_MULTIPLE == 0
+        and row_stride >= tensor_nD.shape[1]
+        and row_stride * tensor_nD.element_size() % _ALIGNMENT_BYTES == 0
+        and tensor_nD.data_ptr() % _ALIGNMENT_BYTES == 0
+    )

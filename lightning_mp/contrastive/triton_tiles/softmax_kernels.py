@@ -1,0 +1,269 @@
+"""The softmax of the negatives by rows plus that by columns, for one block of the logits.
+
+Shapes:
+    M, N: rows and columns of one tile. n, m: rows and columns of the block that a launch covers.
+
+With `x_ij = log2_scale * dot_ij`, row and column log-sum-exps `r_i`, `c_j` in powers of two, and a
+power of two `2^s` that keeps small values among fp16's normal numbers,
+
+    P_ij = 2^s (2^(x_ij - r_i) + 2^(x_ij - c_j)),    0 at positives.
+
+One exponential an element is enough while the log-sum-exps lie close together:
+
+    P_ij = 2^(x_ij - p_i) (g_i + u_i v_j),    g_i = 2^(p_i - (r_i - s)), u_i = g_i 2^(r_i - t),
+                                              v_j = 2^(t - c_j), any t.
+
+`p_i` is `r_i - s` rounded to fp32, which near 100 is off by up to 4e-6, for a whole row alike; the
+gain `g_i` puts that right at no cost.
+
+Where `r_i - c_j` reached 90, the exponential could vanish below 2^-126 while the column's softmax
+is still 2^-36, and the factors could overflow. A flag on the device then sends the work to a twin
+with two exponentials: both are launched, one returns at once, and the host never waits for it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_mp.contrastive.triton_tiles.configs import TileConfig
+from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.launch import (
+    as_descriptor,
+    as_operands,
+    check_block,
+    diagonal_offset,
+)
+
+__all__ = ["SoftmaxFactors", "softmax_kernel", "write_softmax"]
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _store_tile(
+    to, values, row, column, row_tile, column_tile, num_rows, num_columns, stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Store a tile, but for what lies past the edges; return what rounding left over, in fp32."""
+    if TMA:
+        rounded = values.to(to.dtype)
+        to.store([row_tile * TILE_M, column_tile * TILE_N], rounded)
+    else:
+        rounded = values.to(to.dtype.element_ty)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        at = to + row.to(tl.int64)[:, None] * stride + column[None, :]
+        tl.store(at, rounded, mask=mask)
+    return values - rounded.to(tl.float32)
+
+
+# `num_columns` is left to be specialised: a mask that ends at a multiple of 16 keeps stores wide.
+@triton.jit(do_not_specialize=["num_rows", "diagonal"])
+def softmax_kernel(
+    rows,
+    columns,
+    log2_scale,
+    row_power,
+    row_gain,
+    row_factor,
+    column_power,
+    column_gain,
+    column_factor,
+    is_wide,
+    softmax,
+    softmax_low,
+    num_rows,
+    num_columns,
+    width,
+    row_stride,
+    column_stride,
+    softmax_stride,
+    diagonal,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT_SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Store P of one tile, in one value or in two halves `softmax + softmax_low`.
+
+    Args:
+        log2_scale: Two fp32 values whose sum is the scale times log2(e).
+        row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; all (n,) in fp32.
+        column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`; all (m,).
+        is_wide: One int32; a launch with another `WIDE` returns at once.
+        softmax: (n, m) with rows `softmax_stride` apart; a tensor descriptor with `TMA`.
+        softmax_low: The same for what rounding left over; not touched without `LOW`.
+    """
+    if (tl.load(is_wide) != 0) != WIDE:
+        return
+    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
+    row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    dots = tile_dots(
+        rows, columns, row_tile, column_tile, num_rows, num_columns, width,
+        row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
+    )  # fmt: skip
+    row = row_tile * TILE_M + tl.arange(0, TILE_M)
+    column = column_tile * TILE_N + tl.arange(0, TILE_N)
+    row_here, column_here = row < num_rows, column < num_columns
+    high = tl.load(log2_scale)
+    by_row = dots * high - tl.load(row_power + row, mask=row_here, other=0.0)[:, None]
+    if SPLIT_SCALE:  # last, because what matters most is near 0 by now
+        by_row += dots * tl.load(log2_scale + 1)
+    values = tl.exp2(by_row)
+    gain = tl.load(row_gain + row, mask=row_here, other=0.0)[:, None]
+    if WIDE:
+        by_column = (
+            dots * high - tl.load(column_power + column, mask=column_here, other=0.0)[None, :]
+        )
+        if SPLIT_SCALE:
+            by_column += dots * tl.load(log2_scale + 1)
+        column_gains = tl.load(column_gain + column, mask=column_here, other=0.0)[None, :]
+        values = values * gain + tl.exp2(by_column) * column_gains
+    else:
+        u = tl.load(row_factor + row, mask=row_here, other=0.0)[:, None]
+        v = tl.load(column_factor + column, mask=column_here, other=0.0)[None, :]
+        values *= gain + u * v
+    if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
+        keep = keep_mask(row, column, num_rows, num_columns, diagonal)
+        values = tl.where(keep, values, 0.0)
+    left_over = _store_tile(
+        softmax, values, row, column, row_tile, column_tile, num_rows, num_columns,
+        softmax_stride, TILE_M, TILE_N, TMA,
+    )  # fmt: skip
+    if LOW:
+        _store_tile(
+            softmax_low, left_over, row, column, row_tile, column_tile, num_rows, num_columns,
+            softmax_stride, TILE_M, TILE_N, TMA,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SoftmaxFactors:
+    """The vectors from which the softmax values of a whole shard are made.
+
+    Args:
+        row_power: `p_i`, in fp32 like all.
+        row_gain: `g_i`.
+        row_factor: `u_i`.
+        column_power: `c_j - s` rounded to fp32.
+        column_gain: What puts that right.
+        column_factor: `v_j`.
+        is_wide: One int32 on the device: not 0 if one exponential an element is not enough.
+    """
+
+    row_power: Tensor
+    row_gain: Tensor
+    row_factor: Tensor
+    column_power: Tensor
+    column_gain: Tensor
+    column_factor: Tensor
+    is_wide: Tensor
+
+    @classmethod
+    def of(cls, row_lse_b: Tensor, column_lse_m: Tensor, exponent: int) -> "SoftmaxFactors":
+        """Work the vectors out from natural log-sum-exps in float64; no value leaves the device.
+
+        Args:
+            row_lse_b: Log-sum-exps of the rows, positives included.
+            column_lse_m: Those of the columns.
+            exponent: `s`.
+        """
+        row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
+        (row_min, row_max), (column_min, column_max) = row_b.aminmax(), column_m.aminmax()
+        middle = (row_min + row_max) / 2
+        # NaN and infinities fail these, and the wide twin passes them on.
+        is_near = (
+            (row_max - column_min < 90)
+            & (row_max - row_min < 200)
+            & (column_max - middle < 120)
+            & (middle - column_min < 120)
+        )
+        row_power, row_gain = _rounded(row_b - exponent)
+        column_power, column_gain = _rounded(column_m - exponent)
+        return cls(
+            row_power,
+            row_gain.float(),
+            (row_gain * (row_b - middle).exp2()).float(),
+            column_power,
+            column_gain.float(),
+            (middle - column_m).exp2().float(),
+            is_near.logical_not().to(torch.int32).reshape(1),
+        )
+
+    def block(self, rows: slice, columns: slice) -> "SoftmaxFactors":
+        """Return the vectors of some rows and columns."""
+        return SoftmaxFactors(
+            self.row_power[rows],
+            self.row_gain[rows],
+            self.row_factor[rows],
+            self.column_power[columns],
+            self.column_gain[columns],
+            self.column_factor[columns],
+            self.is_wide,
+        )
+
+
+def _rounded(power: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a power of two's exponent in fp32, and in float64 the factor that rounding lost."""
+    rounded = power.float()
+    # What is infinite is off by nothing.
+    return rounded, torch.nan_to_num((rounded.double() - power).exp2(), nan=1.0)
+
+
+def write_softmax(
+    rows_nk: Tensor,
+    columns_mk: Tensor,
+    log2_scale: Tensor,
+    factors: SoftmaxFactors,
+    softmax_nm: Tensor,
+    low_nm: Tensor | None,
+    diagonal: int | None,
+    configs: tuple[TileConfig, TileConfig],
+    *,
+    split_scale: bool,
+) -> None:
+    """Write the softmax of one block; the twin that is not needed returns at once.
+
+    Args:
+        rows_nk: Rows, padded and aligned as `make_operand` does it.
+        columns_mk: Columns, likewise.
+        log2_scale: Scale times log2(e) as the sum of two fp32 values.
+        factors: The vectors of the block's rows and columns.
+        softmax_nm: Where to write; rows 16-byte aligned.
+        low_nm: Where to write what rounding to `softmax_nm` leaves over, laid out alike.
+        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
+        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`.
+        split_scale: Use both values of `log2_scale`.
+
+    Raises:
+        ValueError: Operands or softmax have another layout.
+    """
+    n, m = rows_nk.shape[0], columns_mk.shape[0]
+    if softmax_nm.shape != (n, m) or (low_nm is not None and low_nm.shape != (n, m)):
+        raise ValueError(
+            f"Passed a softmax of shape {list(softmax_nm.shape)}. It must be {[n, m]}, rows by "
+            "columns. Pass a view of the workspace."
+        )
+    offset = diagonal_offset(diagonal, n, m)
+    for config in configs:
+        check_block(rows_nk, columns_mk, config)
+        tile_m, tile_n, _ = config.tile
+        targets = [
+            as_descriptor(target, tile_m, tile_n) if config.tma and target is not None else target
+            for target in (softmax_nm, low_nm)
+        ]
+        softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
+            *as_operands(rows_nk, columns_mk, config), log2_scale, factors.row_power,
+            factors.row_gain, factors.row_factor, factors.column_power, factors.column_gain,
+            factors.column_factor, factors.is_wide,
+            *targets, n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0),
+            softmax_nm.stride(0), offset, GROUP=config.group, SPLIT_SCALE=split_scale,
+            WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,
+            **config.options,
+        )  # fmt: skip

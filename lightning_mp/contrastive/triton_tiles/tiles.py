@@ -1,0 +1,286 @@
+"""The tile backend for NVIDIA GPUs: two fused sweeps in Triton, gradient products by cuBLAS.
+
+Shapes:
+    b: rows. m: columns of the shard. D: width. n, c: rows and columns of one block.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive.triton_tiles.autotune import fastest
+from lightning_mp.contrastive.triton_tiles.blocks import (
+    Block,
+    block_shape,
+    blocks_of,
+    whole_waves,
+)
+from lightning_mp.contrastive.triton_tiles.configs import Kernel, TileConfig, arch_of, find_configs
+from lightning_mp.contrastive.triton_tiles.launch import multiprocessors
+from lightning_mp.contrastive.triton_tiles.lse_kernels import (
+    HIGHEST_SUM_EXPONENT,
+    add_lse,
+    lse_bytes_per_value,
+)
+from lightning_mp.contrastive.triton_tiles.operands import (
+    WIDTH_MULTIPLE,
+    Operand,
+    Precision,
+    TileDtype,
+)
+from lightning_mp.contrastive.triton_tiles.products import add_product
+from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
+
+__all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
+
+DEFAULT_WORKSPACE_BYTES = 544 * 2**20
+"""Room for 16,896 x 16,384 softmax values of two bytes: whole waves of cuBLAS tiles on 132 SMs."""
+
+_LOG2_E = math.log2(math.e)
+# A row or column of a tile has at most 2^8 terms.
+_SAFE_EXPONENT = HIGHEST_SUM_EXPONENT - 8
+# Up to this bound no sum can overflow while logits of 0 lie inside the range.
+_FULL_RANGE_EXPONENT = 160.0
+_SAMPLE_ROWS = 1024
+# Puts the largest logit of the sample 18 powers of two below the end of the range.
+_SAMPLE_MARGIN = HIGHEST_SUM_EXPONENT - 18
+_TUNED_ROWS = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonTiles:
+    """Both sweeps of `TileBackend` in Triton, for CUDA devices of compute capability 8.0 and up.
+
+    The forward sweep multiplies once and takes one exponential an element for rows and columns
+    alike. The gradient sweep multiplies once more, writes the softmax of a block in 16 bit, and
+    leaves both gradient products to cuBLAS, summed in fp32. Nothing depends on the order in which
+    programs run, so results repeat bit for bit, and nothing waits for the device.
+
+    Args:
+        workspace_bytes: The budget in bytes for partial sums or for a block of the softmax, one
+            tile at least. `None` takes 544 MiB.
+        tile_dtype: What is multiplied, see `ContrastiveLoss`.
+        autotune: Time the tile shapes of the table at the first call for a dtype and width, which
+            waits for the device, and keep the fastest.
+        arch: Rows of the table to use, 80 or 90; `None` asks the device.
+    """
+
+    workspace_bytes: int | None = None
+    tile_dtype: TileDtype = "auto"
+    autotune: bool = False
+    arch: int | None = None
+    _tuned: dict[tuple[Kernel, Precision, int, torch.device], TileConfig] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def lse_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        diagonal: int | None,
+    ) -> None:
+        """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        precision = Precision.of(rows_bD.dtype, self.tile_dtype)
+        units = (precision.unit(rows_bD), precision.unit(columns_mD))
+        log2_scale = _log2_parts(scale, units)
+
+        def add(block: Block, row_lse_n: Tensor, column_lse_c: Tensor, config: TileConfig) -> None:
+            add_lse(
+                block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
+                row_lse_n, column_lse_c, block.diagonal, config, split_scale=precision.is_split,
+            )  # fmt: skip
+
+        def try_out(config: TileConfig) -> None:
+            block = _first_block(rows_bD, columns_mD, precision, units)
+            add(block, row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone(), config)
+
+        with _on(rows_bD.device):
+            reference = _reference(rows_bD, columns_mD, scale)
+            config = self._choose("lse", precision, rows_bD, try_out)
+            values = int(self._budget / lse_bytes_per_value(config))
+            shape = block_shape(len(rows_bD), len(columns_mD), values)
+            for block in blocks_of(rows_bD, columns_mD, shape, precision, units, diagonal):
+                add(block, row_lse_b[block.rows], column_lse_m[block.columns], config)
+
+    def grad_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        diagonal: int | None,
+    ) -> None:
+        """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        precision = Precision.of(rows_bD.dtype, self.tile_dtype)
+        units = (precision.unit(rows_bD), precision.unit(columns_mD))
+        log2_scale = _log2_parts(scale, units)
+
+        def write(block: Block, softmax: _Softmax, config: TileConfig) -> None:
+            write_softmax(
+                block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
+                factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
+                block.diagonal, (config, wide), split_scale=precision.is_split,
+            )  # fmt: skip
+
+        def try_out(config: TileConfig) -> None:
+            block = _first_block(rows_bD, columns_mD, precision, units)
+            write(block, workspace.block(block), config)
+
+        with _on(rows_bD.device):
+            factors = SoftmaxFactors.of(row_lse_b, column_lse_m, precision.softmax_exponent)
+            shape = self._softmax_block(rows_bD, columns_mD, precision)
+            workspace = _Workspace.make(shape, precision, rows_bD.device)
+            wide = self._choose("softmax_wide", precision, rows_bD)
+            config = self._choose("softmax", precision, rows_bD, try_out)
+            for block in blocks_of(rows_bD, columns_mD, shape, precision, units, diagonal):
+                softmax = workspace.block(block)
+                write(block, softmax, config)
+                if d_rows_bD is not None:
+                    softmax.add_rows(d_rows_bD[block.rows], block.column_operand)
+                if d_columns_mD is not None:
+                    softmax.add_columns(d_columns_mD[block.columns], block.row_operand)
+
+    @property
+    def _budget(self) -> int:
+        return DEFAULT_WORKSPACE_BYTES if self.workspace_bytes is None else self.workspace_bytes
+
+    def _softmax_block(
+        self, rows_bD: Tensor, columns_mD: Tensor, precision: Precision
+    ) -> tuple[int, int]:
+        (b, width), m = rows_bD.shape, len(columns_mD)
+        rows, columns = block_shape(b, m, self._budget // precision.softmax_bytes)
+        if rows < b:
+            rows = whole_waves(rows, width, multiprocessors(rows_bD.device))
+        return rows, columns
+
+    def _choose(
+        self,
+        kernel: Kernel,
+        precision: Precision,
+        rows_bD: Tensor,
+        try_out: Callable[[TileConfig], None] | None = None,
+    ) -> TileConfig:
+        """Return the row of the table to use: the first, or the fastest where that is asked for."""
+        width, device = rows_bD.shape[1], rows_bD.device
+        arch = arch_of(device) if self.arch is None else self.arch
+        configs = find_configs(kernel, arch, precision.operand, width)
+        if not self.autotune or try_out is None or len(configs) == 1:
+            return configs[0]
+        key = (kernel, precision, width, device)
+        if key not in self._tuned:
+            self._tuned[key] = fastest(configs, try_out, device)
+        return self._tuned[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Softmax:
+    """The softmax of one block, times `2^exponent`, in one value or in two halves."""
+
+    high_nc: Tensor
+    low_nc: Tensor | None
+    exponent: int
+
+    def add_rows(self, d_rows_nD: Tensor, columns: Operand) -> None:
+        """Add `softmax @ columns`."""
+        for softmax_nc, part_cD in self._products(columns):
+            add_product(d_rows_nD, softmax_nc, part_cD, 2.0**-self.exponent)
+
+    def add_columns(self, d_columns_cD: Tensor, rows: Operand) -> None:
+        """Add `softmax.T @ rows`."""
+        for softmax_nc, part_nD in self._products(rows):
+            add_product(d_columns_cD, softmax_nc.T, part_nD, 2.0**-self.exponent)
+
+    def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what is to be multiplied, but for low times low."""
+        for part in operand.parts_nD:
+            yield self.high_nc, part
+        if self.low_nc is not None:
+            yield self.low_nc, operand.parts_nD[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Workspace:
+    """Memory for the softmax of one block, reused by all."""
+
+    halves: tuple[Tensor, ...]
+    exponent: int
+
+    @classmethod
+    def make(
+        cls, shape: tuple[int, int], precision: Precision, device: torch.device
+    ) -> "_Workspace":
+        rows, columns = shape
+        count = 2 if precision.keeps_low else 1
+        size = rows * _padded(columns)
+        halves = torch.empty(count, size, dtype=precision.softmax, device=device)
+        return cls(tuple(halves), precision.softmax_exponent)
+
+    def block(self, block: Block) -> _Softmax:
+        """Return views of the block's shape whose rows are aligned."""
+        rows = block.rows.stop - block.rows.start
+        columns = block.columns.stop - block.columns.start
+        size = rows * _padded(columns)
+        views = [half[:size].view(rows, -1)[:, :columns] for half in self.halves]
+        low = views[1] if len(views) == 2 else None
+        return _Softmax(views[0], low, self.exponent)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
+def _first_block(
+    rows_bD: Tensor,
+    columns_mD: Tensor,
+    precision: Precision,
+    units: tuple[Tensor | None, Tensor | None],
+) -> Block:
+    """Return a block to try tile shapes on."""
+    shape = (_TUNED_ROWS, _TUNED_ROWS)
+    parts = (rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS])
+    return next(blocks_of(*parts, shape, precision, units, None))
+
+
+def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    """Return `scale log2(e) / (unit unit')` as two fp32 values whose sum has 48 bits."""
+    exact = scale.double().reshape(()) * _LOG2_E
+    for unit in units:
+        if unit is not None:
+            exact = exact / unit.double()
+    high = exact.float()
+    return torch.stack([high, (exact - high.double()).float()])
+
+
+def _reference(rows_bD: Tensor, columns_mD: Tensor, scale: Tensor) -> Tensor:
+    """Return a scalar that the sums of most tiles lie near, as one fp32 value; any is correct.
+
+    No logit is above `|scale| max|row| max|column|`, so a reference 111 powers of two below that
+    bound never overflows. Where the bound is so large that ordinary logits would fall below the
+    range (unnormalised features), the largest logit of a sample takes its place.
+    """
+    log2_scale = scale.float().reshape(()) * _LOG2_E
+    largest_norms = [
+        torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax()
+        for x in (rows_bD, columns_mD)
+    ]
+    bound = log2_scale.abs() * largest_norms[0] * largest_norms[1]
+    rows_sD, columns_sD = (x[:: -(-len(x) // _SAMPLE_ROWS)].float() for x in (rows_bD, columns_mD))
+    sample = (rows_sD @ columns_sD.T * log2_scale).amax()
+    by_sample = torch.minimum(bound - _SAFE_EXPONENT, sample - _SAMPLE_MARGIN)
+    reference = torch.where(bound <= _FULL_RANGE_EXPONENT, bound - _SAFE_EXPONENT, by_sample)
+    return torch.nan_to_num(reference, nan=0.0, posinf=0.0, neginf=0.0).reshape(1)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a device the one that Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

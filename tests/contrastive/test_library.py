@@ -1,0 +1,151 @@
+"""The loss as operators: what compilers, autocast and FLOP counters see of it, and its choices."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.backends import make_tiles, triton_problem
+from lightning_mp.contrastive.library import infonce, infonce_backward
+from lightning_mp.contrastive.torch_tiles import TorchTiles
+from tests.reference.contrastive import reference, relative_error
+
+CPU = torch.device("cpu")
+OPTIONS = ("auto", "auto", None, False)
+
+
+def leaves(b: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    image, text = (F.normalize(torch.randn(b, width), dim=1).to(dtype) for _ in range(2))
+    return [x.requires_grad_() for x in (image, text, torch.tensor(20.0), torch.tensor(-1.0))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("trained", ["image text scale bias", "text scale", "image", ""])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_bias: bool) -> None:
+    image, text, scale, bias = leaves(9, 16, dtype)
+    for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():
+        leaf.requires_grad_(name in trained.split())
+    inputs = (image, text, scale, bias if has_bias else None, *OPTIONS)
+    with warnings.catch_warnings():
+        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
+        warnings.simplefilter("ignore")
+        torch.library.opcheck(infonce, inputs)
+
+
+@pytest.mark.parametrize("needs_grad", [[True] * 3, [False, True, False], [False, False, True]])
+def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
+    image, text, scale, bias = (x.detach() for x in leaves(9, 16))
+    swept = infonce(image, text, scale, bias, *OPTIONS)
+    inputs = (torch.tensor(0.5), image, text, scale, bias, list(swept), needs_grad, *OPTIONS)
+    torch.library.opcheck(infonce_backward, inputs)
+    count = sum(needs_grad) + 1
+    assert [x.shape for x in infonce_backward(*inputs)][-1] == bias.shape
+    assert len(infonce_backward(*inputs)) == count
+
+
+def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
+    loss_fn = ContrastiveLoss()
+
+    def step(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        return 3 * loss_fn(F.normalize(image, dim=1), F.normalize(text, dim=1), scale.exp(), bias)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for b in (5, 12, 33):  # the batch size is no reason to compile again
+        image, text, _, bias = leaves(b, 24)
+        inputs = (image, text, torch.tensor(2.0, requires_grad=True), bias)
+        results = []
+        for function in (step, compiled):
+            loss = function(*inputs)
+            results.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+def test_compiled_loss_takes_what_the_eager_one_takes() -> None:
+    image, text, *_ = leaves(7, 24)
+    compiled = torch.compile(ContrastiveLoss(), backend="aot_eager", fullgraph=True)
+    eager = ContrastiveLoss()
+    assert compiled(image, text, 7.0) == eager(image, text, 7.0)
+    assert compiled(image, text, 7.0, 2.0, True) == eager(image, text, 7.0, output_dict=True)
+    with pytest.raises(ValueError, match="one width"):
+        torch.compile(ContrastiveLoss(), backend="aot_eager")(image, text.detach()[:, :3], 7.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) -> None:
+    image, text, scale, _ = leaves(50, 24)
+    loss_fn = ContrastiveLoss()
+    compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(loss_fn(image, text, scale), (image, text, scale))
+    with torch.autocast("cpu", dtype=dtype):
+        inside = torch.autograd.grad(compiled(image, text, scale), (image, text, scale))
+    assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
+
+
+def test_gradient_of_the_gradient_is_refused() -> None:
+    image, text, *_ = leaves(6, 8)
+    loss = ContrastiveLoss()(image, text, 5.0)
+    (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
+    with pytest.raises(RuntimeError, match="infonce_backward"):
+        gradient.sum().backward()
+
+
+def test_operator_is_the_loss() -> None:
+    image, text, scale, _ = leaves(40, 8)
+    loss, *_ = torch.ops.lightning_mp.infonce(image, text, scale, None, *OPTIONS)
+    assert relative_error(loss.detach(), reference(image, text, 20.0).loss) < 1e-6
+
+
+def test_auto_takes_torch_tiles_on_a_cpu() -> None:
+    options: dict[str, Any] = {"workspace_bytes": 2**21, "tile_dtype": "auto", "autotune": False}
+    for dtype in (torch.bfloat16, torch.float64):
+        assert make_tiles("auto", CPU, dtype, **options) == TorchTiles(2**21)
+        assert make_tiles("torch", CPU, dtype, **options) == TorchTiles(2**21)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [(torch.float32, "it is no CUDA device"), (torch.float64, "tensor cores would round")],
+)
+def test_triton_on_a_cpu_says_where_it_runs(dtype: torch.dtype, reason: str) -> None:
+    image, text, *_ = leaves(4, 8, dtype)
+    with pytest.raises(ValueError, match=reason) as caught:
+        ContrastiveLoss(backend="triton")(image, text, 5.0)
+    assert "compute capability 8.0 or higher" in str(caught.value)
+    assert "Leave `backend` out" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "can"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
+)
+def test_triton_asks_for_compute_capability_8(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], can: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    problem = triton_problem(torch.device("cuda", 0), torch.bfloat16)
+    assert (problem is None) == can
+    assert can or "compute capability 7.5" in problem
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problem = triton_problem(torch.device("cuda", 0), torch.bfloat16)
+    assert problem is not None
+    assert "Triton is not installed" in problem
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"backend": "cuda"}, r"backend='cuda'.*'auto', 'triton', 'torch'"),
+        ({"tile_dtype": "fp8"}, r"tile_dtype='fp8'.*'tf32', 'fp32'"),
+    ],
+)
+def test_unknown_choice_says_what_is_known(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContrastiveLoss(**kwargs)

@@ -1,0 +1,238 @@
+"""Compiles the kernels for GPUs that are not there, and reads what became of them.
+
+The launchers themselves are run, on CPU tensors and with a driver that knows nothing but the name
+of an architecture, up to the point where Triton would compile. So a kernel is specialised here
+(alignment, divisibility, descriptors, options) as it is on a device. The machine code is read with
+the tools that are in Triton's wheel.
+"""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from lightning_mp.contrastive.triton_tiles.configs import TileConfig
+from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
+from lightning_mp.contrastive.triton_tiles.operands import Precision
+from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
+
+__all__ = ["Chip", "Compiled", "Request", "compile_kernel", "set_up_compiler"]
+
+_SIZE = 512  # rows, columns and width of the operands: a multiple of every tile
+_RAGGED_SIZE = 500  # no multiple of 16, which is what Triton looks at
+_WARP = 32
+_ATOMIC_PTX = re.compile(r"\b(?:atom|red|cp\.reduce)\.[\w.:]+")
+_COMPLAINT = re.compile(r"^.*(?:warning|Potential Performance Loss).*$", re.MULTILINE)
+# An address, a predicate or none, and the name: `/*0a40*/  @!P0 LDG.E R2, [R2.64] ;`.
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel to compile.
+
+    Args:
+        kernel: The name of the function.
+        config: The row of the table that it is launched with.
+        precision: What is multiplied, and how the softmax is kept.
+        ragged: The number of columns is no multiple of 16.
+    """
+
+    kernel: str
+    config: TileConfig
+    precision: Precision
+    ragged: bool = False
+
+    def __str__(self) -> str:
+        """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
+        precision = self.precision
+        dtypes = dict.fromkeys([precision.operand, precision.softmax])
+        is_softmax = self.kernel == "softmax_kernel"
+        parts = [
+            f"sm{self.config.arch}",
+            self.config.kernel if is_softmax else self.kernel.removesuffix("_kernel"),
+            "x".join(str(size) for size in self.config.tile),
+            f"w{self.config.warps}",
+            f"s{self.config.stages}",
+            *(str(dtype).removeprefix("torch.") for dtype in list(dtypes)[: 1 + is_softmax]),
+            *["low"] * (precision.keeps_low and is_softmax),
+            *["split"] * precision.is_split,
+            *["ragged"] * self.ragged,
+        ]
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel.
+
+    Args:
+        registers: Of 32 bits a thread.
+        threads: Of a program.
+        local_bytes: Memory a thread has for what its registers do not hold.
+        shared_bytes: Memory of a program.
+        fuses: Whether its launcher asked for fused multiply-adds.
+        instructions: How often the machine code has each one, named with all modifiers.
+        atomics: The atomic instructions of the PTX, named with all modifiers.
+        complaints: What ptxas warns of.
+        ttir: Triton's own intermediate code, before it is lowered.
+    """
+
+    registers: int
+    threads: int
+    local_bytes: int
+    shared_bytes: int
+    fuses: bool
+    instructions: Counter[str]
+    atomics: tuple[str, ...]
+    complaints: tuple[str, ...]
+    ttir: str
+
+    def count(self, name: str) -> int:
+        """Return how many instructions have a name, whatever modifiers stand after it."""
+        return sum(
+            count
+            for instruction, count in self.instructions.items()
+            if f"{instruction}.".startswith(f"{name}.")
+        )
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether a thread keeps anything in memory for want of registers."""
+        return self.local_bytes > 0 or self.count("STL") > 0 or self.count("LDL") > 0
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a multiprocessor has: CUDA C++ programming guide, technical specifications.
+
+    Args:
+        shared_bytes: Memory for all of its programs.
+        program_bytes: What one of them may have.
+        registers: Of 32 bits.
+    """
+
+    shared_bytes: int
+    program_bytes: int
+    registers: int = 65_536
+
+    def programs(self, compiled: Compiled) -> int:
+        """Return how many programs run on a multiprocessor at a time, 0 if none can."""
+        if compiled.shared_bytes > self.program_bytes:
+            return 0
+        # Threads get registers by eights; every program has 1 KiB more, for the system.
+        registers = -(-compiled.registers // 8) * 8 * compiled.threads
+        programs = self.shared_bytes // (compiled.shared_bytes + 1024)
+        return min(programs, self.registers // registers)
+
+
+def set_up_compiler(cache_folder: str) -> None:
+    """Set Triton up in a process that only compiles.
+
+    A kernel whose launcher does not ask for fused multiply-adds gets none, which is what Triton
+    does from 3.10 on; 3.9 warns of it.
+    """
+    os.environ |= {"TRITON_CACHE_DIR": cache_folder, "TRITON_DEFAULT_FP_FUSION": "0"}
+    knobs.nvidia.dump_ptxas_log = True
+    torch.set_num_threads(1)
+
+
+def compile_kernel(request: Request) -> Compiled:
+    """Compile one kernel, in a process that was set up for it."""
+    function, found = _specialisation(request)
+    source = ASTSource(function, found["signature"], found["constants"], found["configs"][0])
+    names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
+    options = {name: found[name] for name in names}
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        kernel = triton.compile(source, _target(request.config.arch), options)
+    cubin = kernel.asm["cubin"]
+    resources = _read(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resources)}
+    listing = _read(cubin, knobs.nvidia.nvdisasm.path, "--print-code")
+    return Compiled(
+        registers=usage["REG"],
+        threads=kernel.metadata.num_warps * _WARP,
+        local_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=kernel.metadata.shared,
+        fuses=found["enable_fp_fusion"],
+        instructions=Counter(_INSTRUCTION.findall(listing)),
+        atomics=tuple(_ATOMIC_PTX.findall(kernel.asm["ptx"])),
+        complaints=tuple(_COMPLAINT.findall(log.getvalue())),
+        ttir=kernel.asm["ttir"],
+    )
+
+
+def _target(arch: int) -> GPUTarget:
+    return GPUTarget("cuda", arch, _WARP)
+
+
+class _AbsentDevice:
+    """Stands in for Triton's driver as far as specialising a kernel needs one."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return _target(self.arch)
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton keeps targets by the number of the device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _specialisation(request: Request) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel and what its launcher would have Triton compile."""
+    found = []
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        found.append((fn, compile))
+        return True  # neither compile nor launch
+
+    driver.set_active(_AbsentDevice(request.config.arch))
+    knobs.runtime.jit_cache_hook = note
+    _launch(request)
+    return next((fn.jit_function, made) for fn, made in found if fn.name == request.kernel)
+
+
+def _launch(request: Request) -> None:
+    """Launch all kernels of a sweep."""
+    precision, m = request.precision, _RAGGED_SIZE if request.ragged else _SIZE
+    rows = torch.empty(_SIZE, _SIZE, dtype=precision.operand)
+    columns, log2_scale = torch.empty_like(rows)[:m], torch.empty(2)
+    lses = [torch.zeros(length, dtype=torch.float64) for length in (_SIZE, m)]
+    if request.config.kernel == "lse":
+        add_lse(
+            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config,
+            split_scale=precision.is_split,
+        )  # fmt: skip
+    else:
+        # Rows are aligned even where their ends are not.
+        softmax, low = rows.new_empty(2, _SIZE, _SIZE, dtype=precision.softmax)[:, :, :m]
+        write_softmax(
+            rows, columns, log2_scale, SoftmaxFactors.of(*lses, 0), softmax,
+            low if precision.keeps_low else None, 0, (request.config, request.config),
+            split_scale=precision.is_split,
+        )  # fmt: skip
+
+
+def _read(cubin: bytes, tool: str, *options: str) -> str:
+    """Return what a tool has to say about a cubin; it complains of older chips on stderr."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

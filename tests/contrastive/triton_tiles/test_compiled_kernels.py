@@ -1,0 +1,243 @@
+"""Every row of the table, compiled for its architecture without a GPU.
+
+A spilled register, a product beside the tensor cores or a program too many for a multiprocessor
+shows in no test of numbers. `make test` compiles with the pinned Triton. Also run by hand with
+triton 3.6.0, whose code takes up to 60 registers more or fewer: everything here held there too.
+"""
+
+import dataclasses
+import math
+import multiprocessing
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+
+from lightning_mp.contrastive.triton_tiles.configs import TileConfig, all_configs, find_configs
+from lightning_mp.contrastive.triton_tiles.operands import Precision, TileDtype
+from tests.contrastive.triton_tiles.compiling import (
+    Chip,
+    Compiled,
+    Request,
+    compile_kernel,
+    set_up_compiler,
+)
+
+pytestmark = pytest.mark.slow
+
+Compile = Callable[[Request], Compiled]
+
+# Rows for 80 serve all chips but Hopper; 8.6, 8.9 and 12.0 have the least shared memory.
+CHIPS = {
+    80: {"8.0": Chip(167_936, 166_912), "8.6": Chip(102_400, 101_376)},
+    90: {"9.0": Chip(233_472, 232_448)},
+}
+WIDTHS = (64, 1024)  # one on each side of every `max_width`
+FEATURES = (torch.bfloat16, torch.float16, torch.float32)
+PRECISIONS = dict.fromkeys(
+    Precision.of(features, tile_dtype)
+    for features, tile_dtype in product(FEATURES, get_args(TileDtype))
+)
+BF16, BF16_LOW = (Precision.of(torch.bfloat16, name) for name in ("auto", "fp32"))
+
+
+def rows_of(kernel: str, arch: int, dtype: torch.dtype) -> list[TileConfig]:
+    """Return the rows that are used unless they are timed against others."""
+    return [find_configs(kernel, arch, dtype, width)[0] for width in WIDTHS]
+
+
+def requests_of(row: TileConfig) -> list[Request]:
+    """Return what is compiled of the kernels that a row is for.
+
+    Kernels for fp16 differ from those for bf16 in the names of instructions and in how they round.
+    So fp16 is left out where a row is only an alternative, unless the scale is split, and so it is
+    where the number of columns is no multiple of 16. That is a specialisation of the softmax alone
+    and is tried where most has to be kept in registers: for two halves or for four bytes a value.
+    """
+    dtypes = [getattr(torch, name) for name in row.dtypes]
+    precisions = [p for p in PRECISIONS if p.operand in dtypes]
+    telling = [p for p in precisions if p.operand != torch.float16 or p.is_split]
+    large = [p for p in telling if p.keeps_low or p.operand == torch.float32]
+    is_alternative = not any(row in rows_of(row.kernel, row.arch, dtype) for dtype in dtypes)
+    # Rows that differ in nothing else are compiled once.
+    config = dataclasses.replace(row, max_width=None, reason="")
+    if row.kernel != "lse":
+        whole = [p for p in telling if p not in large] if is_alternative else precisions
+        return [Request("softmax_kernel", config, p) for p in whole] + [
+            Request("softmax_kernel", config, p, ragged=True) for p in large
+        ]
+    if is_alternative:
+        precisions = telling
+    # How the softmax is kept does not matter here; tiles are always redone with a split scale.
+    by_scale = dict.fromkeys(Precision(p.operand, p.operand, False, p.is_split) for p in precisions)
+    by_dtype = dict.fromkeys(Precision(p.operand, p.operand) for p in precisions)
+    return [Request("lse_kernel", config, p) for p in by_scale] + [
+        Request("lse_redo_kernel", config, p) for p in by_dtype
+    ]
+
+
+def changed(kernel: str, arch: int, precision: Precision, **changes: object) -> Request:
+    """Return a request for a row of the table after changes."""
+    row = dataclasses.replace(rows_of(kernel, arch, precision.operand)[1], **changes)
+    return Request("lse_kernel" if kernel == "lse" else "softmax_kernel", row, precision)
+
+
+ROWS = all_configs()
+TILES = list(dict.fromkeys(request for row in ROWS for request in requests_of(row)))
+MERGES = [Request("merge_kernel", rows_of("lse", arch, torch.bfloat16)[1], BF16) for arch in CHIPS]
+# The reasons say that nothing larger than their rows goes without spilling: these do.
+SPILLING = [
+    changed("lse", 90, BF16, tile=(256, 256, 16), stages=2),
+    changed("softmax_wide", 90, BF16, tile=(128, 256, 64)),
+    changed("softmax", 80, BF16_LOW, tile=(128, 256, 32), stages=3),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compile]:
+    """Start to compile everything, the slowest first; return what gets a result."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_mp"])
+    with tempfile.TemporaryDirectory() as cache:
+        pool = ProcessPoolExecutor(2, context, set_up_compiler, (cache,))
+        try:
+            results = {r: pool.submit(compile_kernel, r) for r in SPILLING + TILES + MERGES}
+            yield lambda request: results[request].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+tiles = pytest.mark.parametrize("request_", TILES, ids=str)
+kernels = pytest.mark.parametrize("request_", TILES + MERGES, ids=str)
+
+
+@kernels
+def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    assert not kernel.is_spilled
+    assert kernel.complaints == ()
+
+
+@kernels
+def test_kernel_fits_every_chip_it_is_for(compiled: Compile, request_: Request) -> None:
+    for name, chip in CHIPS[request_.config.arch].items():
+        assert chip.programs(compiled(request_)) >= 1, name
+
+
+@tiles
+def test_product_runs_on_tensor_cores(compiled: Compile, request_: Request) -> None:
+    kernel, dtype = compiled(request_), request_.precision.operand
+    names = {80: "HMMA", 90: "HGMMA"}
+    name = names[request_.config.arch]
+    assert {other for other in names.values() if kernel.count(other)} == {name}
+    products = [one for one in kernel.instructions if one.startswith(name)]
+    suffix = {torch.bfloat16: ".BF16", torch.float16: ".F32", torch.float32: ".TF32"}[dtype]
+    assert all(".F32" in one and one.endswith(suffix) for one in products), products
+
+
+@tiles
+def test_operands_are_copied_in_the_background(compiled: Compile, request_: Request) -> None:
+    kernel, config = compiled(request_), request_.config
+    copies = {name: kernel.count(name) for name in ("UTMALDG", "UTMASTG", "LDGSTS")}
+    is_softmax = request_.kernel == "softmax_kernel"
+    halves = (1 + request_.precision.keeps_low) * is_softmax
+    if config.tma:
+        assert copies["UTMALDG"] >= 2
+        assert copies["UTMASTG"] >= halves
+        assert (copies["UTMASTG"] > 0) == is_softmax
+        assert copies["LDGSTS"] == 0
+    else:
+        assert copies["LDGSTS"] >= 2
+        assert all(".128" in name for name in kernel.instructions if name.startswith("LDGSTS"))
+        assert not copies["UTMALDG"]
+        assert not copies["UTMASTG"]
+
+
+@tiles
+def test_element_takes_one_exponential_or_two(compiled: Compile, request_: Request) -> None:
+    kernel, config = compiled(request_), request_.config
+    elements = config.tile[0] * config.tile[1] // kernel.threads
+    twice = request_.kernel == "lse_redo_kernel" or config.kernel == "softmax_wide"
+    exponentials = (1 + twice) * elements
+    assert exponentials <= kernel.count("MUFU.EX2") < exponentials + 4
+    assert kernel.count("MUFU") < exponentials + 8
+    assert kernel.fuses  # one multiply-add before each
+
+
+@kernels
+def test_only_atomic_is_the_integer_counter_of_tiles(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    atomic = re.compile(r"(ATOM|RED(?!UX)|UTMARED|UBLKRED)")
+    in_cubin = [name for name in kernel.instructions.elements() if atomic.match(name)]
+    if request_.kernel == "lse_kernel":
+        assert len(kernel.atomics) == len(in_cubin) == 1
+        assert re.fullmatch(r"atom\.global\.gpu\.relaxed\.add\.[us]32", kernel.atomics[0])
+        assert not re.search(r"\.B?F\d", in_cubin[0])
+    else:
+        assert list(kernel.atomics) == in_cubin == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kernel}-{row.arch}-{row.tile}")
+def test_reason_of_a_row_is_true(compiled: Compile, row: TileConfig) -> None:
+    """What the reasons say of arithmetic intensity, shared memory and programs at a time."""
+    results = [compiled(request) for request in requests_of(row)]
+    for flop in re.findall(r"(\d+) FLOP for each byte", row.reason):
+        (m, n, _), size = row.tile, getattr(torch, row.dtypes[0]).itemsize
+        assert int(2 * m * n / (m + n) / size) == int(flop)
+    for kibibytes in re.findall(r"(\d+) KiB", row.reason):
+        # Barriers take some bytes more.
+        assert {kernel.shared_bytes // 1024 for kernel in results} == {int(kibibytes)}
+    programs = {min(chip.programs(r) for r in results) for chip in CHIPS[row.arch].values()}
+    if "two programs" in row.reason or "two to three programs" in row.reason:
+        assert min(programs) >= 2
+    if "two to three programs" in row.reason:
+        most = {chip.programs(r) for r in results for chip in CHIPS[row.arch].values()}
+        assert most == {2, 3}
+
+
+def test_sums_over_wide_tiles_take_as_many_registers_as_their_row_says(compiled: Compile) -> None:
+    tall = changed("lse", 90, BF16, max_width=None, reason="")
+    wide = dataclasses.replace(tall, config=dataclasses.replace(tall.config, tile=(128, 256, 64)))
+    (reason,) = (row.reason for row in ROWS if "registers more" in row.reason)
+    low, high = re.findall(r"128 x 256 needs (\d+) to (\d+) registers more", reason)[0]
+    more = compiled(wide).registers - compiled(tall).registers
+    assert int(low) <= more <= int(high)
+
+
+@pytest.mark.parametrize("request_", MERGES, ids=str)
+def test_merge_knows_the_logarithm_of_two_in_float64(compiled: Compile, request_: Request) -> None:
+    constants = re.findall(
+        r"constant dense<(0\.69\d*)> : tensor<\w+xf(\d+)>", compiled(request_).ttir
+    )
+    assert constants
+    assert {(float(value), bits) for value, bits in constants} == {(math.log(2), "64")}
+
+
+@pytest.mark.parametrize("request_", SPILLING, ids=str)
+def test_tile_that_is_too_large_is_seen_to_spill(compiled: Compile, request_: Request) -> None:
+    assert compiled(request_).is_spilled
+    assert request_ not in TILES
+
+
+def test_gate_sees_serialized_products_and_programs_that_do_not_fit(compiled: Compile) -> None:
+    too_large = compiled(SPILLING[0])
+    assert any("wgmma.mma_async instructions are serialized" in c for c in too_large.complaints)
+    chip = CHIPS[90]["9.0"]
+    assert chip.programs(too_large) == 1
+    fits = dataclasses.replace(too_large, registers=128, shared_bytes=115_712)
+    assert chip.programs(fits) == 2
+    assert chip.programs(dataclasses.replace(fits, registers=129)) == 1
+    assert chip.programs(dataclasses.replace(fits, shared_bytes=115_713)) == 1
+    assert chip.programs(dataclasses.replace(fits, shared_bytes=232_449)) == 0
+
+
+@pytest.mark.parametrize("request_", MERGES, ids=str)
+def test_kernel_without_a_product_has_no_tensor_cores(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    assert kernel.count("HMMA") + kernel.count("HGMMA") == 0
+    assert kernel.count("DADD") > 0

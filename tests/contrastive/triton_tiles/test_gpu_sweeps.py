@@ -1,0 +1,208 @@
+"""The Triton tiles on the GPU they are for, against float64 on the same device."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.infonce import InfoNCE, Plan
+from lightning_mp.contrastive.ring import Ring
+
+pytestmark = pytest.mark.gpu
+
+HALVES = (torch.bfloat16, torch.float16)
+# Relative, in the Euclidean norm; gradients come back in the dtype of the features.
+LOSS_TOLERANCE = 1.5e-5  # fp32 logits near 100 are 7.6e-6 apart
+GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+
+
+@dataclasses.dataclass
+class Result:
+    loss: Tensor
+    d_image: Tensor
+    d_text: Tensor
+    d_scale: Tensor
+
+    def distance(self, other: "Result") -> dict[str, float]:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        names = (field.name for field in dataclasses.fields(self))
+        return {
+            name: float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+            for name, (mine, theirs) in zip(names, pairs, strict=True)
+        }
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def features(b: int, width: int, dtype: torch.dtype, closeness: float = 0.2) -> list[Tensor]:
+    image, noise = (torch.randn(b, width, device="cuda") for _ in range(2))
+    text = closeness * image + (1 - closeness) * noise
+    return [F.normalize(x, dim=1).to(dtype) for x in (image, text)]
+
+
+def run(image: Tensor, text: Tensor, scale: float, gain: float = 1.0, **options) -> Result:
+    leaves = [image.detach().requires_grad_(), text.detach().requires_grad_()]
+    scale_leaf = torch.tensor(scale, device="cuda", requires_grad=True)
+    loss = ContrastiveLoss(**options)(*leaves, scale_leaf)
+    (loss * gain).backward()
+    grads = (leaf.grad.double() / gain for leaf in (*leaves, scale_leaf))
+    return Result(loss.detach(), *grads)
+
+
+def expected(image: Tensor, text: Tensor, scale: float) -> Result:
+    """The torch tiles in float64, which tests on the CPU compare with a dense loss."""
+    return run(image.double(), text.double(), scale, backend="torch")
+
+
+def gain_for(dtype: torch.dtype, b: int) -> float:
+    """A loss scale; without it gradients of 1/b vanish in fp16."""
+    return float(b) if dtype == torch.float16 else 1.0
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("b", "width"), [(1, 8), (65, 72), (193, 130), (2048, 512), (3001, 768), (4097, 1024)]
+)
+def test_loss_and_gradients_equal_float64(b: int, width: int, dtype: torch.dtype) -> None:
+    inputs = features(b, width, dtype)
+    result = run(*inputs, 100.0, gain_for(dtype, b), backend="triton")
+    if b == 1:
+        assert all(float(x.norm()) == 0 for x in dataclasses.astuple(result))
+        return
+    error = result.distance(expected(*inputs, 100.0))
+    assert error["loss"] < LOSS_TOLERANCE
+    assert max(error["d_image"], error["d_text"]) < GRADIENT_TOLERANCE[dtype]
+    assert error["d_scale"] < 10 * GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_both_kinds_of_kernels_equal_float64(dtype: torch.dtype, arch: int) -> None:
+    if arch == 90 and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the copy engine of these kernels is Hopper's")
+    tiles = make_tiles(
+        "triton",
+        torch.device("cuda"),
+        dtype,
+        workspace_bytes=2**22,
+        tile_dtype="fp32",
+        autotune=False,
+    )
+    tiles = dataclasses.replace(tiles, arch=arch)
+    image, text = (x.requires_grad_() for x in features(1500, 200, dtype))
+    plan = Plan(Ring([1500]), tiles, True, True, False)
+    loss = InfoNCE.apply(image, text, torch.tensor(-50.0, device="cuda"), None, plan)
+    (loss * gain_for(dtype, 1500)).backward()
+    reference = expected(image, text, -50.0)
+    result = Result(loss.detach(), image.grad, text.grad, reference.d_scale)
+    reference.d_image *= gain_for(dtype, 1500)
+    reference.d_text *= gain_for(dtype, 1500)
+    error = result.distance(reference)
+    assert error["loss"] < LOSS_TOLERANCE
+    assert max(error["d_image"], error["d_text"]) < GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tile_dtype", ["bf16", "fp16", "tf32", "fp32"])
+def test_tile_dtypes_keep_what_they_promise(tile_dtype: str) -> None:
+    inputs = features(1000, 96, torch.float32)
+    error = run(*inputs, 20.0, backend="triton", tile_dtype=tile_dtype).distance(
+        expected(*inputs, 20.0)
+    )
+    promised = {"bf16": 2e-2, "fp16": 2e-3, "tf32": 4e-3, "fp32": 1e-5}
+    assert max(error["d_image"], error["d_text"]) < promised[tile_dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_large_logits_are_redone_and_right(dtype: torch.dtype) -> None:
+    inputs = [torch.randn(700, 256, device="cuda").to(dtype) for _ in range(2)]
+    result = run(*inputs, 150.0, backend="triton")  # logits of +-1e4
+    error = result.distance(expected(*inputs, 150.0))
+    assert error["loss"] < 1e-5
+    assert max(error["d_image"], error["d_text"]) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_converged_pairs_keep_relative_precision(dtype: torch.dtype) -> None:
+    image = F.normalize(torch.randn(500, 512, device="cuda"), dim=1).to(dtype)
+    error = run(image, image, 60.0, backend="triton").distance(expected(image, image, 60.0))
+    assert error["loss"] < 1e-4
+    assert max(error["d_image"], error["d_text"]) < max(1e-4, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_runs_repeat_bit_for_bit(dtype: torch.dtype) -> None:
+    inputs = features(3000, 512, dtype)
+    first, second = (run(*inputs, 100.0, backend="triton") for _ in range(2))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(dataclasses.astuple(first), dataclasses.astuple(second), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_host_never_waits_for_the_device(dtype: torch.dtype) -> None:
+    inputs = features(2000, 512, dtype)
+    run(*inputs, 100.0, backend="triton")  # compiles
+    leaves = [x.requires_grad_() for x in inputs]
+    scale = torch.tensor(100.0, device="cuda", requires_grad=True)
+    loss_fn = ContrastiveLoss(backend="triton")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_fn(*leaves, scale).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_is_at_most_eight_times_the_features_in_fp32(dtype: torch.dtype) -> None:
+    b, width = 65_536, 512
+    leaves = [x.requires_grad_() for x in features(b, width, dtype)]
+    scale = torch.tensor(100.0, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ContrastiveLoss(backend="triton")(*leaves, scale).backward()
+    assert torch.cuda.max_memory_allocated() - before <= 8 * b * width * 4
+
+
+def test_auto_takes_triton_here_and_torch_for_float64() -> None:
+    options = {"workspace_bytes": None, "tile_dtype": "auto", "autotune": False}
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    names = [
+        type(make_tiles("auto", device, dtype, **options)).__name__
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    ]
+    assert names == ["TritonTiles", "TritonTiles", "TorchTiles"]
+
+
+def test_autotuned_loss_is_as_exact() -> None:
+    inputs = features(2048, 512, torch.bfloat16)
+    error = run(*inputs, 100.0, backend="triton", autotune=True).distance(expected(*inputs, 100.0))
+    assert error["loss"] < LOSS_TOLERANCE
+    assert error["d_image"] < GRADIENT_TOLERANCE[torch.bfloat16]
+
+
+def test_compiled_loss_equals_the_eager_one() -> None:
+    image, text = (x.requires_grad_() for x in features(300, 64, torch.bfloat16))
+    loss_fn = ContrastiveLoss(backend="triton")
+
+    def step(image: Tensor, text: Tensor) -> Tensor:
+        return loss_fn(F.normalize(image, dim=1), F.normalize(text, dim=1), 30.0)
+
+    compiled = torch.compile(step, fullgraph=True)
+    gradients = [torch.autograd.grad(f(image, text), image)[0] for f in (step, compiled)]
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-2

@@ -1,0 +1,117 @@
+"""`ContrastiveLoss` and its operator on Triton tiles, in Triton's interpreter."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.backends import make_tiles, triton_problem
+from lightning_mp.contrastive.library import infonce, infonce_backward
+from lightning_mp.contrastive.triton_tiles import TritonTiles
+from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
+from tests.reference.contrastive import reference, relative_error
+
+pytestmark = pytest.mark.interpreted
+_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+
+
+def leaves(b: int, width: int, dtype: torch.dtype, scale: float = 20.0) -> list[Tensor]:
+    image, noise = (torch.randn(b, width) for _ in range(2))
+    text = 0.4 * image + 0.6 * noise
+    features = [normalize(x, dim=1).to(dtype).requires_grad_() for x in (image, text)]
+    return [*features, torch.tensor(scale, requires_grad=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [100.0, -30.0])
+def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float) -> None:
+    b = 150
+    inputs = leaves(b, 72, dtype, scale)
+    gain = float(b) if dtype == torch.float16 else 1.0
+    loss = ContrastiveLoss(backend="triton")(*inputs)
+    (loss * gain).backward()
+    expected = reference(*inputs[:2], scale)
+    assert loss.dtype == torch.float32
+    # fp32 logits near 100 are 7.6e-6 apart, and at scale 100 a few pairs make up most of the loss.
+    assert relative_error(loss.detach(), expected.loss) < 1.5e-5
+    for leaf, gradient in zip(inputs[:2], (expected.d_image, expected.d_text), strict=True):
+        assert leaf.grad.dtype == dtype
+        assert relative_error(leaf.grad, gain * gradient) < GRADIENT_TOLERANCE[dtype]
+    # A sum over pairs whose terms may cancel: relative to the sum of their magnitudes, each of
+    # which is a difference between a positive and its negatives that rounding may double.
+    terms = (inputs[0].detach().double() * expected.d_image).sum(1) / scale
+    error = (inputs[2].grad.double() - gain * expected.d_scale).abs()
+    assert error / (gain * terms.abs().sum()) < 2 * GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
+    image, text, scale = leaves(9, 16, dtype)
+    options = ("triton", "auto", None, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the outputs that have no gradient
+        torch.library.opcheck(infonce, (image, text, scale, None, *options))
+    image, text, scale = (x.detach() for x in (image, text, scale))
+    swept = list(infonce(image, text, scale, scale, *options))
+    cotangent = torch.tensor(0.5)
+    torch.library.opcheck(
+        infonce_backward,
+        (cotangent, image, text, scale, scale, swept, [True, False, True], *options),
+    )
+
+
+def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
+    image, text, scale = leaves(40, 24, torch.bfloat16)
+    loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32")
+    compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True)
+    results = [
+        torch.autograd.grad(function(image, text, scale), (image, text, scale))
+        for function in (loss_fn, compiled)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("trained", ["image", "text", "scale"])
+def test_locked_inputs_get_no_gradient_and_change_no_other(trained: str) -> None:
+    inputs = leaves(40, 24, torch.float32, 10.0)
+    expected = reference(*inputs[:2], 10.0)
+    for name, leaf in zip(("image", "text", "scale"), inputs, strict=True):
+        leaf.requires_grad_(name == trained)
+    ContrastiveLoss(backend="triton")(*inputs).backward()
+    for name, leaf in zip(("image", "text", "scale"), inputs, strict=True):
+        assert (leaf.grad is not None) == (name == trained)
+        if name == trained:
+            assert relative_error(leaf.grad, getattr(expected, f"d_{name}")) < 1e-5
+
+
+def test_autocast_changes_nothing() -> None:
+    inputs = leaves(40, 24, torch.float32)
+    loss_fn = ContrastiveLoss(backend="triton")
+    expected = torch.autograd.grad(loss_fn(*inputs), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(loss_fn(*inputs), inputs)
+    assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
+
+
+def test_bias_changes_nothing_and_gets_a_gradient_of_zero() -> None:
+    image, text, scale = leaves(30, 24, torch.bfloat16)
+    bias = torch.tensor(-1e4, requires_grad=True)
+    loss = ContrastiveLoss(backend="triton")(image, text, scale, bias)
+    loss.backward()
+    assert loss == ContrastiveLoss(backend="triton")(image, text, scale)
+    assert bias.grad == 0
+
+
+def test_choices_reach_the_tiles() -> None:
+    options: dict[str, Any] = {"workspace_bytes": 2**22, "tile_dtype": "tf32", "autotune": True}
+    assert make_tiles("triton", CPU, torch.float32, **options) == TritonTiles(2**22, "tf32", True)
+    assert triton_problem(CPU, torch.float32) is None
+    assert "float64" in (triton_problem(CPU, torch.float64) or "")

@@ -1,0 +1,252 @@
+"""Logits outside the fast paths' range on the CPU interpreter: tiles done twice, the wide twin.
+
+Shapes:
+    b: rows. m: columns. D: width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lightning_mp.contrastive.infonce import InfoNCE, Plan
+from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.contrastive.triton_tiles import TritonTiles, lse_kernels
+from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
+from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors
+from tests.contrastive.triton_tiles.interpreter import (
+    GRADIENT_ERROR,
+    LSE_ERROR,
+    Shard,
+    force_twin,
+    make_shard,
+    repaired_interpreter,
+    shard_of,
+)
+
+pytestmark = pytest.mark.interpreted
+_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class _Redone:
+    """Stands in for the kernel that merges tiles, and notes which of them were done twice."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._flags: list[Tensor] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(sums: Tensor, is_redone: Tensor, *rest: Any, **options: Any) -> None:
+            self._flags.append(is_redone.clone())
+            self._kernel[grid](sums, is_redone, *rest, **options)
+
+        return launch
+
+    def tiles(self, column_tiles: int) -> list[list[int]]:
+        """Return the flags of the only block, by rows of tiles."""
+        by_rows, by_columns = self._flags
+        assert torch.equal(by_rows, by_columns)
+        return by_rows.view(-1, column_tiles).tolist()
+
+
+@pytest.fixture
+def redone(monkeypatch: pytest.MonkeyPatch) -> _Redone:
+    recorder = _Redone(lse_kernels.merge_kernel)
+    monkeypatch.setattr(lse_kernels, "merge_kernel", recorder)
+    return recorder
+
+
+def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    monkeypatch.setattr(tiles_module, "_reference", lambda *_: torch.tensor([value]))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_logits_up_to_ten_thousand_are_as_exact_as_fp32_is_there(
+    dtype: torch.dtype, arch: int
+) -> None:
+    rows, columns = torch.randn(130, 72).to(dtype), torch.randn(140, 72).to(dtype)
+    largest = (rows.double() @ columns.double().T).abs().amax().item()
+    shard, tiles = shard_of(rows, columns, 1e4 / largest), TritonTiles(arch=arch)
+    # fp32 values near 1e4 log2(e) are 9.8e-4 apart, 7e-4 nats; a hundred times 100 log2(e).
+    assert shard.lse_error(shard.lse_sweep(tiles)) < 100 * LSE_ERROR
+    assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype] + 100 * LSE_ERROR
+
+
+# Logits lie within 3 of 0 in powers of two, and sums of up to 128 of them below 2^9.
+@pytest.mark.parametrize(
+    ("dtype", "arch", "reference", "is_redone"),
+    [
+        (BF16, 90, -1e4, 1),
+        (FP32, 80, -125.0, 1),  # 2^122 is above the range of sums
+        (BF16, 90, -105.0, 0),
+        (FP32, 80, 80.0, 0),
+        (BF16, 90, 105.0, 1),  # 2^-96 is below it
+        (FP32, 80, 1e4, 1),
+    ],
+    ids=str,
+)
+def test_tiles_that_are_all_redone_equal_float64_and_the_fast_path(
+    dtype: torch.dtype,
+    arch: int,
+    reference: float,
+    is_redone: int,
+    redone: _Redone,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard, tiles = make_shard(130, 257, 72, dtype, scale=5.0), TritonTiles(arch=arch)
+    _set_reference(monkeypatch, reference)
+    lses = shard.lse_sweep(tiles)
+    # Six tiles are more than there are programs to redo them.
+    assert redone.tiles(3) == [[is_redone] * 3] * 2
+    assert shard.lse_error(lses) < LSE_ERROR
+    monkeypatch.undo()
+    for slow, fast in zip(lses, shard.lse_sweep(tiles), strict=True):
+        torch.testing.assert_close(slow, fast, rtol=0, atol=LSE_ERROR / 4)
+
+
+@pytest.mark.parametrize("reference", [0.0, 1e4])
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_many_tiles_in_a_row_are_merged_in_several_rounds(
+    is_tall: bool, reference: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Instead of 32 in a round, which would take more than 4096 columns to pass.
+    monkeypatch.setattr(lse_kernels, "_MERGE_PARTS", 2)
+    _set_reference(monkeypatch, reference)
+    one = normalize(torch.randn(1, 8), dim=1)
+    few, many = torch.cat([one, -one]), one * torch.linspace(-1.0, 1.0, 600)[:, None]
+    # The tile with the largest logits comes last for one of the two, and first for the other.
+    rows, columns = (many, few) if is_tall else (few, many)
+    shard = shard_of(rows, columns, 40.0, diagonal=None)
+    assert shard.lse_error(shard.lse_sweep(TritonTiles(tile_dtype="tf32"))) < LSE_ERROR
+
+
+def _outliers(dtype: torch.dtype, row: int | None, column: int | None) -> Shard:
+    """Return a shard of logits within +-20, but for a row and a column of logits near -200."""
+    rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (193, 257))
+    rows[:, :2], columns[:, :2] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    if row is not None:
+        rows[row, 1] = -10.0
+    if column is not None:
+        columns[column, 0] = -10.0
+    return shard_of(rows.to(dtype), columns.to(dtype), 20.0, diagonal=-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "expected"),
+    [
+        (None, None, [[0, 0, 0], [0, 0, 0]]),
+        (None, 130, [[0, 1, 0], [0, 1, 0]]),
+        (5, None, [[1, 1, 1], [0, 0, 0]]),
+        (192, 256, [[0, 0, 1], [1, 1, 1]]),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)], ids=str)
+def test_rows_and_columns_of_plain_and_redone_tiles_equal_float64(
+    dtype: torch.dtype,
+    arch: int,
+    row: int | None,
+    column: int | None,
+    expected: list[list[int]],
+    redone: _Redone,
+) -> None:
+    shard = _outliers(dtype, row, column)
+    lses = shard.lse_sweep(TritonTiles(arch=arch))
+    # Tiles are 128 x 128. In a redone one, all rows and columns count as much as elsewhere.
+    assert redone.tiles(3) == expected
+    assert shard.lse_error(lses) < 2 * LSE_ERROR  # logits near -200
+    assert shard.grad_error(shard.grad_sweep(TritonTiles(arch=arch))) < 2 * GRADIENT_ERROR[dtype]
+
+
+def _is_wide(shard: Shard) -> bool:
+    return bool(SoftmaxFactors.of(*shard.lse, 0).is_wide)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_both_twins_are_right_where_log_sum_exps_lie_close(
+    dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
+    assert not _is_wide(shard)
+    for is_wide in (False, True):
+        force_twin(monkeypatch, is_wide=is_wide)
+        assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype]
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_only_the_wide_twin_is_right_where_log_sum_exps_lie_far_apart(
+    dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (65, 140))
+    rows *= torch.linspace(0.1, 5.0, 65)[:, None]
+    shard = shard_of(rows.to(dtype), columns.to(dtype), 100.0)
+    tiles = TritonTiles(arch=arch)
+    assert _is_wide(shard)
+    limit = GRADIENT_ERROR[dtype] + 4 * LSE_ERROR  # logits up to 500
+    assert shard.grad_error(shard.grad_sweep(tiles)) < limit
+    force_twin(monkeypatch, is_wide=False)
+    assert not shard.grad_error(shard.grad_sweep(tiles)) < 10 * limit
+
+
+# In nats. Other shards may raise all rows, or all columns, far above what this one explains.
+@pytest.mark.parametrize(
+    ("row_rise", "column_rise", "wide"),
+    [(50.0, 0.0, False), (70.0, 0.0, True), (0.0, 70.0, False), (0.0, 90.0, True)],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_twins_change_over_before_the_narrow_one_loses_digits(
+    dtype: torch.dtype, row_rise: float, column_rise: float, wide: bool
+) -> None:
+    shard = make_shard(40, 50, 72, dtype, scale=10.0)
+    shard.lse = shard.lse[0] + row_rise, shard.lse[1] + column_rise
+    assert _is_wide(shard) == wide
+    assert shard.grad_error(shard.grad_sweep(TritonTiles())) < GRADIENT_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_wide_twin_serves_rows_that_lie_far_apart_above_all_columns(dtype: torch.dtype) -> None:
+    rows, columns = (normalize(torch.randn(n, 72), dim=1) for n in (40, 50))
+    rows[7, 0], columns[:, 0] = -100.0, 1.0
+    shard = shard_of(rows.to(dtype), columns.to(dtype), 2.0)
+    # In powers of two: row 7 lies 290 below the others, and those 86 above the columns.
+    shard.lse = shard.lse[0] + 57.0, shard.lse[1]
+    assert _is_wide(shard)
+    assert shard.grad_error(shard.grad_sweep(TritonTiles())) < GRADIENT_ERROR[dtype] + LSE_ERROR
+
+
+def _loss_and_gradients(
+    tiles: TileBackend, image: Tensor, text: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    inputs = [x.clone().requires_grad_() for x in (image, text, torch.tensor(scale))]
+    loss = InfoNCE.apply(*inputs, None, Plan(Ring([len(image)]), tiles, True, True, True))
+    loss.backward()
+    return loss.detach(), *(x.grad for x in inputs)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", ["image", "text", "scale"])
+@pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)], ids=str)
+def test_nan_and_infinities_reach_all_results_that_they_reach_in_the_torch_backend(
+    dtype: torch.dtype, arch: int, place: str, bad: float
+) -> None:
+    features = {name: normalize(torch.randn(40, 72), dim=1) for name in ("image", "text")}
+    if place != "scale":
+        features[place][7, 5] = bad
+    inputs = (*(x.to(dtype) for x in features.values()), bad if place == "scale" else 100.0)
+    ours = _loss_and_gradients(TritonTiles(arch=arch), *inputs)
+    torchs = _loss_and_gradients(TorchTiles(), *inputs)
+    assert not ours[0].isfinite()
+    for value, expected in zip(ours, torchs, strict=True):
+        # Infinity has no finite low half: of fp32 features it makes NaN, which reaches further.
+        reached = value.isfinite() < expected.isfinite() if dtype == FP32 else False
+        assert torch.equal(value.isfinite() | reached, expected.isfinite())
