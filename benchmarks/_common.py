@@ -6,6 +6,7 @@ Shapes:
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import lightning_mp
+
 __all__ = [
     "CsvTable",
     "Spread",
@@ -27,12 +30,16 @@ __all__ = [
     "gemm_steps",
     "load_warning",
     "median_ratio",
+    "pick_device",
     "time_alternately",
 ]
 
 MIB = 2**20
 # A core that is taken for half of the time stretches whatever two threads do together.
 _BUSY_CORES = 0.5
+# On a GPU, launching and waiting take some 20 us: a thousandth of this.
+_LONG_ENOUGH = 0.02
+_MOST_CALLS = 100
 
 
 @dataclass(frozen=True)
@@ -48,38 +55,79 @@ class Spread:
 
 
 def time_alternately(
-    steps: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, title: str
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: torch.device,
+    title: str,
+    max_seconds: float | None = None,
 ) -> dict[str, Spread]:
     """Time all steps in turn, A B C A B C, after one round that does not count.
 
     Machines drift: clocks, temperature, neighbours. In turn, drift meets every step alike, and a
-    ratio taken within a round does not see it. A step is over when the device is idle.
+    ratio taken within a round does not see it. A step is over when the device is idle. On a GPU a
+    short step is repeated for 20 ms and its mean taken, so that waiting and launching do not count.
 
     Args:
         steps: What to time, by name.
         rounds: Rounds that count.
         device: Where the steps compute.
         title: For the progress bar.
+        max_seconds: What all rounds of one step may take together; a step that takes long sits the
+            last ones out, but not the first. `None` is no limit.
+
+    Returns:
+        The times of the steps, without those that ran out of memory.
     """
+    plans: dict[str, _Plan] = {}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     with tqdm(total=(rounds + 1) * len(steps), desc=title, unit="step", leave=False) as bar:
         for index in range(rounds + 1):
             for name, step in steps.items():
                 bar.set_postfix_str(name, refresh=False)
-                _wait_for(device)
-                start = time.perf_counter()
-                step()
-                _wait_for(device)
-                if index > 0:
-                    seconds[name].append(time.perf_counter() - start)
+                if index == 0:
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        took = _seconds_of(step, 1, device)
+                        plans[name] = _Plan.of(took, rounds, max_seconds, device)
+                elif name in plans and index <= plans[name].rounds:
+                    seconds[name].append(_seconds_of(step, plans[name].calls, device))
                 bar.update()
-    return {name: Spread(tuple(values)) for name, values in seconds.items()}
+    return {name: Spread(tuple(seconds[name])) for name in plans}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How many rounds a step takes part in, and how often it is called in each."""
+
+    rounds: int
+    calls: int
+
+    @classmethod
+    def of(
+        cls, seconds: float, rounds: int, max_seconds: float | None, device: torch.device
+    ) -> _Plan:
+        """Plan for a step that took some seconds."""
+        seconds = max(seconds, 1e-6)
+        if max_seconds is not None:
+            rounds = max(1, min(rounds, int(max_seconds / seconds)))
+        calls = round(_LONG_ENOUGH / seconds) if device.type == "cuda" else 1
+        return cls(rounds, max(1, min(calls, _MOST_CALLS)))
+
+
+def _seconds_of(step: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Return the mean seconds of some calls in a row."""
+    _wait_for(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    _wait_for(device)
+    return (time.perf_counter() - start) / calls
 
 
 def median_ratio(spread: Spread, base: Spread) -> float:
-    """Return the median over rounds of how many times as long as `base` a step took."""
+    """Return the median over common rounds of how many times as long as `base` a step took."""
     return statistics.median(
-        mine / other for mine, other in zip(spread.seconds, base.seconds, strict=True)
+        mine / other for mine, other in zip(spread.seconds, base.seconds, strict=False)
     )
 
 
@@ -122,6 +170,20 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def pick_device(name: str) -> str:
+    """Return the device to use; `auto` is CUDA where there is a GPU.
+
+    Raises:
+        ValueError: The name asks for a GPU that is not there.
+        RuntimeError: torch knows no such device.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"Passed --device {name}, but torch sees no GPU. Pass --device cpu.")
+    return name
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """Return what a figure depends on: chip, threads, versions. No names of machines or people."""
     return {
@@ -130,7 +192,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": _version("triton"),
-        "lightning_mp": _version("lightning-mp"),
+        "lightning_mp": _version("lightning-mp") or lightning_mp.__version__,
     }
 
 

@@ -6,28 +6,30 @@ Shapes:
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks._chunked import TILE_EDGE, chunked_loss
+from benchmarks._inputs import DTYPES, TOY_BATCH, Case, Inputs, LossFunction
 from benchmarks._peak_memory import Passes
 from lightning_mp import ContrastiveLoss
 
-__all__ = ["DTYPES", "Contender", "Inputs", "find_contenders", "memory_passes"]
+__all__ = ["Contender", "autocast_bf16", "dense_formula", "find_contenders", "find_ours"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Without a loss scale, the gradients of fp16 features at b = 8192 are below fp16's smallest number.
-FP16_LOSS_SCALE = 8192.0
-POSITIVE_COSINE = 0.2
 DENSE_MATRICES = 5  # of b x b values that the dense formula may hold at once
-_TOY_BATCH = 64
-
-LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Under autocast: logits both ways (2 + 2 bytes), both log-softmaxes (4 + 4), an fp32 copy (4).
+AUTOCAST_BYTES = 16
+# The relative difference that logits rounded to this dtype explain, near 100 by up to 0.25 in bf16.
+LOGITS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+# tf32 cuts operands to 10 bits, which shrinks a logit of 20 by up to 0.02.
+TF32_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Contender:
         name: For tables.
         loss: `loss(image_bD, text_bD, logit_scale)`.
         is_ours: Whether it is this package's.
-        tolerance: The relative difference from ours that its own arithmetic explains, in fp32.
+        tolerance: The relative difference from ours that its own arithmetic explains.
         input_dtype: The only dtype that it takes; `None` takes all.
+        rounded: Whether its inputs have the values of ours; otherwise they are not rounded.
     """
 
     name: str
@@ -47,73 +50,39 @@ class Contender:
     is_ours: bool = False
     tolerance: float = 1e-4
     input_dtype: torch.dtype | None = None
+    rounded: bool = True
 
+    def inputs(self, case: Case) -> Inputs:
+        """Return new inputs of the case in the form that it takes."""
+        return case.inputs(self.input_dtype, rounded=self.rounded)
 
-@dataclass
-class Inputs:
-    """Pairs of unit features and a scale, all of which need gradients."""
+    def passes(self, case: Case) -> Passes:
+        """Return what is weighed: forward and backward, gradients aside."""
+        inputs = self.inputs(case)
 
-    image_bD: Tensor
-    text_bD: Tensor
-    scale: Tensor
-    loss_scale: float = 1.0
+        def warm_up() -> None:
+            if case.place.type == "cuda":
+                return  # it has been compared with ours in this process, at this size
+            toy = Inputs.make(TOY_BATCH, case.width, DTYPES[case.dtype], case.scale, case.place)
+            toy.to(self.input_dtype).run(self.loss)
 
-    @classmethod
-    def make(
-        cls, batch: int, width: int, dtype: torch.dtype, scale: float, device: torch.device
-    ) -> Inputs:
-        """Draw pairs with a cosine of about 0.2; then no loss vanishes, even at scale 100."""
-        generator = torch.Generator().manual_seed(0)
-        image_bD, noise_bD = (
-            F.normalize(torch.randn(batch, width, generator=generator), dim=1) for _ in range(2)
-        )
-        noise_bD.mul_((1 - POSITIVE_COSINE**2) ** 0.5).add_(image_bD, alpha=POSITIVE_COSINE)
-        text_bD = F.normalize(noise_bD, dim=1)
-        leaves = [
-            value.to(device=device, dtype=dtype).requires_grad_() for value in (image_bD, text_bD)
-        ]
-        scale_leaf = torch.tensor(scale, device=device, requires_grad=True)
-        return cls(*leaves, scale_leaf, FP16_LOSS_SCALE if dtype == torch.float16 else 1.0)
-
-    def to(self, dtype: torch.dtype | None) -> Inputs:
-        """Return new leaves of the same values in `dtype`, or these inputs themselves."""
-        if dtype is None or dtype == self.image_bD.dtype:
-            return self
-        leaves = [
-            value.detach().to(dtype).requires_grad_() for value in (self.image_bD, self.text_bD)
-        ]
-        return replace(
-            self,
-            image_bD=leaves[0],
-            text_bD=leaves[1],
-            scale=self.scale.detach().clone().requires_grad_(),
-        )
-
-    def run(self, loss: LossFunction) -> Tensor:
-        """Run forward and backward; the gradients stay on the inputs."""
-        self.image_bD.grad = self.text_bD.grad = self.scale.grad = None
-        value = loss(self.image_bD, self.text_bD, self.scale)
-        value.backward(torch.full_like(value, self.loss_scale))
-        return value.detach()
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients."""
-        return sum(leaf.nbytes for leaf in (self.image_bD, self.text_bD, self.scale))
+        return Passes(warm_up, lambda: inputs.run(self.loss), inputs.gradient_bytes)
 
 
 def find_contenders(
     batch: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Contender], dict[str, str]]:
     """Return the contenders that run here, ours first, and why the others do not."""
-    found: list[Contender] = []
-    skipped: dict[str, str] = {}
+    found, skipped = find_ours(width, dtype, device)
+    on_cuda = device.type == "cuda"
     for name, find in (
-        ("ours, triton tiles", lambda: _ours("triton", width, dtype, device)),
-        ("ours, torch tiles", lambda: _ours("torch", width, dtype, device)),
         ("dense", lambda: _dense(batch, dtype, device)),
-        ("torch chunked", _torch_chunked),
-        ("Inf-CL", lambda: _inf_cl(batch, width, device)),
+        ("dense, bf16 autocast", lambda: _autocast_dense(batch, device) if on_cuda else None),
+        ("chunked cuBLAS, eager", lambda: _chunked(batch, width, dtype, device, compiled=False)),
+        ("chunked cuBLAS, compiled", lambda: _chunked(batch, width, dtype, device, compiled=True)),
+        ("torch chunked", lambda: _torch_chunked(dtype)),
+        ("Inf-CL, fp32 inputs", lambda: _inf_cl(batch, width, device, None)),
+        ("Inf-CL, rounded inputs", lambda: _inf_cl(batch, width, device, dtype)),
     ):
         contender = find()
         if isinstance(contender, Contender):
@@ -123,29 +92,23 @@ def find_contenders(
     return found, skipped
 
 
-def _ours(
-    backend: Any, width: int, dtype: torch.dtype, device: torch.device
-) -> Contender | str | None:
-    try:
-        loss = ContrastiveLoss(backend=backend)
-    except ValueError:
-        return None  # this version has no such backend
-    try:
-        Inputs.make(_TOY_BATCH, width, dtype, 10.0, device).run(loss)
-    except (ValueError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
-    return Contender(f"ours, {backend} tiles", loss, is_ours=True)
-
-
-def _dense(batch: int, dtype: torch.dtype, device: torch.device) -> Contender | str:
-    needed, free = DENSE_MATRICES * batch**2 * dtype.itemsize, _free_bytes(device)
-    if free is not None and needed > free:
-        return f"would need {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free"
-    try:
-        package = importlib.import_module("open_clip.loss")
-    except Exception:  # it imports torchvision, which fails in ways of its own
-        return Contender("dense, formula", dense_formula)
-    return Contender("dense, open_clip", package.ClipLoss(cache_labels=True))
+def find_ours(
+    width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Contender], dict[str, str]]:
+    """Return this package's loss with every backend that runs, the fastest first."""
+    found: list[Contender] = []
+    skipped: dict[str, str] = {}
+    backends: tuple[Any, ...] = ("triton", "torch")
+    for backend in backends:
+        name = f"ours, {backend} tiles"
+        try:
+            loss = ContrastiveLoss(backend=backend)
+            Inputs.make(TOY_BATCH, width, dtype, 10.0, device).run(loss)
+        except Exception as error:  # compilers raise what they like
+            skipped[name] = _first_line(error)
+        else:
+            found.append(Contender(name, loss, is_ours=True))
+    return found, skipped
 
 
 def dense_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
@@ -164,7 +127,65 @@ def dense_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
     return (image_loss + text_loss) / 2
 
 
-def _torch_chunked() -> Contender | str:
+def autocast_bf16(loss: LossFunction) -> LossFunction:
+    """Return `loss` as a bf16-mixed training step computes it: logits in bf16, softmax in fp32."""
+
+    def mixed(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
+        with torch.autocast(image_bD.device.type, dtype=torch.bfloat16):
+            return loss(image_bD, text_bD, scale)
+
+    return mixed
+
+
+def _dense(batch: int, dtype: torch.dtype, device: torch.device) -> Contender | str:
+    if device.type == "cuda" and dtype != torch.float32:
+        return "trains under autocast, where 16-bit logits get an fp32 softmax"
+    problem = _lacks_room(DENSE_MATRICES * dtype.itemsize * batch**2, device)
+    name, loss = _dense_loss()
+    return problem or Contender(name, loss, tolerance=LOGITS_TOLERANCE[dtype])
+
+
+def _autocast_dense(batch: int, device: torch.device) -> Contender | str:
+    problem = _lacks_room(AUTOCAST_BYTES * batch**2, device)
+    name, loss = _dense_loss()
+    return problem or Contender(
+        f"{name}, bf16 autocast", autocast_bf16(loss), tolerance=LOGITS_TOLERANCE[torch.bfloat16]
+    )
+
+
+def _dense_loss() -> tuple[str, LossFunction]:
+    try:
+        package = importlib.import_module("open_clip.loss")
+    except Exception:  # it imports torchvision, which fails in ways of its own
+        return "dense, formula", dense_formula
+    return "dense, open_clip", package.ClipLoss(cache_labels=True)
+
+
+def _lacks_room(needed: int, device: torch.device) -> str | None:
+    free = _free_bytes(device)
+    if free is None or needed <= free:
+        return None
+    return f"would need {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free"
+
+
+def _chunked(
+    batch: int, width: int, dtype: torch.dtype, device: torch.device, *, compiled: bool
+) -> Contender | str:
+    if device.type != "cuda":
+        return "is a baseline for CUDA"
+    try:
+        Inputs.make(TOY_BATCH, width, dtype, 10.0, device).run(chunked_loss)
+    except (RuntimeError, TypeError) as error:
+        return _first_line(error)
+    if compiled and batch % TILE_EDGE:
+        torch.compiler.reset()  # such tiles have shapes of their own; torch keeps eight
+    return Contender(
+        f"chunked cuBLAS, {'compiled' if compiled else 'eager'}",
+        functools.partial(chunked_loss, compiled=compiled),
+    )
+
+
+def _torch_chunked(dtype: torch.dtype) -> Contender | str:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None or not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no chunked `linear_cross_entropy`"
@@ -178,10 +199,15 @@ def _torch_chunked() -> Contender | str:
         )
         return (image_loss + text_loss) / 2
 
-    return Contender("torch chunked", loss)
+    return Contender("torch chunked", loss, tolerance=LOGITS_TOLERANCE[dtype])
 
 
-def _inf_cl(batch: int, width: int, device: torch.device) -> Contender | str:
+def _inf_cl(
+    batch: int, width: int, device: torch.device, round_to: torch.dtype | None
+) -> Contender | str | None:
+    """Return Inf-CL, which takes fp32 storage only, with values rounded to `round_to` or not."""
+    if round_to == torch.float32:
+        return None  # the same as unrounded
     if device.type != "cuda":
         return "has kernels for CUDA only"
     try:
@@ -202,11 +228,20 @@ def _inf_cl(batch: int, width: int, device: torch.device) -> Contender | str:
         text_loss = cal_flash_loss(text_bD, image_bD, scale=scale, head_dim=head_dim)
         return (image_loss.mean() + text_loss.mean()) / 2
 
-    return Contender("Inf-CL", loss, tolerance=2e-2, input_dtype=torch.float32)
+    kind = next((kind for kind, dtype in DTYPES.items() if dtype == round_to), "")
+    return Contender(
+        f"Inf-CL, {kind}-rounded inputs" if kind else "Inf-CL, fp32 inputs",
+        loss,
+        tolerance=TF32_TOLERANCE,
+        input_dtype=torch.float32,
+        rounded=bool(kind),
+    )
 
 
 def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
@@ -216,20 +251,15 @@ def _free_bytes(device: torch.device) -> int | None:
     return int(facts["MemAvailable"].split()[0]) * 1024
 
 
-def memory_passes(
-    *, name: str, batch: int, width: int, dtype: str, scale: float, device: str, threads: int
-) -> Passes:
-    """Return what is weighed for the contender `name`: forward and backward, gradients aside."""
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def memory_passes(*, name: str, threads: int, **case: Any) -> Passes:
+    """Return what is weighed for the contender `name`, in a process of its own."""
     torch.set_num_threads(threads)
-    place = torch.device(device)
-    contenders, _ = find_contenders(batch, width, DTYPES[dtype], place)
-    contender = next(contender for contender in contenders if contender.name == name)
-    toy, inputs = (
-        Inputs.make(rows, width, DTYPES[dtype], scale, place).to(contender.input_dtype)
-        for rows in (_TOY_BATCH, batch)
+    problem = Case(**case)
+    contenders, _ = find_contenders(
+        problem.batch, problem.width, DTYPES[problem.dtype], problem.place
     )
-    return Passes(
-        warm_up=lambda: toy.run(contender.loss),
-        run=lambda: inputs.run(contender.loss),
-        returned_bytes=inputs.gradient_bytes,
-    )
+    return next(each for each in contenders if each.name == name).passes(problem)

@@ -1,6 +1,7 @@
 """The benchmark at toy size: that it runs, agrees and writes what it says. Never how fast."""
 
 import csv
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from benchmarks import contrastive_loss
-from benchmarks._contenders import DTYPES, Contender, Inputs, dense_formula, find_contenders
-from benchmarks.contrastive_loss import Case, Row, check, main, verdict_of
+from benchmarks._contenders import Contender, dense_formula, find_contenders
+from benchmarks._inputs import DTYPES, Case, Inputs, unit_pairs
+from benchmarks._report import Row, verdict_of
+from benchmarks.contrastive_loss import check, main
 
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--repeats", "1", "--threads", "1"]
@@ -88,7 +91,9 @@ def test_file_with_another_header_is_refused_and_left_alone(tmp_path, capsys):
     assert path.read_text() == "name,seconds\nold,1\n"
 
 
-@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--device", "abacus"]])
+@pytest.mark.parametrize(
+    "arguments", [["--batch", "0"], ["--device", "abacus"], ["--max-seconds", "inf"]]
+)
 def test_unusable_argument_is_refused(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*QUICK, *arguments, "--csv", str(tmp_path / "new.csv")])
@@ -99,6 +104,24 @@ def test_quick_run_without_path_writes_nothing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main([*QUICK, "--no-memory"]) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_widths_dtypes_and_batches_are_all_measured(tmp_path):
+    path = tmp_path / "figures.csv"
+    sizes = ["--batch", "96", "64", "--width", "8", "16", "--dtype", "fp32", "fp16"]
+    assert main([*QUICK, "--no-memory", "--only", "nobody", *sizes, "--csv", str(path)]) == 0
+    problems = [(int(row["width"]), row["dtype"], int(row["batch"])) for row in read(path)]
+    assert problems == list(itertools.product([8, 16], ["fp32", "fp16"], [64, 96]))
+    assert {row["contender"] for row in read(path)} == {"ours, torch tiles"}
+
+
+def test_slow_contender_is_left_out_with_its_prediction(tmp_path, capsys):
+    path = tmp_path / "figures.csv"
+    arguments = ["--no-memory", "--only", "dense", "--max-seconds", "1e-9", "--csv", str(path)]
+    assert main([*QUICK, *arguments]) == 0
+    assert [row["contender"].partition(",")[0] for row in read(path)] == ["ours"]
+    assert "left out: dense, formula: predicted " in capsys.readouterr().out
+    assert [row["repeats"] for row in read(path)] == ["1"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -133,6 +156,39 @@ def test_contender_that_fails_is_named_and_left_out():
     contenders, _ = find_contenders(48, 24, torch.float32, CPU)
     _, failures = check([contenders[0], Contender("broken", fail)], CASE)
     assert failures == {"broken": "RuntimeError: no kernel for this"}
+
+
+def test_ours_that_fails_makes_way_for_ours_that_runs():
+    def fail(*_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel for this. Details follow.")
+
+    contenders, _ = find_contenders(48, 24, torch.float32, CPU)
+    broken = Contender("ours, broken", fail, is_ours=True)
+    differences, failures = check([broken, *contenders], CASE)
+    assert next(iter(differences)) == contenders[0].name
+    assert failures == {"ours, broken": "RuntimeError: no kernel for this"}
+    with pytest.raises(RuntimeError, match="None of this package's losses ran"):
+        check([broken, Contender("dense", dense_formula)], CASE)
+
+
+def test_nan_does_not_agree():
+    contenders, _ = find_contenders(48, 24, torch.float32, CPU)
+    # The loss is right; only the gradient of the texts is not.
+    spoilt = Contender("spoilt", lambda i, t, s: dense_formula(i, t, s) + _nan_gradient(t))
+    _, failures = check([contenders[0], spoilt], CASE)
+    assert "differs from ours by nan" in failures["spoilt"]
+
+
+def _nan_gradient(text: torch.Tensor) -> torch.Tensor:
+    return (text - text.detach()).abs().sqrt().sum()
+
+
+def test_features_of_many_chunks_are_units_with_their_cosine():
+    chunked = unit_pairs(1000, 256, torch.float32, CPU, chunk_rows=300)
+    for features in chunked:
+        torch.testing.assert_close(features.norm(dim=1), torch.ones(1000))
+        assert len(features.unique(dim=0)) == 1000
+    assert abs((chunked[0] * chunked[1]).sum(1).mean() - 0.2) < 0.01
 
 
 def test_dense_without_room_is_skipped_with_its_need(monkeypatch):
