@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import NO_DIAGONAL, tile_dots
+from lightning_mp.contrastive.triton_tiles.operands import ROW_MULTIPLE
 
 __all__ = [
     "as_descriptor",
@@ -42,18 +43,18 @@ def check_block(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> None
             "one from `find_configs` for their dtype."
         )
     for operand in (rows_nk, columns_mk):
-        row_bytes = operand.stride(0) * operand.element_size()
         if (
             operand.stride(1) != 1
             or operand.shape[1] % config.tile[2]
-            or row_bytes % 16
+            or operand.stride(0) % ROW_MULTIPLE
             or operand.data_ptr() % 16
             or operand.shape[0] > _LARGEST_BLOCK
         ):
             raise ValueError(
                 f"Passed an operand of shape {list(operand.shape)} and strides "
                 f"{operand.stride()}. Rows must be contiguous, aligned to 16 bytes, a multiple of "
-                f"{config.tile[2]} wide and at most 2^30 in number. Prepare it by `make_operand`."
+                f"{config.tile[2]} wide, a multiple of {ROW_MULTIPLE} values apart, and at most "
+                "2^30 in number. Prepare it by `make_operand`."
             )
 
 

@@ -291,5 +291,5 @@ def add_lse(
     ):
         merge_kernel[(triton.cdiv(lse.shape[0], _MERGE_BLOCK),)](
             sums, is_redone, reference, lse, lse.shape[0], sums.shape[0], part_step, tile_step,
-            TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS,
+            TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
         )  # fmt: skip

@@ -11,12 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["WIDTH_MULTIPLE", "Operand", "Precision", "TileDtype", "make_operand"]
+__all__ = ["ROW_MULTIPLE", "WIDTH_MULTIPLE", "Operand", "Precision", "TileDtype", "make_operand"]
 
 TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
 WIDTH_MULTIPLE = 64
 """Widths are padded with zeros to a multiple of this, so that no kernel masks its slices."""
+
+ROW_MULTIPLE = 16
+"""Rows lie a multiple of this many values apart: what Triton has to know to copy asynchronously."""
 
 _ALIGNMENT_BYTES = 16  # of the copy engine and of vector loads
 _SPLIT_EXPONENT = 8
@@ -145,6 +148,6 @@ def _is_aligned(tensor_nD: Tensor) -> bool:
         column_stride == 1
         and tensor_nD.shape[1] % WIDTH_MULTIPLE == 0
         and row_stride >= tensor_nD.shape[1]
-        and row_stride * tensor_nD.element_size() % _ALIGNMENT_BYTES == 0
+        and row_stride % ROW_MULTIPLE == 0
         and tensor_nD.data_ptr() % _ALIGNMENT_BYTES == 0
     )

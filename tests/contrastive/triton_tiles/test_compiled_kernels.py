@@ -158,6 +158,11 @@ def test_operands_are_copied_in_the_background(compiled: Compile, request_: Requ
         assert not copies["UTMASTG"]
 
 
+@kernels
+def test_multiply_adds_are_fused(compiled: Compile, request_: Request) -> None:
+    assert compiled(request_).fuses
+
+
 @tiles
 def test_element_takes_one_exponential_or_two(compiled: Compile, request_: Request) -> None:
     kernel, config = compiled(request_), request_.config
@@ -166,7 +171,6 @@ def test_element_takes_one_exponential_or_two(compiled: Compile, request_: Reque
     exponentials = (1 + twice) * elements
     assert exponentials <= kernel.count("MUFU.EX2") < exponentials + 4
     assert kernel.count("MUFU") < exponentials + 8
-    assert kernel.fuses  # one multiply-add before each
 
 
 @kernels
