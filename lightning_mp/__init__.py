@@ -6,7 +6,15 @@ Importing the package registers its strategies, so that `Trainer(strategy="inf_c
 from lightning_mp import strategies
 from lightning_mp.contrastive import ContrastiveLoss
 from lightning_mp.metrics import ContrastiveRecall
+from lightning_mp.precision import BalancedAMP, LossScaleConfig, OpPolicy
 
 __version__ = "0.1.0"
 
-__all__ = ["ContrastiveLoss", "ContrastiveRecall", "strategies"]
+__all__ = [
+    "BalancedAMP",
+    "ContrastiveLoss",
+    "ContrastiveRecall",
+    "LossScaleConfig",
+    "OpPolicy",
+    "strategies",
+]

@@ -26,7 +26,7 @@ class TinyCLIPWithData(TinyCLIP):
         self.steps_trained.append(self.global_step)
 
 
-def _config(path: Path, strategy: dict[str, Any] | str) -> str:
+def _config(path: Path, strategy: dict[str, Any] | str, **trainer: Any) -> str:
     config = {
         "seed_everything": 1,
         "model": {"class_path": f"{__name__}.TinyCLIPWithData"},
@@ -39,6 +39,7 @@ def _config(path: Path, strategy: dict[str, Any] | str) -> str:
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "strategy": strategy,
+            **trainer,
         },
     }
     file = path / "config.yaml"
@@ -67,6 +68,26 @@ def test_cli_fit_and_test_with_inf_cl(
     main(["fit", "--config", _config(tmp_path, strategy)])
     assert TinyCLIPWithData.steps_trained == [2]
     main(["test", "--config", _config(tmp_path, strategy)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"half": "bf16", "fp32_modules": ["norm", "head"], "fp32_ops": ["gelu"]},
+        {"loss_scale": 1024, "weights": "full", "adam_epsilon": 1e-7},
+        {"loss_scale": {"init_scale": 1024, "hysteresis": 2}, "reduce_dtype": "half"},
+    ],
+    ids=["bf16", "static", "config"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_cli_fit_with_a_precision_plugin(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    TinyCLIPWithData.steps_trained.clear()
+    plugin = {"class_path": "BalancedAMP", "init_args": arguments}
+    main(["fit", "--config", _config(tmp_path, "inf_cl", plugins=[plugin])])
+    assert TinyCLIPWithData.steps_trained == [2]
 
 
 @pytest.mark.filterwarnings("ignore")

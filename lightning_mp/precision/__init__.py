@@ -1,0 +1,8 @@
+"""Precision plugins for `Trainer(plugins=...)` and what they are made of."""
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler
+from lightning_mp.precision.master_weights import MasterWeights
+from lightning_mp.precision.op_policy import OpPolicy
+
+__all__ = ["BalancedAMP", "LossScaleConfig", "LossScaler", "MasterWeights", "OpPolicy"]

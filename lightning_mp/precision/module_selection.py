@@ -1,0 +1,112 @@
+"""Modules chosen by group, class or path, such as those whose weights stay in fp32."""
+
+import difflib
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["select_modules"]
+
+# Their statistics, and weights near 1 whose updates half would round away.
+_NORM_TYPES = (
+    nn.modules.batchnorm._NormBase,  # BatchNorm, SyncBatchNorm, InstanceNorm
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.CrossMapLRN2d,
+)
+# Found in the names of look-alikes: T5LayerNorm, LlamaRMSNorm, FusedLayerNorm, FrozenBatchNorm2d.
+_NORM_NAMES = (
+    "batchnorm",
+    "groupnorm",
+    "instancenorm",
+    "layernorm",
+    "responsenorm",
+    "rmsnorm",
+    "scalenorm",
+)
+# What wrappers put into paths that their users do not write.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules that `names` stand for, each with all modules inside it.
+
+    A look-alike of a norm is told by the name of its class, as Hugging Face models bring a class
+    each (`T5LayerNorm`, `LlamaRMSNorm`), and only if its own parameters are vectors and nothing
+    but norms inside it has others: the linear layer of an `AdaLayerNorm` is not in the group, the
+    norm inside it is, and a `LayerNormLSTM` is not.
+
+    Args:
+        root: Where to look; paths start below it.
+        names: Each one of the group "norm" (all normalisation layers; none is fine), the name of a
+            class or of a base class ("LayerNorm", "MyBlock"), or the dotted path of a submodule
+            ("encoder.head").
+
+    Returns:
+        Dotted path -> module in the order of `root.named_modules()`; a shared module once, under
+        its first path.
+
+    Raises:
+        ValueError: A name stands for nothing; the message lists names that are near.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"Passed the modules {names!r}. They must be a sequence of names. Write "
+            "`['norm', 'encoder.head']`."
+        )
+    paths = dict(root.named_modules(remove_duplicate=False))
+    written = {_as_written(path): module for path, module in reversed(paths.items())}
+    chosen: set[nn.Module] = set()
+    for name in names:
+        found = _find(root, written, name)
+        if not found and name != "norm":
+            raise ValueError(_unknown(root, list(written), name))
+        chosen.update(inner for module in found for inner in module.modules())
+    return {path: module for path, module in root.named_modules() if module in chosen}
+
+
+def _find(root: nn.Module, written: dict[str, nn.Module], name: str) -> list[nn.Module]:
+    if name == "norm":
+        return [module for module in root.modules() if _is_norm(module)]
+    found = [module for module in root.modules() if name in _class_names(module)]
+    if name and name in written:
+        found.append(written[name])
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, _NORM_TYPES):
+        return True
+    names = [name.lower() for name in _class_names(module)]
+    if not any(norm in name for norm in _NORM_NAMES for name in names):
+        return False
+    own = module.parameters(recurse=False)
+    vectors = all(is_lazy(p) or sum(size > 1 for size in p.shape) <= 1 for p in own)
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    return vectors and all(_is_norm(child) for child in children)
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    """Return the names of the class and its bases, without those that every module has."""
+    bases = type(module).__mro__
+    return [cls.__name__ for cls in bases if cls not in (nn.Module, object)]
+
+
+def _as_written(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _unknown(root: nn.Module, paths: list[str], name: str) -> str:
+    classes = {each for module in root.modules() for each in _class_names(module)}
+    candidates = ["norm", *sorted(classes), *(path for path in paths if path)]
+    near = difflib.get_close_matches(name, candidates, n=5, cutoff=0.5)
+    children = [child for child, _ in root.named_children()]
+    return (
+        f"Passed the module {name!r}, but {type(root).__name__} has no such class or submodule. "
+        + (f"Near names: {near}." if near else f"Its submodules: {children}.")
+        + " Write 'norm' for all normalisation layers, the name of a class such as 'LayerNorm', "
+        "or a dotted path such as 'encoder.head'."
+    )

@@ -1,0 +1,361 @@
+"""Which torch ops run in half and which in fp32: a value, and the context that puts it to work."""
+
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_mp.precision.op_tables import (
+    GROUPS,
+    INPUT_ONLY,
+    OpClass,
+    autocast_agrees,
+    callables_of,
+    canonical_name,
+    default_class,
+    follow_changes_of_torch,
+    opened_composites,
+)
+
+__all__ = ["OpPolicy"]
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_CASTABLE = (*_HALF_DTYPES, torch.float32)  # never float64, float8 or complex
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpPolicy:
+    """Decides which ops run in half and which in fp32, the same way on every device.
+
+    The starting point are the lists of CUDA's autocast. Plain autocast has other lists on other
+    devices: on the CPU it leaves softmax, sums and norms in fp16, where the sum of 100,000 ones is
+    infinite. It also takes no changes (pytorch#117832). The context made here lets autocast do
+    what it does right and casts the rest in a `torch.overrides.TorchFunctionMode`.
+
+    Classes of ops (arXiv:1710.03740): *half* (matrix products, convolutions, attention, recurrent
+    cells), *fp32* (losses, exp, log, pow and the like, reductions, distances), *norm* (computed in
+    fp32, see `norm_output`), *promote* (several inputs, cast to the widest). All other ops are
+    *given* what they get: binary operators and `cat` promote by themselves, `batch_norm`, `mean`
+    and `var` add in fp32 inside their kernels. An fp32 op leaves its output in fp32. float64
+    is never touched, nor is a call that works in place, has `out=`, or names a `dtype`.
+
+    What stays different: CUDA's autocast refuses `binary_cross_entropy` unless `fp32_ops` names
+    it. The CPU's autocast also widens ops with few half kernels there (FFTs, linear algebra,
+    quantiles, 3-d pooling, padding by reflection or replication), which CUDA runs as given.
+    Functions made of other ops in C++ count as one op: moving "bmm" does not reach into `einsum`.
+    TorchScript is out of reach; `torch.compile` is not.
+
+    Args:
+        fp32_ops: Ops to run in fp32, whatever class they are of, under any of their names:
+            "gelu", "torch.nn.functional.gelu", "torch.Tensor.exp", "torch.linalg.norm",
+            "aten::bmm". One name covers function, tensor method, operator and `nn.functional`.
+        half_ops: Ops to run in half, in the same way.
+        norm_output: What dtype `layer_norm`, `rms_norm` and `group_norm` return. "input": that of
+            their input, so that a residual stream in half stays in half (the paper's "fp32
+            compute with half storage"). "fp32": as CUDA's autocast does; without moved ops, CUDA
+            then runs with plain autocast and no function mode.
+
+    Raises:
+        ValueError: torch has no such op, or one op is to run in both.
+
+    References:
+        Mixed Precision Training, arXiv:1710.03740; pytorch#117832 (editable op lists).
+    """
+
+    fp32_ops: Sequence[str] = ()
+    half_ops: Sequence[str] = ()
+    norm_output: Literal["input", "fp32"] = "input"
+
+    def __post_init__(self) -> None:
+        for field in ("fp32_ops", "half_ops"):
+            object.__setattr__(self, field, _canonical_names(field, getattr(self, field)))
+        both = [op for op in self.fp32_ops if op in self.half_ops]
+        if both:
+            raise ValueError(
+                f"Passed {both} in both `fp32_ops` and `half_ops`. An op runs in one of them. "
+                "Take it out of one."
+            )
+        if self.norm_output not in ("input", "fp32"):
+            raise ValueError(
+                f"Passed `norm_output={self.norm_output!r}`. It must be 'input' or 'fp32'. Use "
+                "'input' to keep the output of a norm in half where its input is."
+            )
+
+    def class_of(self, op: str) -> OpClass:
+        """Return the class of an op under this policy, whatever the device.
+
+        Args:
+            op: Any of its names, also an internal one such as "aten::_log_softmax".
+
+        Raises:
+            ValueError: torch has no such op.
+        """
+        name = canonical_name(op)
+        if name in self.fp32_ops:
+            return "fp32"
+        return "half" if name in self.half_ops else default_class(name)
+
+    def describe(self) -> str:
+        """Return a table of what runs in which dtype, and why."""
+        norm = "its input" if self.norm_output == "input" else "fp32"
+        headlines: dict[OpClass, str] = {
+            "half": "HALF: inputs are cast to half",
+            "fp32": "FP32: inputs are cast to fp32, the output stays fp32",
+            "norm": f"NORM: computed in fp32, the output has the dtype of {norm}",
+            "promote": "PROMOTE: inputs are cast to the widest of them",
+        }
+        moved = {"fp32": self.fp32_ops, "half": self.half_ops}
+        lines = []
+        for op_class, headline in headlines.items():
+            lines.append(headline)
+            if moved.get(op_class):
+                lines += _row("moved", f"`{op_class}_ops`", moved[op_class])
+            for group in GROUPS:
+                ops = [op for op in group.ops if op not in (*self.fp32_ops, *self.half_ops)]
+                if group.op_class == op_class and ops:
+                    lines += _row(group.title, f"default, {group.why}", ops)
+        lines.append("GIVEN: every other op runs in the dtype of its inputs")
+        return "\n".join(lines)
+
+    @contextmanager
+    def context(self, device_type: str, half_dtype: torch.dtype) -> Iterator[None]:
+        """Run a forward under this policy; of nested contexts the innermost counts.
+
+        A region inside that turns autocast off (`torch.autocast(..., enabled=False)`) turns the
+        policy off with it.
+
+        Args:
+            device_type: Where the tensors are, such as "cuda" or "cpu". Others are left alone.
+            half_dtype: `torch.float16` or `torch.bfloat16`.
+
+        Raises:
+            ValueError: `half_dtype` is neither.
+        """
+        if half_dtype not in _HALF_DTYPES:
+            raise ValueError(
+                f"Passed `half_dtype={half_dtype!r}`. It must be torch.float16 or "
+                "torch.bfloat16. For fp32, use no context."
+            )
+        with torch.autocast(device_type, dtype=half_dtype), self.recompute_context(device_type):
+            yield
+
+    @contextmanager
+    def recompute_context(self, device_type: str) -> Iterator[None]:
+        """Police only what runs under autocast: for a backward that runs forwards again.
+
+        Activation checkpointing restores autocast for the forward that it repeats, but no function
+        mode. Without this context around the backward the repeated ops would have other dtypes,
+        and `torch.utils.checkpoint` raises a `CheckpointError`.
+
+        Args:
+            device_type: As for `context`.
+        """
+        rules = _rules(self, device_type)
+        active = [
+            mode
+            for mode in torch.overrides._get_current_function_mode_stack()
+            if isinstance(mode, _PolicyMode) and mode.device_type == device_type and not mode.muted
+        ]
+        if active and active[-1].rules is rules:
+            yield
+            return
+        for mode in active:
+            mode.muted = True
+        try:
+            if rules:
+                follow_changes_of_torch()
+                with _PolicyMode(device_type, rules):
+                    yield
+            else:
+                yield
+        finally:
+            for mode in active:
+                mode.muted = False
+
+
+class _Rule(NamedTuple):
+    """What to do when a function is called."""
+
+    action: Literal["half", "fp32", "norm", "promote", "open", "method"]
+    inplace_at: int = -1
+    input_only: bool = False
+    opened: dict[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+class _PolicyMode(TorchFunctionMode):
+    """Casts the inputs of the functions that have a rule, where autocast is on.
+
+    Dynamo traces this class as well, so it keeps to what Dynamo understands. It guards on the
+    attributes: another policy compiles again.
+    """
+
+    def __init__(self, device_type: str, rules: dict[str, _Rule]) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.rules = rules
+        self.muted = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        # By name, as Dynamo does not find methods written in Python among the keys of a dict.
+        rule = self.rules.get(getattr(func, "__name__", ""))
+        if rule is None:
+            return func(*args, **kwargs)
+        if rule.action == "method":
+            return args[0].unflatten(*args[1:], **kwargs)
+        if rule.opened is not None:
+            opened = rule.opened.get(func)
+            # Another kind of tensor may have an answer for the composite as a whole.
+            if opened is None or any(kind not in (Tensor, nn.Parameter) for kind in types):
+                return func(*args, **kwargs)
+            with self:
+                return opened(*args, **kwargs)
+        is_on = torch.is_autocast_enabled(self.device_type) and not self.muted
+        if not is_on or _is_explicit(rule, args, kwargs):
+            return func(*args, **kwargs)
+        return self._cast_and_call(rule, func, args, kwargs)
+
+    def _cast_and_call(
+        self, rule: _Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        first = args[0] if args else kwargs.get("input")
+        dtype: torch.dtype | None = torch.float32
+        if rule.action == "half":
+            dtype = torch.get_autocast_dtype(self.device_type)
+        elif rule.action == "promote":
+            dtype = self._widest((args, tuple(kwargs.values())), None)
+        if dtype is not None and rule.input_only:
+            if args:
+                args = (self._cast(first, dtype), *args[1:])
+            else:
+                kwargs = {**kwargs, "input": self._cast(first, dtype)}
+        elif dtype is not None:
+            args = self._cast(args, dtype)
+            kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
+        output = _call_without_autocast(self.device_type, func, args, kwargs)
+        if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):
+            return output.to(first.dtype)
+        return output
+
+    def _is_castable(self, value: Tensor) -> bool:
+        return value.dtype in _CASTABLE and value.device.type == self.device_type
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype is dtype or not self._is_castable(value):
+                return value
+            return value.to(dtype)
+        if isinstance(value, (list, tuple)):
+            cast = [self._cast(each, dtype) for each in value]
+            return cast if isinstance(value, list) else tuple(cast)
+        return value
+
+    def _widest(self, value: Any, so_far: torch.dtype | None) -> torch.dtype | None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                so_far = self._widest(each, so_far)
+            return so_far
+        if not isinstance(value, Tensor) or not self._is_castable(value):
+            return so_far
+        dtype: torch.dtype = value.dtype
+        return dtype if so_far is None else torch.promote_types(so_far, dtype)
+
+
+def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call says itself what dtype it wants, or where to write."""
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return True
+    if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        return True
+    return 0 <= rule.inplace_at < len(args) and args[rule.inplace_at] is True
+
+
+def _call_without_autocast(
+    device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if torch.compiler.is_compiling():  # Dynamo knows the context manager only
+        with torch.autocast(device_type, enabled=False):
+            return func(*args, **kwargs)
+    # Not the context manager: it costs more than most ops.
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device_type, True)
+
+
+@lru_cache(maxsize=64)
+def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
+    """Return what a mode must do for autocast on this device to follow the policy.
+
+    Under the `__name__` of each function, which no two ops share. One object for equal arguments,
+    which nested contexts and Dynamo's guards rely on.
+    """
+    moved = {*policy.fp32_ops, *policy.half_ops}
+    stored_as_input = policy.norm_output == "input"
+    actions: dict[str, OpClass] = {op: policy.class_of(op) for op in moved}
+    for group in GROUPS:
+        for op in group.ops:
+            if op in moved:
+                continue
+            if not autocast_agrees(device_type, op):
+                actions[op] = group.op_class
+            elif group.op_class == "norm" and stored_as_input:
+                actions[op] = "norm"
+    if not actions:
+        return {}
+    # Dynamo cannot trace this method as a function, for its `super()`, but knows it as a method.
+    rules = {"unflatten": _Rule("method")}
+    for original in opened_composites():
+        rules[original.__name__] = _Rule("open", opened=opened_composites())
+    for op, op_class in actions.items():
+        action = "fp32" if op_class == "norm" and not stored_as_input else op_class
+        if action == "given":
+            continue
+        functions = callables_of(op)
+        inplace_at = max(map(_inplace_at, functions), default=-1)
+        rule = _Rule(action, inplace_at, op in INPUT_ONLY)
+        rules.update({function.__name__: rule for function in functions})
+    return rules
+
+
+def _inplace_at(func: Callable[..., Any]) -> int:
+    """Return the position of the parameter `inplace`; -1 if there is none."""
+    if not isinstance(func, types.FunctionType):
+        return -1
+    names = func.__code__.co_varnames[: func.__code__.co_argcount]
+    return names.index("inplace") if "inplace" in names else -1
+
+
+def _canonical_names(field: str, names: object) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ValueError(
+            f"Passed `{field}={names!r}`. It must be a sequence of names of ops. Write "
+            f"`{field}=['softmax']`."
+        )
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise ValueError(
+            f"Passed {wrong[0]!r} in `{field}`. It must be the name of an op. Write 'softmax', "
+            "not torch.softmax."
+        )
+    return tuple(dict.fromkeys(canonical_name(name) for name in names))
+
+
+def _row(title: str, why: str, ops: Sequence[str]) -> list[str]:
+    indent = " " * 6
+    text = textwrap.wrap(", ".join(ops), 96, initial_indent=indent, subsequent_indent=indent)
+    return [f"  {title} ({why})", *text]

@@ -1,0 +1,307 @@
+"""Which torch ops belong to which class of the mixed-precision paper, and all spellings of an op.
+
+The lists are those of CUDA's autocast ("CUDA Op-Specific Behavior" in torch's documentation of
+`torch.amp`), and the ops that torch makes of listed ones, such as `square` of `pow`. The classes
+are those of the paper.
+
+References:
+    Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
+"""
+
+import difflib
+import types
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "GROUPS",
+    "INPUT_ONLY",
+    "OpClass",
+    "OpGroup",
+    "autocast_agrees",
+    "callables_of",
+    "canonical_name",
+    "default_class",
+    "follow_changes_of_torch",
+    "opened_composites",
+]
+
+OpClass = Literal["half", "fp32", "norm", "promote", "given"]
+"""What is done to floating-point inputs: cast to half; cast to fp32; cast to fp32 and the output
+stored as `OpPolicy.norm_output` says; cast to the widest of them; left alone."""
+
+
+class OpGroup(NamedTuple):
+    """Ops of one class for one reason."""
+
+    op_class: OpClass
+    title: str
+    why: str
+    ops: tuple[str, ...]
+
+
+# fmt: off
+GROUPS: tuple[OpGroup, ...] = (
+    OpGroup("half", "matrix products", "tensor cores multiply in half and add in fp32", (
+        "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum",
+        "linalg_multi_dot", "linalg_vecdot", "linear", "matmul", "mm", "mv",
+    )),
+    OpGroup("half", "convolutions", "tensor cores multiply in half and add in fp32", (
+        "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "convolution", "prelu",
+    )),
+    OpGroup("half", "attention", "matrix products; the kernels keep its softmax in fp32", (
+        "scaled_dot_product_attention",
+    )),
+    OpGroup("half", "recurrent cells", "made of matrix products", (
+        "gru", "gru_cell", "lstm", "lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh",
+        "rnn_tanh_cell",
+    )),
+    OpGroup("fp32", "pointwise", "f(x) >> x or cancellation: half overflows or loses digits", (
+        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "pow",
+        "reciprocal", "rsqrt", "sinh", "softplus", "square", "tan",
+    )),
+    OpGroup("fp32", "reductions", "a sum overflows fp16 and stalls in bf16", (
+        "cumprod", "cumsum", "cumulative_trapezoid", "frobenius_norm", "linalg_matrix_norm",
+        "linalg_norm", "linalg_vector_norm", "log_softmax", "logsumexp", "native_layer_norm",
+        "norm", "norm_except_dim", "nuclear_norm", "prod", "renorm", "softmax", "sum", "trapezoid",
+    )),
+    OpGroup("fp32", "distances", "differences of near values, squared and summed", (
+        "cdist", "cosine_similarity", "dist", "pairwise_distance", "pdist",
+    )),
+    OpGroup("fp32", "losses", "everything after depends on them", (
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
+        "cross_entropy", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
+        "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss",
+        "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
+        "triplet_margin_loss",
+    )),
+    OpGroup("fp32", "upsampling", "positions need more than 11 bits", (
+        "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_bicubic2d",
+        "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d",
+        "upsample_nearest3d", "upsample_trilinear3d",
+    )),
+    OpGroup("norm", "norms", "mean and variance are reductions", (
+        "group_norm", "layer_norm", "rms_norm",
+    )),
+    OpGroup("promote", "several inputs", "they need one dtype, the widest loses nothing", (
+        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
+        "inner", "scatter_add", "tensordot", "vdot",
+    )),
+)
+
+# Functions of torch.nn.functional that call other ops from Python: these are judged one by one.
+_COMPOSITES: tuple[str, ...] = (
+    "gaussian_nll_loss", "gumbel_softmax", "interpolate", "local_response_norm", "lp_pool1d",
+    "lp_pool2d", "lp_pool3d", "multi_head_attention_forward", "multilabel_soft_margin_loss",
+    "normalize", "softmin", "softsign", "tanhshrink", "triplet_margin_with_distance_loss",
+)
+
+# They write to their running statistics, which a cast would replace by copies.
+INPUT_ONLY: frozenset[str] = frozenset({"batch_norm", "instance_norm"})
+
+# Autocast casts these to half on every device, and keeps the cast of a weight for its next use.
+_HALF_EVERYWHERE = frozenset({
+    "addbmm", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
+    "scaled_dot_product_attention",
+})
+
+# Devices whose autocast is made from CUDA's lists (the AT_FORALL macros of autocast_mode.h).
+_WITH_THE_LISTS_OF_CUDA = frozenset({"cuda", "xpu"})
+
+_ALIASES = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh",
+    "arctan": "atan", "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat",
+    "concatenate": "cat", "cross_entropy_loss": "cross_entropy", "divide": "div",
+    "grid_sample": "grid_sampler", "linalg_matmul": "matmul", "log_sigmoid": "logsigmoid",
+    "multiply": "mul", "negative": "neg", "nll_loss2d": "nll_loss", "nll_loss_nd": "nll_loss",
+    "special_expit": "sigmoid", "subtract": "sub", "trapz": "trapezoid", "true_divide": "div",
+    # Methods that Python calls for operators.
+    "__add__": "add", "__div__": "div", "__matmul__": "matmul", "__mul__": "mul",
+    "__neg__": "neg", "__pow__": "pow", "__radd__": "add", "__rdiv__": "reciprocal",
+    "__rmatmul__": "matmul", "__rmul__": "mul", "__rpow__": "pow", "__rsub__": "sub",
+    "__rtruediv__": "reciprocal", "__sub__": "sub", "__truediv__": "div",
+}
+
+# What a profiler or a dispatch mode shows for an op, once autocast and autograd are done with it.
+_INTERNAL_NAMES = {
+    "_fused_rms_norm": "rms_norm", "_log_softmax": "log_softmax",
+    "_native_batch_norm_legit": "batch_norm",
+    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_softmax": "softmax", "_thnn_fused_gru_cell": "gru_cell",
+    "_thnn_fused_lstm_cell": "lstm_cell", "cudnn_batch_norm": "batch_norm",
+    "native_batch_norm": "batch_norm", "native_dropout": "dropout",
+    "native_group_norm": "group_norm", "native_layer_norm": "layer_norm",
+    "nll_loss2d_forward": "nll_loss", "nll_loss_forward": "nll_loss",
+}
+# fmt: on
+
+_CLASS_OF: dict[str, OpClass] = {op: group.op_class for group in GROUPS for op in group.ops}
+
+# Longest first; what a name begins with -> what its canonical name begins with.
+_PREFIXES = (
+    ("torch.nn.functional.", ""),
+    ("torch.functional.", ""),
+    ("torch.linalg.", "linalg_"),
+    ("torch.special.", "special_"),
+    ("torch.Tensor.", ""),
+    ("torch.fft.", "fft_"),
+    ("torch.", ""),
+    ("Tensor.", ""),
+    ("F.", ""),
+)
+
+
+def canonical_name(name: str) -> str:
+    """Return the one name that stands for all spellings of an op.
+
+    Args:
+        name: As in "softmax", "torch.softmax", "torch.nn.functional.softmax",
+            "torch.Tensor.softmax", "torch.linalg.norm" or "aten::softmax.int".
+
+    Raises:
+        ValueError: torch has no such op; the message lists names that are near.
+    """
+    known = _index()
+    short = _resolve(name, known)
+    if short in known:
+        return short
+    near = difflib.get_close_matches(short, list(known), n=5, cutoff=0.6)
+    raise ValueError(
+        f"Passed the op {name!r}, which torch does not have or which works in place. "
+        + (f"Near names: {near}. " if near else "")
+        + "Write the name of a function or tensor method, such as 'softmax', "
+        "'torch.nn.functional.gelu', 'torch.linalg.norm' or 'aten::bmm'."
+    )
+
+
+def default_class(name: str) -> OpClass:
+    """Return the class of the op with this canonical name in the tables above."""
+    return _CLASS_OF.get(name, "given")
+
+
+def callables_of(name: str) -> tuple[Callable[..., Any], ...]:
+    """Return all functions and methods with this canonical name, in the order found.
+
+    Among them are the overloads of `torch.ops.aten`; none if this version of torch lacks the op.
+    """
+    found = dict.fromkeys(_index().get(name, ()))
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is not None:
+        overloads = [overload for overload in packet.overloads() if "out" not in overload]
+        found.update(dict.fromkeys((packet, *(getattr(packet, each) for each in overloads))))
+    return tuple(found)
+
+
+def autocast_agrees(device_type: str, name: str) -> bool:
+    """Tell whether the autocast of a device gives an op of the tables its class by itself.
+
+    For a norm the class is then fp32 with fp32 output, which is what CUDA's autocast does.
+    """
+    if device_type not in _WITH_THE_LISTS_OF_CUDA:
+        return name in _HALF_EVERYWHERE
+    if name == "rms_norm":  # the last one to be added to the lists
+        key = f"Autocast{device_type.upper()}"
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key))
+    return True
+
+
+@lru_cache(maxsize=1)
+def opened_composites() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return, for each composite, a copy that does not ask whether somebody overrides it.
+
+    A function mode sees a composite as one call, and while it answers it is off. Turned on again
+    it would be asked about the same composite for ever, unless that question is left out.
+    """
+    originals = [getattr(nn.functional, name, None) for name in _COMPOSITES]
+    # These may run checkpointed forwards again.
+    originals += [Tensor.backward, torch.autograd.backward, torch.autograd.grad]
+    copies: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for original in originals:
+        if not isinstance(original, types.FunctionType):
+            continue  # this version of torch lacks it
+        copy = types.FunctionType(
+            original.__code__,
+            _namespace(original.__module__),
+            original.__name__,
+            original.__defaults__,
+            original.__closure__,
+        )
+        copy.__kwdefaults__ = original.__kwdefaults__
+        copies[original] = copy
+    return copies
+
+
+def follow_changes_of_torch() -> None:
+    """Give the copies what their modules hold now: others put their own attention there."""
+    questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    answers = dict.fromkeys(questions, _nobody_overrides)
+    for module in (nn.functional, torch._tensor, torch.autograd):
+        _namespace(module.__name__).update({**vars(module), **answers})
+
+
+@lru_cache(maxsize=8)
+def _namespace(module: str) -> dict[str, Any]:
+    """Return the globals of the copies of what comes from a module."""
+    return {}
+
+
+def _nobody_overrides(*_: Any) -> bool:
+    return False
+
+
+@lru_cache(maxsize=1)
+def _index() -> dict[str, list[Callable[..., Any]]]:
+    """Return the canonical names of all ops that torch lets others override, with their callables.
+
+    Left out are ops that work in place and what is no function, such as `torch.Tensor.shape`.
+    """
+    overridable = torch.overrides.get_overridable_functions()
+    functions = {id(function) for each in overridable.values() for function in each}
+    index: dict[str, list[Callable[..., Any]]] = {}
+    for prefix, owner in _namespaces():
+        for attribute in dir(owner):
+            function = getattr(owner, attribute, None)
+            listed = id(function) in functions or owner is torch._C._nn
+            if not listed or not callable(function):
+                continue
+            name = _alias(prefix + attribute, index)
+            if not name.endswith("_") and not name.startswith("__"):
+                index.setdefault(name, []).append(function)
+    return index
+
+
+def _namespaces() -> Iterator[tuple[str, types.ModuleType | type]]:
+    # `torch.special` last: whether it repeats an op of another namespace must be known by then.
+    yield from (("", torch), ("", Tensor), ("", nn.functional), ("", torch.functional))
+    yield from (("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft))
+    yield "special_", torch.special
+
+
+def _resolve(name: str, known: dict[str, list[Callable[..., Any]]]) -> str:
+    for start in ("aten::", "torch.ops.aten.", "aten."):
+        if name.startswith(start):
+            short = name.removeprefix(start).split(".")[0]
+            return _alias(_INTERNAL_NAMES.get(short, short), known)
+    for start, replacement in _PREFIXES:
+        if name.startswith(start):
+            return _alias(replacement + name.removeprefix(start), known)
+    return _alias(name, known)
+
+
+def _alias(name: str, known: dict[str, list[Callable[..., Any]]]) -> str:
+    without = name.removeprefix("special_")
+    if name not in _ALIASES and without != name and (without in known or without in _ALIASES):
+        name = without
+    while name in _ALIASES:
+        name = _ALIASES[name]
+    return name

@@ -1,0 +1,100 @@
+"""What Lightning counts and schedules by steps, kept still where a step was skipped."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["HeldSchedule", "ReadyGradients", "hold_global_step", "hold_schedules"]
+
+
+class HeldSchedule(LRSchedulerConfig):
+    """A scheduler's configuration that is due at no step while the last one was skipped.
+
+    Lightning advances step-wise schedules after every optimizer step, also after one that a loss
+    scaler skipped (Lightning#5558, #16228): a warm-up of 100 steps that overflows for its first 30
+    has warmed up for 70. It asks whether `(batch_idx + 1) % frequency == 0`.
+
+    Args:
+        config: The configuration that Lightning made.
+        is_held: Whether the last step was skipped.
+    """
+
+    def __init__(self, config: LRSchedulerConfig, is_held: Callable[[], bool]) -> None:
+        self._is_held = is_held
+        super().__init__(
+            **{f.name: getattr(config, f.name) for f in dataclasses.fields(LRSchedulerConfig)}
+        )
+
+    @property
+    def frequency(self) -> int:
+        """Batches between two steps of the schedule."""
+        return sys.maxsize if self.interval == "step" and self._is_held() else self._frequency
+
+    @frequency.setter
+    def frequency(self, value: int) -> None:
+        self._frequency = value
+
+
+def hold_schedules(configs: Sequence[Any], is_held: Callable[[], bool]) -> list[LRSchedulerConfig]:
+    """Return configurations that hold step-wise schedules while `is_held()`."""
+    return [HeldSchedule(config, is_held) for config in configs]
+
+
+def hold_global_step(model: "pl.LightningModule") -> None:
+    """Take back, ahead of Lightning, the step that it is about to count.
+
+    `global_step` is the number of optimizer steps that were completed. It tells averages of weights
+    when to update and `max_steps` when to stop, and a skipped step is none.
+    """
+    loop = model.trainer.fit_loop.epoch_loop
+    if model.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    progress.total.completed -= 1
+    progress.current.completed -= 1
+
+
+class ReadyGradients:
+    """Unscaled fp32 gradients that wait for their step, after clipping in manual optimization.
+
+    Args:
+        sources: The parameters at rest, with the scaled gradients that these were made from.
+        gradients: The unscaled gradients, `None` where a parameter has none.
+        found_inf: What unscaling found, 1 for a value that is not finite.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        found_inf: Tensor | None,
+    ) -> None:
+        self.gradients = list(gradients)
+        self.found_inf = found_inf
+        self._sources = [(p, p.grad, _version(p.grad)) for p in sources]
+
+    def check_fresh(self) -> None:
+        """Refuse gradients that were changed since.
+
+        Raises:
+            RuntimeError: There was a backward or `zero_grad` between clipping and the step.
+        """
+        for parameter, gradient, version in self._sources:
+            if parameter.grad is not gradient or _version(parameter.grad) != version:
+                raise RuntimeError(
+                    "Gradients changed between `self.clip_gradients(optimizer)` and "
+                    "`optimizer.step()`, and would go unclipped. Clip right before the step, "
+                    "after the last backward."
+                )
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version

@@ -1,0 +1,162 @@
+"""BalancedAMP with Lightning's callbacks and entry points, against fp32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
+
+
+def fp16() -> BalancedAMP:
+    return BalancedAMP(loss_scale=2.0**10)
+
+
+def relative(model: nn.Module, reference: nn.Module, start: torch.Tensor) -> float:
+    moved = parameters_of(reference) - start
+    assert moved.norm() > 1e-2
+    return ((parameters_of(model) - parameters_of(reference)).norm() / moved.norm()).item()
+
+
+class _Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.network[:3])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            modules = pl_module.network[:3]
+            self.unfreeze_and_add_param_group(modules, optimizer, initial_denom_lr=2.0)
+
+
+class _Unfrozen(Regression):
+    def configure_optimizers(self) -> Optimizer:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return SGD(trained, lr=0.1, momentum=0.9)
+
+
+def test_layers_unfrozen_in_training_train_as_in_fp32() -> None:
+    reference, model = _Unfrozen(), _Unfrozen()
+    start = parameters_of(model)
+    for each, plugin in ((reference, None), (model, fp16())):
+        trainer = fit(each, plugin, loader(4), max_epochs=3, callbacks=[_Unfreezes()])
+        optimizer = trainer.optimizers[0]
+        assert len(optimizer.param_groups) == 2
+        frozen = each.network[0].weight.numel()
+        assert torch.equal(each.weights[3][:frozen], each.weights[0][:frozen])
+        assert not torch.equal(each.weights[4][:frozen], each.weights[0][:frozen])
+        states = [s["momentum_buffer"].dtype for s in optimizer.state.values()]
+        assert states == [torch.float32] * 6
+    assert relative(model, reference, start) < 2**-8
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_stochastic_weight_averaging_equals_fp32() -> None:
+    reference, model = Regression(interval="epoch"), Regression(interval="epoch")
+    start = parameters_of(model)
+    for each, plugin in ((reference, None), (model, fp16())):
+        average = StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=1, annealing_epochs=1)
+        fit(each, plugin, loader(4), max_epochs=4, callbacks=[average])
+    assert relative(model, reference, start) < 2**-7
+
+
+def test_an_exponential_average_with_validation_equals_fp32() -> None:
+    reference, model = Regression(), Regression()
+    start, losses = parameters_of(model), []
+    for each, plugin in ((reference, None), (model, fp16())):
+        trainer = make_trainer(plugin, max_epochs=3, callbacks=[EMAWeightAveraging(decay=0.8)])
+        trainer.fit(each, loader(4), loader(2, seed=9))
+        losses.append(trainer.callback_metrics["val_loss"].item())
+    assert relative(model, reference, start) < 2**-7
+    assert losses[1] == pytest.approx(losses[0], rel=2**-8)
+
+
+def test_the_learning_rate_monitor_sees_the_schedule_of_real_steps(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    monitor = LearningRateMonitor("step")
+    model = Regression(bad_batches=[1], interval="step")
+    plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**10))
+    options = {"logger": logger, "log_every_n_steps": 1, "callbacks": [monitor]}
+    fit(model, plugin, loader(4), **options)
+    # At global steps 0, 1, 1 and 2.
+    assert monitor.lrs == {"lr-SGD": pytest.approx([0.1, 0.09, 0.09, 0.081])}
+
+
+@pytest.mark.parametrize("weights", ["half", "full"])
+def test_fitting_twice_with_one_trainer_goes_on_from_the_masters(weights: Any) -> None:
+    once, twice = Regression(), Regression()
+    fit(once, BalancedAMP(loss_scale=2.0**10, weights=weights), loader(4), max_epochs=2)
+    trainer = fit(twice, BalancedAMP(loss_scale=2.0**10, weights=weights), loader(4))
+    between = parameters_of(twice)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(twice, loader(4))
+    assert trainer.global_step == 8
+    assert not torch.equal(parameters_of(twice), between)
+    assert torch.equal(parameters_of(twice), parameters_of(once))
+
+
+def test_validate_test_and_predict_run_without_fit_and_hand_the_model_back() -> None:
+    model, data = Regression(), loader(2)
+    before = [p.clone() for p in model.parameters()]
+    expected = sum(model.loss(batch).item() for batch in data) / 2
+    outputs = torch.cat([model.network(x) for x, _ in data])
+    trainer = make_trainer(BalancedAMP())
+    for run in (trainer.validate, trainer.test):
+        assert run(model, data, verbose=False)[0]["val_loss"] == pytest.approx(expected, rel=2**-8)
+    predicted = torch.cat(trainer.predict(model, data))
+    assert predicted.dtype == torch.float16
+    torch.testing.assert_close(predicted.float(), outputs, rtol=0, atol=2**-8)
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, q)
+
+
+def test_an_exception_in_training_hands_back_an_fp32_model() -> None:
+    class Fails(Regression):
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            if len(self.losses) == 3:
+                raise ArithmeticError
+            super().on_before_optimizer_step(optimizer)
+
+    model, reference = Fails(), Regression()
+    with pytest.raises(ArithmeticError):
+        fit(model, fp16(), loader(4))
+    fit(reference, fp16(), loader(2))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(parameters_of(model), parameters_of(reference))
+
+
+def test_a_compiled_submodule_trains_as_in_fp32() -> None:
+    def network() -> nn.Module:
+        whole = perceptron()
+        whole[:3].compile(backend="aot_eager")
+        return nn.Sequential(torch.compile(whole[:3], backend="aot_eager"), whole[3])
+
+    torch.compiler.reset()
+    reference, model = Regression(), Regression(network)
+    start = parameters_of(reference)
+    assert torch.equal(parameters_of(model), start)
+    fit(reference, None, loader(6))
+    fit(model, fp16(), loader(6))
+    torch.compiler.reset()
+    assert relative(model, reference, start) < 2**-7
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
+
+
+def test_optimizer_state_is_fp32_in_every_entry() -> None:
+    model = Regression(make_optimizer=lambda p: AdamW(p, lr=0.01, amsgrad=True))
+    trainer = fit(model, fp16(), loader(2))
+    states = trainer.optimizers[0].state_dict()["state"].values()
+    assert len(states) == 6
+    assert {v.dtype for state in states for v in state.values()} == {torch.float32}

@@ -1,0 +1,156 @@
+"""Checkpoints of BalancedAMP: portable fp32, exact to resume, and open to other precisions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import Adam, AdamW
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp16 O2": {},
+    "fp16 O1": {"weights": "full"},
+    "bf16 O2": {"half": "bf16"},
+    "bf16 O1": {"half": "bf16", "weights": "full"},
+}
+settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+
+def make_model() -> Regression:
+    return Regression(make_optimizer=lambda p: AdamW(p, lr=0.01), interval="step")
+
+
+def make_plugin(setting: dict[str, Any], **scale: Any) -> BalancedAMP:
+    if setting.get("half") == "bf16":
+        return BalancedAMP(**setting)
+    config = LossScaleConfig(init_scale=2.0**8, growth_interval=2, **scale)
+    return BalancedAMP(**setting, loss_scale=config)
+
+
+def save_and_load(trainer: Any, folder: Path) -> tuple[Path, dict[str, Any]]:
+    path = folder / "run.ckpt"
+    trainer.save_checkpoint(path)
+    return path, torch.load(path, weights_only=False)
+
+
+@settings
+def test_six_steps_equal_three_and_three_resumed_bit_for_bit(
+    setting: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, plugin = make_model(), make_plugin(setting)
+    trainer = fit(whole, plugin, loader(3), max_epochs=2)
+    half = make_model()
+    saved_by = fit(half, make_plugin(setting), loader(3), max_epochs=1)
+    path, checkpoint = save_and_load(saved_by, tmp_path)
+    resumed, resumed_plugin = make_model(), make_plugin(setting)
+    resumed_trainer = fit(resumed, resumed_plugin, loader(3), max_epochs=2, ckpt_path=path)
+    assert len(resumed.losses) == 3
+    assert whole.losses == half.losses + resumed.losses
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+    assert resumed_plugin.state_dict() == plugin.state_dict()
+    assert bool(plugin.state_dict()) == (plugin.half == "fp16")
+    assert resumed_trainer.global_step == trainer.global_step == 6
+    one, other = trainer.optimizers[0], resumed_trainer.optimizers[0]
+    assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert one.state[p][name].dtype == torch.float32
+            assert torch.equal(one.state[p][name], other.state[q][name])
+    assert {t.dtype for t in checkpoint["state_dict"].values()} == {torch.float32}
+
+
+class _SavesAtTheEnd(Regression):
+    """Saves while the working weights are half, not after they were handed back."""
+
+    path: Path
+
+    def on_train_epoch_end(self) -> None:
+        self.halves = {p.dtype for p in self.parameters()}
+        self.trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_in_training_holds_the_masters_for_a_plain_module(tmp_path: Path) -> None:
+    model = _SavesAtTheEnd()
+    model.path = tmp_path / "run.ckpt"
+    fit(model, BalancedAMP(), loader(5))
+    assert model.halves == {torch.float16, torch.float32}
+    plain = Regression(seed=1)
+    state = torch.load(model.path, weights_only=False)["state_dict"]
+    plain.load_state_dict(state)
+    assert {t.dtype for t in state.values()} == {torch.float32}
+    assert torch.equal(parameters_of(plain), parameters_of(model))
+    weight = state["network.0.weight"]
+    assert not torch.equal(weight, weight.half().float())  # more bits than the working weights
+
+
+@pytest.mark.parametrize("source", ["fp32", "16-mixed"])
+@pytest.mark.parametrize("setting", [{}, {"half": "bf16"}], ids=["fp16", "bf16"])
+def test_runs_of_fp32_and_16_mixed_go_on_under_balanced_amp_and_back(
+    source: str, setting: dict[str, Any], tmp_path: Path
+) -> None:
+    def other() -> MixedPrecision | None:
+        if source == "fp32":
+            return None
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**9))
+
+    reference = make_model()
+    fit(reference, None, loader(3), max_epochs=3)
+    start = parameters_of(make_model())
+    first = make_model()
+    trainer = fit(first, other(), loader(3))
+    path, _ = save_and_load(trainer, tmp_path)
+
+    second, plugin = make_model(), make_plugin(setting)
+    trainer = make_trainer(plugin, max_epochs=2)
+    began = _record_start(second, plugin)
+    trainer.fit(second, loader(3), ckpt_path=path)
+    assert torch.equal(began[0], parameters_of(first).float().double())
+    if plugin.scaler is not None:  # 2^8 is its own start
+        assert began[1] == (2.0**8 if source == "fp32" else 2.0**9)
+    assert {int(s["step"]) for s in trainer.optimizers[0].state.values()} == {6}
+
+    path, _ = save_and_load(trainer, tmp_path)
+    third = make_model()
+    trainer = fit(third, other(), loader(3), max_epochs=3, ckpt_path=path)
+    assert trainer.global_step == 9
+    error = (parameters_of(third) - parameters_of(reference)).norm()
+    moved = (parameters_of(reference) - start).norm()
+    assert error < 0.15 * moved  # Adam's first steps amplify rounding: lr * sign(gradient)
+
+
+def _record_start(model: Regression, plugin: BalancedAMP) -> list[Any]:
+    """Return a list that holds the masters and the loss scale once training starts."""
+    began: list[Any] = []
+
+    def record(*_: Any) -> None:
+        state = model.state_dict()
+        began.append(torch.cat([state[n].double().flatten() for n, _ in model.named_parameters()]))
+        began.append(plugin.scaler.scale if plugin.scaler else None)
+
+    model.on_train_start = record
+    return began
+
+
+def test_optimizer_states_of_a_checkpoint_are_not_rounded_on_their_way_in(tmp_path: Path) -> None:
+    small = loader(2)
+
+    class Small(Regression):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) * 1e-5  # second moments below fp16's smallest number
+
+    def make() -> Regression:
+        return Small(make_optimizer=lambda p: Adam(p, lr=1e-3))
+
+    path, saved = save_and_load(fit(make(), BalancedAMP(), small), tmp_path)
+    model = make()
+    trainer = fit(model, BalancedAMP(), small, max_epochs=1, ckpt_path=path)  # nothing is left
+    assert model.losses == []
+    loaded = trainer.optimizers[0].state_dict()["state"]
+    for index, state in saved["optimizer_states"][0]["state"].items():
+        assert 0 < state["exp_avg_sq"].max() < 2**-25
+        assert torch.equal(loaded[index]["exp_avg_sq"], state["exp_avg_sq"])

@@ -1,0 +1,316 @@
+"""Gradients that reach hooks, clipping and optimizers: unscaled, in fp32, of one loss scale."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from tests.precision.models import (
+    Regression,
+    fit,
+    gradients_of,
+    loader,
+    norm_of,
+    parameters_of,
+)
+
+PLUGINS: dict[str, Callable[[], BalancedAMP]] = {
+    "fp16 O2": lambda: BalancedAMP(loss_scale=2.0**10),
+    "fp16 O1": lambda: BalancedAMP(loss_scale=2.0**10, weights="full"),
+    "bf16 O2": lambda: BalancedAMP(half="bf16"),
+}
+plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
+CLIPPING: dict[str, tuple[float, str]] = {"norm": (0.1, "norm"), "value": (0.01, "value")}
+clipping = pytest.mark.parametrize("clipping", CLIPPING.values(), ids=CLIPPING)
+
+
+def growing() -> BalancedAMP:
+    """Return a plugin whose loss scale doubles at every step."""
+    return BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**4, growth_interval=1))
+
+
+def growing_stock() -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def tolerance(plugin: BalancedAMP) -> float:
+    return 2**-7 if plugin.half == "fp16" else 2**-4
+
+
+def moved_alike(model: nn.Module, reference: nn.Module, start: Tensor) -> float:
+    """Return how far apart two models ended, relative to how far the reference moved."""
+    target = parameters_of(reference)
+    assert (target - start).norm() > 1e-2
+    return ((parameters_of(model) - target).norm() / (target - start).norm()).item()
+
+
+# --- clipping ------------------------------------------------------------------------------------
+
+
+class Stepping(Regression):
+    """Writes down the gradients that the optimizer steps with, after clipping."""
+
+    stepped: list[tuple[float, float]]
+
+    def configure_optimizers(self) -> Optimizer:
+        optimizer = super().configure_optimizers()
+        self.stepped = []
+        if not self.automatic_optimization:
+            optimizer.register_step_pre_hook(lambda *_: self.record(optimizer))
+        return optimizer
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        self.record(optimizer)
+
+    def record(self, optimizer: Optimizer) -> None:
+        gradients = gradients_of(optimizer)
+        largest = max(g.abs().max().item() for g in gradients)
+        self.stepped.append((norm_of(gradients), largest))
+
+
+class ClippedByHand(Stepping):
+    """Clips in manual optimization."""
+
+    def __init__(self, clipping: tuple[float, str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+        self.clipping = clipping
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        value, algorithm = self.clipping
+        self.clip_gradients(optimizer, value, gradient_clip_algorithm=algorithm)
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.5),
+    "fused sgd": lambda p: SGD(p, lr=0.5, fused=True),
+    "fused adamw": lambda p: AdamW(p, lr=0.01, fused=True, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@plugins
+@clipping
+def test_automatic_clipping_equals_that_of_fp32(
+    clipping: tuple[float, str],
+    make_plugin: Callable[[], BalancedAMP],
+    make_optimizer: Callable[..., Optimizer],
+) -> None:
+    """Lightning#21435: its 16-mixed refuses to clip with fused optimizers."""
+    value, algorithm = clipping
+    options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+    reference, model = (Stepping(make_optimizer=make_optimizer) for _ in range(2))
+    start, plugin = parameters_of(model), make_plugin()
+    fit(reference, None, loader(6), **options)
+    fit(model, plugin, loader(6), **options)
+    _assert_clipped_alike(model, reference, clipping, tolerance(plugin))
+    assert moved_alike(model, reference, start) < 4 * tolerance(plugin)
+    # What hooks see is not clipped yet, and not scaled.
+    assert model.gradient_dtypes == {torch.float32}
+    expected = pytest.approx(reference.gradient_norms, rel=4 * tolerance(plugin))
+    assert model.gradient_norms == expected
+
+
+@plugins
+@clipping
+def test_manual_clipping_equals_that_of_fp32(
+    clipping: tuple[float, str], make_plugin: Callable[[], BalancedAMP]
+) -> None:
+    """Lightning#18089: scaled gradients were clipped, and so almost all of each was lost."""
+    reference, model = (ClippedByHand(clipping, make_optimizer=OPTIMIZERS["sgd"]) for _ in "12")
+    start, plugin = parameters_of(model), make_plugin()
+    fit(reference, None, loader(6))
+    fit(model, plugin, loader(6))
+    _assert_clipped_alike(model, reference, clipping, tolerance(plugin))
+    assert moved_alike(model, reference, start) < 4 * tolerance(plugin)
+
+
+def _assert_clipped_alike(
+    model: Stepping, reference: Stepping, clipping: tuple[float, str], relative: float
+) -> None:
+    value, algorithm = clipping
+    assert len(model.stepped) == len(reference.stepped) == 6
+    of_algorithm = [[step[algorithm == "value"] for step in m.stepped] for m in (model, reference)]
+    assert max(max(numbers) for numbers in of_algorithm) < value * 1.001
+    assert sum(number > value * 0.999 for number in of_algorithm[0]) >= 3  # it has to clip
+    norms = [[norm for norm, _ in m.stepped] for m in (model, reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=4 * relative)
+
+
+@pytest.mark.parametrize("change", ["backward", "zero_grad"])
+@plugins
+def test_gradients_changed_between_clipping_and_step_raise(
+    make_plugin: Callable[[], BalancedAMP], change: str
+) -> None:
+    class Changing(ClippedByHand):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 0.1, gradient_clip_algorithm="norm")
+            if change == "backward":
+                self.manual_backward(self.loss(batch))
+            else:
+                optimizer.zero_grad()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="Clip right before the step"):
+        fit(Changing((0.1, "norm")), make_plugin(), loader(1))
+
+
+@plugins
+def test_clipping_leaves_the_gradients_of_the_model_scaled(
+    make_plugin: Callable[[], BalancedAMP],
+) -> None:
+    class Looking(ClippedByHand):
+        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+            before = [p.grad.clone() for p in self.parameters()]
+            super().clip_gradients(*args, **kwargs)
+            after = [p.grad for p in self.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+    fit(Looking((0.01, "norm")), make_plugin(), loader(2))
+
+
+def test_a_clipped_gradient_with_inf_skips_the_step() -> None:
+    model = ClippedByHand((0.1, "norm"), bad_batches=[1])
+    trainer = fit(model, BalancedAMP(), loader(3))
+    assert trainer.global_step == 2
+    assert torch.equal(model.weights[0], model.weights[1])
+    assert not torch.equal(model.weights[1], model.weights[2])
+
+
+# --- accumulation --------------------------------------------------------------------------------
+
+
+@plugins
+def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], BalancedAMP]) -> None:
+    reference, model = Regression(), Regression()
+    start, plugin = parameters_of(model), make_plugin()
+    for each, precision in ((reference, None), (model, plugin)):
+        trainer = fit(each, precision, loader(7), accumulate_grad_batches=3)
+        assert trainer.global_step == 3
+    assert moved_alike(model, reference, start) < tolerance(plugin)
+    assert model.gradient_norms == pytest.approx(reference.gradient_norms, rel=tolerance(plugin))
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+@plugins
+def test_a_step_that_returns_none_changes_nothing(make_plugin: Callable[[], BalancedAMP]) -> None:
+    class Sometimes(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+            return None if batch_idx in (1, 4) else super().training_step(batch, batch_idx)
+
+    plugin = make_plugin()
+    for accumulated in (1, 2):  # batch 1 ends an accumulation that batch 0 began
+        reference, model = Sometimes(), Sometimes()
+        start = parameters_of(model)
+        fit(reference, None, loader(6), accumulate_grad_batches=accumulated)
+        fit(model, plugin, loader(6), accumulate_grad_batches=accumulated)
+        assert moved_alike(model, reference, start) < tolerance(plugin)
+        if accumulated == 1:
+            assert torch.equal(model.weights[1], model.weights[0])
+
+
+# --- several optimizers --------------------------------------------------------------------------
+
+
+class TwoOptimizers(Regression):
+    """Steps the layers of one network with two optimizers, in one of several orders.
+
+    Args:
+        order: "together": both backwards, then both steps. "toggled": each alone, with the other's
+            parameters frozen. "waiting": one steps at every batch, the other at every third.
+            "shared": both hold all parameters and take turns.
+    """
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.order = order
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        if self.order == "shared":
+            return [SGD(self.parameters(), lr=0.1) for _ in range(2)]
+        first, second = self.network[0], self.network[1:]
+        return [SGD(first.parameters(), lr=0.1), SGD(second.parameters(), lr=0.1)]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        getattr(self, self.order)(batch, batch_idx, *self.optimizers())
+
+    def together(self, batch: list[Tensor], _: int, first: Any, second: Any) -> None:
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        second.step()
+
+    def toggled(self, batch: list[Tensor], _: int, *optimizers: Any) -> None:
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def waiting(self, batch: list[Tensor], batch_idx: int, first: Any, second: Any) -> None:
+        self.manual_backward(self.loss(batch) / 3)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 3 == 2:
+            second.step()
+            second.zero_grad()
+
+    def shared(self, batch: list[Tensor], batch_idx: int, first: Any, second: Any) -> None:
+        if batch_idx > 0:
+            optimizer = (first, second)[batch_idx % 2]
+            optimizer.step()
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+
+
+@pytest.mark.parametrize("order", ["together", "toggled", "waiting", "shared"])
+def test_two_optimizers_equal_fp32_while_the_scale_grows(order: str) -> None:
+    reference, model = TwoOptimizers(order), TwoOptimizers(order)
+    start, plugin = parameters_of(model), growing()
+    fit(reference, None, loader(7))
+    trainer = fit(model, plugin, loader(7))
+    assert plugin.scaler.scale >= 2.0**10
+    assert plugin.scaler.skipped_steps == 0
+    assert trainer.global_step == {"waiting": 9, "shared": 6}.get(order, 14)
+    assert moved_alike(model, reference, start) < 2**-7
+
+
+def test_two_optimizers_go_wrong_with_the_scaler_of_torch_which_is_why_this_exists() -> None:
+    reference, model = TwoOptimizers("together"), TwoOptimizers("together")
+    start = parameters_of(model)
+    fit(reference, None, loader(7))
+    fit(model, growing_stock(), loader(7))
+    assert moved_alike(model, reference, start) > 0.3
+
+
+def test_gradients_of_the_model_stay_half_and_scaled() -> None:
+    seen: list[tuple[torch.dtype, float]] = []
+
+    class Looking(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            weight = self.network[0].weight
+            seen.append((weight.grad.dtype, weight.grad.float().norm().item()))
+
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            seen.append((torch.float32, gradients_of(optimizer)[0].norm().item()))
+
+    fit(Looking(), BalancedAMP(loss_scale=2.0**10), loader(1))
+    assert seen[1][0] == torch.float16
+    assert seen[1][1] == pytest.approx(seen[0][1] * 2**10)

@@ -1,0 +1,321 @@
+"""Master weights behind half working weights, with plain torch optimizers and without a Trainer."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_mp.precision.master_weights import MasterWeights
+
+HALVES = [torch.float16, torch.bfloat16]
+half_dtypes = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
+
+
+class Tied(nn.Module):
+    """A norm, a buffer, a tied weight, and parameters that are not in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False))
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.body[0].weight
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.register_buffer("angles", torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_values() -> None:
+    torch.seed()
+
+
+def converted(
+    half: torch.dtype = torch.float16, model: nn.Module | None = None
+) -> tuple[nn.Module, MasterWeights]:
+    model = Tied() if model is None else model
+    masters = MasterWeights(half)
+    masters.convert(model, [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)])
+    return model, masters
+
+
+def step(masters: MasterWeights, optimizer: Optimizer) -> None:
+    with masters.standing_in(optimizer):
+        masters.take_gradients(optimizer)
+        optimizer.step()
+        masters.write_back(optimizer)
+
+
+def give_gradients(parameters: Any, size: float = 1.0) -> None:
+    for p in parameters:
+        p.grad = (torch.randn(p.shape) * size).to(p.dtype)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a
+    )
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+@half_dtypes
+def test_convert_rounds_weights_in_place_and_leaves_the_rest(half: torch.dtype) -> None:
+    model = Tied()
+    before = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    values = {name: t.clone() for name, t in model.state_dict(keep_vars=True).items()}
+    converted(half, model)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is p for name, p in before.items())
+    assert model.head.weight is model.body[0].weight
+    kept = {"body.1.weight", "body.1.bias", "wide"}
+    for name, p in after.items():
+        expected = values[name] if name in kept else values[name].to(half)
+        assert p.dtype == expected.dtype
+        assert torch.equal(p, expected), name
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == values[name].dtype
+        assert torch.equal(buffer, values[name])
+
+
+def test_convert_keeps_a_weight_in_fp32_where_any_kept_module_shares_it() -> None:
+    model = Tied()
+    masters = MasterWeights(torch.float16)
+    masters.convert(model, [model.head])
+    assert model.body[0].weight.dtype == model.head.bias.dtype == torch.float32
+    assert model.body[0].bias.dtype == model.body[2].weight.dtype == torch.float16
+    assert len(masters) == 4  # of body[0] the bias, of the norm both, of body[2] the weight
+
+
+@half_dtypes
+def test_release_gives_back_fp32_bit_for_bit_and_the_same_parameters(half: torch.dtype) -> None:
+    model = Tied()
+    before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
+    _, masters = converted(half, model)
+    masters.release()
+    assert same(model.state_dict(), before)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert len(masters) == 0
+    assert same(copy.deepcopy(model).state_dict(), before)
+
+
+@half_dtypes
+def test_state_dict_holds_masters_that_a_plain_model_loads_bit_for_bit(half: torch.dtype) -> None:
+    source = Tied()
+    expected = copy.deepcopy(source.state_dict())
+    model, _ = converted(half, source)
+    assert same(model.state_dict(), expected)
+    part = {n.removeprefix("body."): t for n, t in expected.items() if n.startswith("body.")}
+    assert same(model.body.state_dict(), part)
+    plain = Tied()
+    plain.load_state_dict(model.state_dict())
+    assert same(plain.state_dict(), expected)
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_loading_fp32_sets_masters_exactly(keep_vars: bool) -> None:
+    model, masters = converted()
+    new = Tied()
+    model.load_state_dict(new.state_dict(keep_vars=keep_vars))
+    assert not any(value.requires_grad for value in model.state_dict().values())
+    assert torch.equal(model.body[0].weight, new.body[0].weight.half())
+    optimizer = SGD(model.parameters(), lr=1.0)
+    give_gradients(model.parameters(), 0.0)
+    step(masters, optimizer)
+    masters.release()
+    assert same(model.state_dict(), new.state_dict())
+
+
+def test_state_dict_with_keep_vars_returns_the_parameters_themselves() -> None:
+    model, _ = converted()
+    kept = model.state_dict(keep_vars=True)
+    assert all(kept[n] is p for n, p in model.named_parameters(remove_duplicate=False))
+
+
+def test_deepcopy_of_a_converted_model_is_a_plain_half_model() -> None:
+    model, masters = converted()
+    twin = copy.deepcopy(model)
+    weight = twin.body[0].weight
+    assert weight not in masters
+    assert twin.state_dict()["body.0.weight"].dtype == torch.float16
+    with torch.no_grad():
+        weight.mul_(2)
+    give_gradients(model.parameters())
+    step(masters, SGD(model.parameters(), lr=0.1))
+    assert torch.equal(twin.state_dict()["body.0.weight"], weight)
+    masters.release()
+    assert weight.dtype == torch.float16
+
+
+# --- the optimizers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("half", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
+def test_updates_below_half_a_ulp_add_up_in_masters_where_half_stands_still(
+    half: torch.dtype, bits: int
+) -> None:
+    update = 0.9 * 2.0**-bits  # the neighbours of a weight of 1 are 2^(1-bits) away
+    plain = nn.Parameter(torch.ones(4, dtype=half))
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.ones(4))
+    masters = MasterWeights(half)
+    masters.convert(holder)
+    for weight, optimizer in (
+        (plain, SGD([plain], lr=update)),
+        (holder.weight, SGD([holder.weight], lr=update)),
+    ):
+        for _ in range(100):
+            weight.grad = torch.full_like(weight, -1)
+            if weight is plain:
+                optimizer.step()
+            else:
+                step(masters, optimizer)
+    assert torch.equal(plain, torch.ones_like(plain))
+    assert torch.equal(holder.weight, torch.full((4,), 1 + 100 * update).to(half))
+    torch.testing.assert_close(masters.master_of(holder.weight), torch.full((4,), 1 + 100 * update))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p, x: p.data.copy_(x),
+        lambda p, x: p.detach().copy_(x),
+        lambda p, x: setattr(p, "data", x.half()),
+    ],
+    ids=["data.copy_", "copy_", "data"],
+)
+def test_writes_from_outside_win_over_masters(write: Callable[[Tensor, Tensor], Any]) -> None:
+    model, masters = converted()
+    weight = model.body[0].weight
+    old, new = masters.master_of(weight), torch.randn(6, 6)
+    new[:2] = weight[:2].float()  # where nothing new is written, the master keeps its bits
+    write(weight, new)
+    expected = torch.cat([old[:2], new[2:].half().float()])
+    assert torch.equal(masters.master_of(weight), expected)
+    assert torch.equal(model.state_dict()["body.0.weight"], expected)
+    weight.grad = torch.full_like(weight, 2**-9)
+    step(masters, SGD(model.parameters(), lr=1.0))
+    assert torch.equal(masters.master_of(weight), expected - 2**-9)
+
+
+@pytest.mark.parametrize("make", [SGD, Adagrad, AdamW], ids=["sgd", "adagrad", "adamw"])
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+def test_steps_equal_those_of_fp32_weights_with_the_same_gradients(
+    make: Callable[..., Optimizer], fused: bool
+) -> None:
+    plain = Tied()
+    model, masters = converted(model=copy.deepcopy(plain))
+    # Adagrad makes its state at once, in fp16.
+    optimizers = [make(m.parameters(), lr=0.01, fused=fused) for m in (plain, model)]
+    masters.attach(optimizers[1])
+    for _ in range(5):
+        give_gradients(model.parameters(), 1e-3)
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            a.grad = b.grad.to(a.dtype)
+        optimizers[0].step()
+        step(masters, optimizers[1])
+    assert same(model.state_dict(), plain.state_dict())
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        mine, theirs = optimizers[1].state.get(q, {}), optimizers[0].state.get(p, {})
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if isinstance(value, Tensor):
+                assert value.dtype == mine[name].dtype
+                assert torch.equal(value, mine[name]), name
+
+
+def assert_at_rest(optimizer: Optimizer, model: nn.Module) -> None:
+    at_rest = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(at_rest) == len(list(model.parameters()))
+    assert all(a is b for a, b in zip(at_rest, model.parameters(), strict=True))
+    assert set(optimizer.state) <= set(at_rest)
+
+
+def test_optimizer_state_loads_as_fp32_and_param_groups_hold_working_weights_at_rest() -> None:
+    model, masters = converted()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    masters.attach(optimizer)
+    for _ in range(3):
+        give_gradients(model.parameters(), 1e-6)
+        step(masters, optimizer)
+        assert_at_rest(optimizer, model)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert 0 < saved["state"][0]["exp_avg_sq"].max() < 2**-25  # nothing, in fp16
+    fresh = Adam(model.parameters(), lr=0.01)
+    masters.attach(fresh)
+    fresh.load_state_dict(copy.deepcopy(saved))
+    assert_at_rest(fresh, model)
+    for index, p in enumerate(model.parameters()):
+        assert same(fresh.state[p], saved["state"][index])
+
+
+def test_param_groups_are_at_rest_after_a_step_that_raises() -> None:
+    model, masters = converted()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    give_gradients(model.parameters())
+    step(masters, optimizer)
+    before = copy.deepcopy(model.state_dict())
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    optimizer.register_step_post_hook(fail)
+    give_gradients(model.parameters())
+    with pytest.raises(ArithmeticError):
+        step(masters, optimizer)
+    assert_at_rest(optimizer, model)
+    for name, value in model.state_dict().items():  # of the step, less than one rounding is left
+        if name not in ("body.1.weight", "body.1.bias", "wide"):
+            torch.testing.assert_close(value, before[name], rtol=2**-10, atol=2**-24)
+
+
+@pytest.mark.parametrize("wrong", ["groups", "sizes", "no state"])
+def test_param_groups_are_at_rest_after_a_load_that_raises(wrong: str) -> None:
+    model, masters = converted()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    masters.attach(optimizer)
+    give_gradients(model.parameters())
+    step(masters, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    if wrong == "groups":
+        state["param_groups"] *= 2
+    elif wrong == "sizes":
+        state["param_groups"][0]["params"].pop()
+    else:
+        del state["state"]
+    with pytest.raises((ValueError, KeyError)):
+        optimizer.load_state_dict(state)
+    assert_at_rest(optimizer, model)
+
+
+def test_groups_added_later_have_masters() -> None:
+    model, masters = converted()
+    optimizer = SGD(model.head.parameters(), lr=2.0**-13)
+    masters.attach(optimizer)
+    late = model.body[2].weight
+    for count in range(4):
+        if count == 2:
+            optimizer.add_param_group({"params": [late]})
+        give_gradients(model.parameters(), 0.0)
+        late.grad.fill_(1)
+        before = masters.master_of(late)
+        step(masters, optimizer)
+        assert torch.equal(masters.master_of(late), before - (count >= 2) * 2.0**-13)
+
+
+def test_a_frozen_weight_without_gradient_does_not_move() -> None:
+    model, masters = converted()
+    frozen = model.body[2].weight.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    give_gradients(p for p in model.parameters() if p is not frozen)
+    before = masters.master_of(frozen)
+    step(masters, optimizer)
+    assert torch.equal(masters.master_of(frozen), before)
+    assert not frozen.requires_grad
+    assert frozen.grad is None

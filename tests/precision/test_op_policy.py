@@ -1,0 +1,394 @@
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp.precision.op_policy import OpPolicy
+from lightning_mp.precision.op_tables import GROUPS
+
+HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+FP32 = torch.float32
+
+
+def dtypes(values: object) -> list[torch.dtype]:
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what reaches the kernels: name, dtypes of inputs, dtypes of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[torch.dtype], list[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func.overloadpacket.__name__, dtypes((args, kwargs)), dtypes(output)))
+        return output
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        (dtype,) = {each for called, inputs, _ in self.calls if called == name for each in inputs}
+        return dtype
+
+
+def check_record(calls: list[Any], policy: OpPolicy, half: torch.dtype) -> None:
+    assert calls
+    for name, inputs, outputs in calls:
+        try:
+            op_class = policy.class_of(f"aten::{name}")
+        except ValueError:  # internal, such as `_unsafe_view`
+            op_class = "given"
+        expected = {"half": half, "fp32": FP32, "norm": FP32}.get(op_class)
+        if name == "_to_copy":
+            assert {*inputs, *outputs} <= {half, FP32}
+        elif name == "native_batch_norm":  # adds in fp32 inside
+            assert inputs == [half] + [FP32] * 4
+            assert outputs[0] == half
+        elif expected is not None:
+            assert set(inputs) == {expected}, (name, inputs)
+            assert outputs[0] == expected, (name, outputs)
+        elif inputs and outputs:
+            widest = FP32 if FP32 in inputs else half
+            assert set(outputs) == {widest}, (name, inputs, outputs)
+
+
+class Block(nn.Module):
+    def __init__(self, attention: str = "explicit") -> None:
+        super().__init__()
+        self.attention = attention
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 5)
+
+    def attend(self, x: Tensor) -> Tensor:
+        if self.attention in ("weights", "no_weights"):
+            return self.mha(x, x, x, need_weights=self.attention == "weights")[0]
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if self.attention == "sdpa":
+            one_head = (x.unsqueeze(1) for x in (q, k, v))
+            return self.proj(F.scaled_dot_product_attention(*one_head).squeeze(1))
+        weights = (q @ k.transpose(1, 2) / math.sqrt(8)).softmax(-1)
+        return self.proj(weights @ v)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attend(self.norm1(x))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        logits = self.head(x.mean(1))
+        return F.cross_entropy(logits, torch.tensor([0, 1])), F.softmax(logits, dim=-1)
+
+    def manually(self, x: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same as `forward` with every cast written out."""
+
+        def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+            return F.linear(x.to(half), layer.weight.to(half), layer.bias.to(half))
+
+        def norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+            return F.layer_norm(x.float(), (8,), layer.weight, layer.bias).to(x.dtype)
+
+        q, k, v = linear(self.qkv, norm(self.norm1, x)).chunk(3, dim=-1)
+        weights = (q @ k.transpose(1, 2) / math.sqrt(8)).float().softmax(-1)
+        x = x + linear(self.proj, weights.to(half) @ v)
+        hidden = F.gelu(linear(self.up, norm(self.norm2, x)))
+        x = x + linear(self.down, hidden)
+        logits = linear(self.head, x.mean(1)).float()
+        return F.cross_entropy(logits, torch.tensor([0, 1])), F.softmax(logits, dim=-1)
+
+
+def make_block(attention: str, weights: str, half: torch.dtype) -> tuple[Block, Tensor]:
+    """`weights` "half" is O2: half weights and inputs, norms in fp32."""
+    torch.manual_seed(0)
+    block, x = Block(attention), torch.randn(2, 3, 8)
+    if weights == "half":
+        block.to(half)
+        block.norm1.float(), block.norm2.float()
+        x = x.to(half)
+    return block, x
+
+
+@pytest.mark.parametrize("attention", ["explicit", "sdpa", "weights", "no_weights"])
+@pytest.mark.parametrize("weights", ["full", "half"])
+@HALVES
+def test_transformer_runs_every_op_in_its_class(
+    half: torch.dtype, weights: str, attention: str
+) -> None:
+    block, x = make_block(attention, weights, half)
+    with OpPolicy().context("cpu", half), Recorder() as record:
+        block(x)
+    check_record(record.calls, OpPolicy(), half)
+    names = [name for name, _, _ in record.calls]
+    assert names.count("native_layer_norm") == 2
+    assert {"addmm", "gelu", "_softmax", "_log_softmax", "nll_loss_forward"} <= set(names)
+    adds = [outputs[0] for name, inputs, outputs in record.calls if name == "add" and inputs]
+    assert adds[-1] == (half if weights == "half" else FP32)  # the residual stream
+
+
+@pytest.mark.parametrize(
+    ("field", "op", "kernel"),
+    [
+        ("fp32_ops", "torch.nn.functional.gelu", "gelu"),
+        ("fp32_ops", "linear", "addmm"),
+        ("fp32_ops", "aten::bmm", "bmm"),
+        ("half_ops", "torch.Tensor.softmax", "_softmax"),
+        ("half_ops", "layer_norm", "native_layer_norm"),
+        ("half_ops", "cross_entropy", "nll_loss_forward"),
+    ],
+)
+@HALVES
+def test_moved_op_runs_elsewhere_and_no_other(
+    half: torch.dtype, field: str, op: str, kernel: str
+) -> None:
+    policy = OpPolicy(**{field: (op,)})
+    block, x = make_block("weights", "full", half)
+    records = []
+    for each in (OpPolicy(), policy):
+        with each.context("cpu", half), Recorder() as record:
+            block(x)
+        records.append(record)
+    before, after = (FP32, half) if field == "half_ops" else (half, FP32)
+    assert records[0].dtype_of(kernel) == before
+    assert records[1].dtype_of(kernel) == after
+    # What `linear` and `cross_entropy` are made of moves with them.
+    inside = {"linear": ["addmm", "mm"], "cross_entropy": ["_log_softmax"]}.get(op, [])
+    others = [call for call in records[1].calls if call[0] not in (kernel, *inside)]
+    check_record(others, OpPolicy(), half)
+
+
+@HALVES
+def test_values_and_gradients_equal_those_of_casts_written_out(half: torch.dtype) -> None:
+    block, x = make_block("explicit", "full", half)
+    block.mha.requires_grad_(False)
+    with OpPolicy().context("cpu", half):
+        loss, probabilities = block(x)
+    expected_loss, expected = block.manually(x, half)
+    assert torch.equal(probabilities, expected)
+    assert torch.equal(loss, expected_loss)
+    trained = [p for p in block.parameters() if p.requires_grad]
+    expected_grads = torch.autograd.grad(expected_loss, trained)
+    loss.backward()
+    for parameter, grad in zip(trained, expected_grads, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == FP32
+        assert parameter.grad.abs().sum() > 0
+        assert torch.allclose(parameter.grad, grad, rtol=1e-2, atol=1e-4)
+
+
+@HALVES
+def test_conv_net_keeps_batch_norm_statistics_in_fp32(half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
+    by_hand, x = copy.deepcopy(net), torch.randn(2, 3, 5, 5)
+    with OpPolicy().context("cpu", half), Recorder() as record:
+        output = net(x)
+        loss = output.pow(2).sum()
+    check_record(record.calls, OpPolicy(), half)
+    conv, norm = by_hand[0], by_hand[1]
+    hidden = F.conv2d(x.to(half), conv.weight.to(half), conv.bias.to(half))
+    assert torch.equal(output, norm(hidden).relu().flatten(1))
+    assert output.dtype == half
+    assert torch.equal(net[1].running_var, norm.running_var)
+    assert net[1].running_var.dtype == FP32
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == FP32 for p in net.parameters())
+
+
+@pytest.mark.parametrize("field", ["half_ops", "fp32_ops"])
+def test_moved_batch_norm_still_updates_its_statistics(field: str) -> None:
+    norm = nn.BatchNorm1d(4)
+    with OpPolicy(**{field: ("batch_norm",)}).context("cpu", torch.bfloat16):
+        output = norm(torch.randn(8, 4) + 3)
+        by_keyword = F.batch_norm(input=torch.randn(8, 4), running_mean=None, running_var=None,
+                                  training=True)  # fmt: skip
+    assert output.dtype == by_keyword.dtype == (FP32 if field == "fp32_ops" else torch.bfloat16)
+    assert norm.running_mean.mean() > 0.1
+
+
+def test_sum_of_many_ones_is_finite_where_autocast_gives_infinity() -> None:
+    ones = torch.ones(100_000, dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert ones.sum().isinf()
+    with OpPolicy().context("cpu", torch.float16):
+        assert ones.sum() == 100_000
+
+
+# --- the output of norms, CUDA -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (OpPolicy(), torch.float16),
+        (OpPolicy(norm_output="fp32"), FP32),
+        (OpPolicy(fp32_ops=("layer_norm",)), FP32),
+        (OpPolicy(half_ops=("layer_norm",), norm_output="fp32"), torch.float16),
+    ],
+)
+def test_norm_output_decides_the_dtype_of_a_post_norm_residual(
+    policy: OpPolicy, expected: torch.dtype
+) -> None:
+    norm, x = nn.LayerNorm(8), torch.randn(2, 8)
+    with policy.context("cpu", torch.float16), Recorder() as record:
+        assert norm(x.half()).dtype == expected
+        wide = norm(x)
+    inside = torch.float16 if policy.half_ops else FP32
+    assert record.dtype_of("native_layer_norm") == inside
+    assert wide.dtype == inside
+
+
+@pytest.fixture
+def cuda_on_paper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Tensor]]:
+    """Fake CUDA tensors, which follow CUDA's autocast without a GPU; makes random ones."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    with FakeTensorMode():
+        yield lambda *shape, dtype=torch.float16: torch.rand(*shape, device="cuda", dtype=dtype)
+
+
+def test_policy_on_cuda_forces_norms_and_moved_ops_only(
+    cuda_on_paper: Callable[..., Tensor],
+) -> None:
+    x = cuda_on_paper(2, 2)
+    with OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",)).context("cuda", torch.float16):
+        assert F.layer_norm(x, (2,)).dtype == torch.float16
+        assert F.gelu(x).dtype == FP32
+        assert x.softmax(-1).dtype == torch.float16
+        assert x.sum().dtype == F.linear(x, x).float().dtype == FP32
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(x, x)
+    with OpPolicy(fp32_ops=("binary_cross_entropy",)).context("cuda", torch.float16):
+        assert F.binary_cross_entropy(x, x).dtype == FP32
+
+
+def test_policy_like_that_of_cuda_needs_no_function_mode_there(
+    cuda_on_paper: Callable[..., Tensor],
+) -> None:
+    x = cuda_on_paper(2, 2)
+    with OpPolicy(norm_output="fp32").context("cuda", torch.float16):
+        assert torch._C._len_torch_function_stack() == 0
+        assert F.layer_norm(x, (2,)).dtype == F.rms_norm(x, (2,)).dtype == FP32
+        assert F.linear(x, x).dtype == torch.float16
+
+
+# --- calls that are left alone -------------------------------------------------------------------
+
+
+def test_calls_that_say_what_they_want_are_left_alone() -> None:
+    policy = OpPolicy(fp32_ops=("relu", "silu", "sin"), half_ops=("cos", "log_softmax"))
+    x = torch.rand(4).half()
+    with policy.context("cpu", torch.float16):
+        assert x.softmax(0, dtype=torch.float16).dtype == torch.float16
+        assert F.softmax(x, 0, None, torch.float64).dtype == torch.float64
+        out = torch.empty(4, dtype=torch.float16)
+        assert torch.sin(x, out=out) is out
+        assert x.sin().dtype == FP32
+        for inplace in (lambda: F.silu(x, inplace=True), lambda: F.silu(x, True), x.relu_):
+            assert inplace() is x
+        assert F.silu(x).dtype == F.relu(x, False).dtype == FP32
+        wide = torch.rand(4)
+        by_position = torch.log_softmax(wide, 0, torch.float32)
+        expected = wide.double().log_softmax(0).float()
+        assert torch.allclose(by_position, expected, rtol=1e-6, atol=0)  # half is off by 5e-4
+        double = torch.rand(4).double()
+        assert double.exp().dtype == double.cos().dtype == double.softmax(0).dtype == torch.float64
+
+
+def test_weight_used_twice_is_cast_once() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    with OpPolicy().context("cpu", torch.float16), Recorder() as record:
+        layer(layer(torch.rand(2, 4)))
+    assert [name for name, _, _ in record.calls].count("_to_copy") == 2  # and the input
+
+
+def test_kind_of_tensor_with_its_own_answer_is_asked() -> None:
+    class Answering(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return (
+                "its own"
+                if func is F.normalize
+                else super().__torch_function__(func, types, args, kwargs)
+            )
+
+    with OpPolicy().context("cpu", torch.float16):
+        assert F.normalize(torch.rand(2, 2).as_subclass(Answering)) == "its own"
+
+
+# --- the value -----------------------------------------------------------------------------------
+
+
+def outcome(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    return F.gelu(x).dtype, x.softmax(-1).dtype
+
+
+def test_policy_is_a_value() -> None:
+    policy = OpPolicy(fp32_ops=["torch.nn.functional.gelu", "aten::gelu"], half_ops=["softmax"])
+    assert policy.fp32_ops == ("gelu",)
+    for other in (
+        OpPolicy(fp32_ops=("gelu",), half_ops=("F.softmax",)),
+        pickle.loads(pickle.dumps(policy)),
+        copy.deepcopy(policy),
+    ):
+        assert other == policy
+        assert hash(other) == hash(policy)
+        with other.context("cpu", torch.float16):
+            assert outcome(torch.rand(2, 2).half()) == (FP32, torch.float16)
+    assert policy != OpPolicy()
+
+
+def test_class_of_follows_moves() -> None:
+    policy = OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",))
+    names = ["gelu", "aten::_softmax", "linear", "rms_norm", "exp", "addcmul", "relu"]
+    expected = ["fp32", "half", "half", "norm", "fp32", "promote", "given"]
+    assert [policy.class_of(name) for name in names] == expected
+    assert OpPolicy().class_of("softmax") == "fp32"
+
+
+def test_describe_lists_every_op_once_with_its_reason() -> None:
+    text = OpPolicy(fp32_ops=("gelu",), half_ops=("softmax",)).describe()
+    half, rest = text.split("FP32: ")
+    assert "moved (`half_ops`)\n      softmax\n" in half
+    assert "matrix products (default, tensor cores" in half
+    assert "moved (`fp32_ops`)\n      gelu\n" in rest
+    listed = [line.strip(" ,").split(", ") for line in text.splitlines() if line[:6].isspace()]
+    expected = ["gelu", *(op for group in GROUPS for op in group.ops)]
+    assert sorted(op for line in listed for op in line) == sorted(expected)
+    assert "the output has the dtype of its input" in text
+    assert "the output has the dtype of fp32" in OpPolicy(norm_output="fp32").describe()
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fp32_ops": ("sofmax",)}, r"Passed the op 'sofmax'.* Near names: \['softmax'"),
+        (
+            {"half_ops": "softmax"},
+            r"Passed `half_ops='softmax'`.*sequence.*`half_ops=\['softmax'\]`",
+        ),
+        ({"half_ops": (torch.softmax,)}, "Passed <built-in.*in `half_ops`.*Write 'softmax', not"),
+        ({"fp32_ops": ("exp",), "half_ops": ("torch.exp",)}, r"Passed \['exp'\] in both.*Take it"),
+        ({"norm_output": "half"}, "Passed `norm_output='half'`.* must be 'input' or 'fp32'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OpPolicy(**arguments)
+
+
+def test_half_dtype_that_is_none_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="Passed `half_dtype=torch.float32`.*For fp32, use no"),
+        OpPolicy().context("cpu", torch.float32),
+    ):
+        pass

@@ -1,0 +1,304 @@
+"""Every op of the tables, on the CPU under the policy and against the autocast of CUDA.
+
+CUDA's autocast runs without a GPU on fake tensors, which compute dtypes and no values.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp.precision.op_policy import OpPolicy
+from lightning_mp.precision.op_tables import GROUPS, canonical_name, default_class
+
+HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+LIKE_CUDA = OpPolicy(norm_output="fp32")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:at..frobenius_norm is deprecated",
+    "ignore:Mismatch dtype between input and weight",  # rms_norm without the policy
+)
+
+
+def make_inputs(device: str, half: torch.dtype) -> SimpleNamespace:
+    """`h` makes tensors in half, `w` in fp32; all values are between 1/4 and 3/4."""
+
+    def wide(*shape: int) -> Tensor:
+        return torch.rand(*shape, device=device) / 2 + 0.25
+
+    return SimpleNamespace(
+        w=wide, h=lambda *shape: wide(*shape).to(half), i=lambda *v: torch.tensor(v, device=device)
+    )
+
+
+# fmt: off
+UNARY = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "prod",
+    "reciprocal", "rsqrt", "sinh", "square", "sum", "tan",
+)
+ALONG = ("cumprod", "cumsum", "log_softmax", "logsumexp")
+PAIRED_LOSSES = (
+    "binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
+    "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
+)
+# fmt: on
+UPSAMPLING = {
+    "upsample_linear1d": ("linear", 3),
+    "upsample_bilinear2d": ("bilinear", 4),
+    "upsample_bicubic2d": ("bicubic", 4),
+    "upsample_trilinear3d": ("trilinear", 5),
+    **{f"upsample_nearest{n}d": ("nearest", n + 2) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": ("nearest-exact", n + 2) for n in (1, 2, 3)},
+}
+
+# Inputs of half and fp32 mixed, so that casts in either direction show.
+SAMPLES: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "addbmm": lambda x: torch.addbmm(x.w(2, 2), x.h(3, 2, 2), x.w(3, 2, 2)),
+    "addmm": lambda x: torch.addmm(x.w(2), x.h(2, 2), x.w(2, 2)),
+    "addmv": lambda x: torch.addmv(x.w(2), x.h(2, 2), x.w(2)),
+    "addr": lambda x: torch.addr(x.w(2, 2), x.h(2), x.w(2)),
+    "baddbmm": lambda x: torch.baddbmm(x.w(3, 2, 2), x.h(3, 2, 2), x.w(3, 2, 2)),
+    "bmm": lambda x: (x.w(3, 2, 2).bmm(x.h(3, 2, 2)), torch.ops.aten.bmm(*[x.w(3, 2, 2)] * 2)),
+    "chain_matmul": lambda x: torch.linalg.multi_dot([x.w(2, 2), x.h(2, 2), x.w(2, 2)]),
+    "einsum": lambda x: torch.einsum("ij,jk->i", x.w(2, 2), x.h(2, 2)),
+    "linalg_multi_dot": lambda x: torch.linalg.multi_dot([x.w(2, 2), x.h(2, 2), x.w(2, 2)]),
+    "linalg_vecdot": lambda x: torch.linalg.vecdot(x.w(2), x.h(2)),
+    "linear": lambda x: F.linear(x.w(2, 2), x.w(2, 2), x.w(2)),
+    "matmul": lambda x: (x.w(2, 2) @ x.h(2, 2), torch.matmul(x.w(2), x.w(2))),
+    "mm": lambda x: x.w(2, 2).mm(x.h(2, 2)),
+    "mv": lambda x: x.w(2, 2).mv(x.h(2)),
+    "conv_tbc": lambda x: torch.conv_tbc(x.h(4, 1, 2), x.w(1, 2, 2), x.w(2)),
+    "convolution": lambda x: torch.convolution(
+        x.h(1, 2, 4), x.w(2, 2, 1), None, [1], [0], [1], False, [0], 1
+    ),
+    "prelu": lambda x: F.prelu(x.w(2, 2), x.w(1)),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(
+        x.w(1, 1, 2, 4), x.h(1, 1, 2, 4), x.w(1, 1, 2, 4)
+    ),
+    "pow": lambda x: (x.h(2) ** 2, 2 ** x.h(2), x.h(2).pow(x.h(2)), torch.pow(2, x.h(2))),
+    "softplus": lambda x: F.softplus(x.h(2)),
+    "native_layer_norm": lambda x: torch.native_layer_norm(x.h(2, 2), (2,), x.w(2), None, 1e-5),
+    "norm": lambda x: (x.h(2).norm(), torch.norm(x.h(2, 2), dim=1), torch.norm(x.h(2), 3)),
+    "linalg_norm": lambda x: (torch.linalg.norm(x.h(2)), torch.linalg.norm(x.h(2, 2), dim=1)),
+    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x.h(2)),
+    "frobenius_norm": lambda x: torch.frobenius_norm(x.h(2, 2), dim=(0, 1)),
+    "norm_except_dim": lambda x: torch.norm_except_dim(x.h(2, 2)),
+    "renorm": lambda x: torch.renorm(x.h(2, 2), 2, 0, 1.0),
+    "trapezoid": lambda x: (torch.trapezoid(x.h(3)), torch.trapz(x.h(3))),
+    "cumulative_trapezoid": lambda x: torch.cumulative_trapezoid(x.h(3)),
+    "softmax": lambda x: (
+        F.softmax(x.h(2), 0), x.h(2).softmax(0), torch.special.softmax(x.h(2), 0),
+        F.softmin(x.h(2), 0), F.gumbel_softmax(x.h(2, 2)),
+    ),  # fmt: skip
+    "cdist": lambda x: torch.cdist(x.h(2, 2), x.h(2, 2)),
+    "cosine_similarity": lambda x: F.cosine_similarity(x.h(2, 2), x.h(2, 2)),
+    "dist": lambda x: torch.dist(x.h(2), x.h(2)),
+    "pairwise_distance": lambda x: F.pairwise_distance(x.h(2, 2), x.h(2, 2)),
+    "pdist": lambda x: F.pdist(x.h(3, 2)),
+    "cross_entropy": lambda x: (
+        F.cross_entropy(x.h(2, 2), x.i(0, 1)),
+        F.cross_entropy(x.h(2, 2), x.h(2, 2), label_smoothing=0.1),
+    ),
+    "nll_loss": lambda x: F.nll_loss(x.h(2, 2), x.i(0, 1)),
+    "margin_ranking_loss": lambda x: F.margin_ranking_loss(x.h(2), x.h(2), x.h(2)),
+    "triplet_margin_loss": lambda x: (
+        F.triplet_margin_loss(*[x.h(2, 2)] * 3),
+        F.triplet_margin_with_distance_loss(*[x.h(2, 2)] * 3),
+    ),
+    "layer_norm": lambda x: F.layer_norm(x.h(2, 2), (2,), x.w(2), x.w(2)),
+    "rms_norm": lambda x: F.rms_norm(x.h(2, 2), (2,), x.w(2)),
+    "group_norm": lambda x: F.group_norm(x.h(2, 2, 2), 1, x.w(2), x.w(2)),
+    "addcdiv": lambda x: torch.addcdiv(x.h(2), x.h(2), x.w(2)),
+    "addcmul": lambda x: torch.addcmul(x.h(2), x.w(2), x.h(2)),
+    "atan2": lambda x: torch.atan2(x.h(2), x.w(2)),
+    "bilinear": lambda x: F.bilinear(x.h(2, 2), x.h(2, 2), x.w(2, 2, 2)),
+    "cross": lambda x: torch.cross(x.h(3), x.w(3), dim=0),
+    "dot": lambda x: x.h(2).dot(x.w(2)),
+    "index_put": lambda x: x.h(2).index_put((x.i(0),), x.w(1)),
+    "inner": lambda x: (torch.inner(x.h(2), x.w(2)), torch.inner(x.w(2, 2), x.w(2, 2))),
+    "scatter_add": lambda x: x.h(2).scatter_add(0, x.i(0), x.w(1)),
+    "tensordot": lambda x: (torch.tensordot(x.h(2), x.w(2), 1), torch.tensordot(*[x.w(2)] * 2, 1)),
+    "vdot": lambda x: torch.vdot(x.h(2), x.w(2)),
+}  # fmt: skip
+
+
+def _add_families() -> None:
+    for name in UNARY:
+        SAMPLES[name] = lambda x, name=name: (getattr(torch, name)(x.h(2)), getattr(x.h(2), name)())
+    for name in ALONG:
+        SAMPLES[name] = lambda x, name=name: getattr(x.h(2), name)(0)
+    for name in PAIRED_LOSSES:
+        SAMPLES[name] = lambda x, name=name: getattr(F, name)(x.h(2, 2), x.h(2, 2), reduction="sum")
+    for n in (1, 2, 3):
+        shape = (1, 2, *[3] * n)
+        for name in (f"conv{n}d", f"conv_transpose{n}d"):
+            SAMPLES[name] = lambda x, name=name, n=n, shape=shape: getattr(F, name)(
+                x.h(*shape), x.w(2, 2, *[1] * n), x.w(2)
+            )
+    for name, (mode, dims) in UPSAMPLING.items():
+        SAMPLES[name] = lambda x, mode=mode, dims=dims: F.interpolate(
+            x.h(1, 1, *[2] * (dims - 2)), scale_factor=2.0, mode=mode
+        )
+    for mode in ("bilinear", "bicubic"):
+        SAMPLES[f"_upsample_{mode}2d_aa"] = lambda x, mode=mode: F.interpolate(
+            x.h(1, 1, 4, 4), scale_factor=0.5, mode=mode, antialias=True
+        )
+
+
+def _recurrent(kind: type[nn.Module]) -> Callable[[SimpleNamespace], Any]:
+    return lambda x: kind(2, 2)(x.w(3, 2))
+
+
+# Fake tensors cannot run these for a GPU that is not there; CUDA refuses matrix norms in half.
+CPU_ONLY: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.h(2), x.h(2)),
+    "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x.h(2, 2), x.h(2, 2), x.i(1, -1)),
+    "grid_sampler": lambda x: F.grid_sample(x.h(1, 1, 2, 2), x.w(1, 2, 2, 2), align_corners=False),
+    "gru": lambda x: nn.GRU(2, 2)(x.w(1, 3, 2)),
+    "gru_cell": _recurrent(nn.GRUCell),
+    "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x.h(2, 2), 2),
+    "lstm": lambda x: nn.LSTM(2, 2)(x.w(1, 3, 2)),
+    "lstm_cell": _recurrent(nn.LSTMCell),
+    "multi_margin_loss": lambda x: F.multi_margin_loss(x.h(2, 2), x.i(0, 1)),
+    "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x.h(1, 2), x.i(0, 1)[None]),
+    "nuclear_norm": lambda x: torch.norm(x.h(2, 2), p="nuc"),
+    "rnn_relu": lambda x: nn.RNN(2, 2, nonlinearity="relu")(x.w(1, 3, 2)),
+    "rnn_relu_cell": lambda x: nn.RNNCell(2, 2, nonlinearity="relu")(x.w(3, 2)),
+    "rnn_tanh": lambda x: nn.RNN(2, 2)(x.w(1, 3, 2)),
+    "rnn_tanh_cell": _recurrent(nn.RNNCell),
+}
+# Ops of no class, and composites of several.
+GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "binary": lambda x: (x.h(2) + x.h(2), x.h(2) * x.w(2), x.h(2) / 3, 1 - x.h(2), 1 / x.h(2)),
+    "cat": lambda x: (torch.cat([x.h(2), x.w(2)]), torch.stack([x.h(2), x.w(2)])),
+    "composite": lambda x: (
+        F.normalize(x.h(2, 2)), F.local_response_norm(x.h(1, 2, 2), 2), F.tanhshrink(x.h(2)),
+        F.lp_pool2d(x.h(1, 1, 2, 2), 2, 2), F.multilabel_soft_margin_loss(x.h(2, 2), x.h(2, 2)),
+        F.softsign(x.h(2)),
+    ),
+    "explicit": lambda x: (
+        x.h(2).softmax(0, dtype=torch.float16), F.softmax(x.w(2), 0, None, torch.float16),
+        x.h(2).sum(dtype=torch.float32), x.i(1, 2).sum(),
+    ),
+    "float64": lambda x: (x.w(2).double().exp(), x.w(2, 2).double() @ x.w(2, 2).double()),
+    "kernels_add_in_fp32": lambda x: (x.h(2).mean(), x.h(2).var(), F.instance_norm(x.h(2, 2, 3))),
+    "pointwise": lambda x: (F.gelu(x.h(2)), F.silu(x.h(2)), x.h(2).tanh(), x.h(2).sigmoid()),
+    "promoting_half": lambda x: (torch.addcmul(*[x.h(2)] * 3), torch.dot(x.h(2), x.h(2))),
+}  # fmt: skip
+_add_families()
+
+
+def dtypes(values: object) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def fake_cuda(half: torch.dtype) -> Iterator[None]:
+    """CUDA's autocast; not by `torch.autocast`, which turns itself off without a GPU."""
+    with FakeTensorMode():
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", half)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+
+def on_cpu(sample: Callable[[SimpleNamespace], Any], half: torch.dtype) -> list[torch.dtype]:
+    with LIKE_CUDA.context("cpu", half):
+        return dtypes(sample(make_inputs("cpu", half)))
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, *CPU_ONLY])
+@HALVES
+def test_op_on_the_cpu_runs_in_its_class(half: torch.dtype, name: str) -> None:
+    expected = half if default_class(name) == "half" else torch.float32
+    outputs = on_cpu({**SAMPLES, **CPU_ONLY}[name], half)
+    assert outputs
+    assert set(outputs) == {expected}
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, *GIVEN])
+def test_op_on_the_cpu_returns_what_it_does_under_autocast_of_cuda(name: str) -> None:
+    sample, half = {**SAMPLES, **GIVEN}[name], torch.float16
+    with fake_cuda(half):
+        expected = dtypes(sample(make_inputs("cuda", half)))
+    assert on_cpu(sample, half) == expected
+
+
+def test_every_op_of_the_tables_has_a_sample() -> None:
+    listed = {op for group in GROUPS for op in group.ops}
+    assert listed == {*SAMPLES, *CPU_ONLY}
+    assert len(listed) == sum(len(group.ops) for group in GROUPS)
+
+
+def test_every_op_that_autocast_of_cuda_knows_is_in_the_tables() -> None:
+    names = {
+        name.removeprefix("aten::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+    }
+    assert len(names) > 100
+    inside = {"_convolution", "cudnn_convolution", "cudnn_convolution_transpose"}
+    unknown = {
+        name for name in names - inside if default_class(canonical_name(f"aten::{name}")) == "given"
+    }
+    assert not unknown
+
+
+def test_dtypes_differ_from_those_of_plain_autocast_on_the_cpu() -> None:
+    """What the function mode is for; an empty list would make it superfluous."""
+    half = torch.float16
+    different = []
+    for name, sample in SAMPLES.items():
+        expected = on_cpu(sample, half)
+        try:
+            with torch.autocast("cpu", dtype=half):
+                if dtypes(sample(make_inputs("cpu", half))) != expected:
+                    different.append(name)
+        except RuntimeError:  # no kernel for half, or for inputs of two dtypes
+            different.append(name)
+    assert {"softmax", "sum", "layer_norm", "rms_norm", "exp", "mv", "pdist"} <= set(different)
+    assert not {"linear", "mse_loss", "cross_entropy"} & set(different)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("softmax", "softmax"),
+        ("torch.softmax", "softmax"),
+        ("torch.nn.functional.softmax", "softmax"),
+        ("F.softmax", "softmax"),
+        ("torch.Tensor.softmax", "softmax"),
+        ("torch.special.softmax", "softmax"),
+        ("aten::softmax.int", "softmax"),
+        ("torch.ops.aten._softmax.default", "softmax"),
+        ("torch.Tensor.__matmul__", "matmul"),
+        ("torch.linalg.norm", "linalg_norm"),
+        ("torch.fft.rfft", "fft_rfft"),
+        ("torch.special.i0e", "special_i0e"),
+        ("torch.arccos", "acos"),
+        ("torch.nn.functional.grid_sample", "grid_sampler"),
+    ],
+)
+def test_name_stands_for_all_spellings(name: str, expected: str) -> None:
+    assert canonical_name(name) == expected
+
+
+@pytest.mark.parametrize("name", ["sofmax", "torch.softmx", "softmax_", "aten::_softmx"])
+def test_name_of_no_op_lists_near_names(name: str) -> None:
+    with pytest.raises(ValueError, match=r"Near names: .*'softmax'.* Write the name of a function"):
+        canonical_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "relu_", "torch.save", "shape", "torch.nn.functional"])
+def test_name_of_no_function_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="which torch does not have or which works in place"):
+        canonical_name(name)
