@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# All that needs a GPU: tests, benchmarks against the peers, one pass over a million pairs.
+# All that needs a GPU: tests, benchmarks against the peers, one pass over a million pairs, and the
+# training steps of ViTs under every precision.
 #
-#     benchmarks/gpu_suite.sh [--quick] [tests] [bench] [million]
+#     benchmarks/gpu_suite.sh [--quick] [tests] [bench] [million] [precision]
 #
-# Without steps, all three run. A step that fails does not keep the next from running; the exit
+# Without steps, all four run. A step that fails does not keep the next from running; the exit
 # status is 1 if any failed. --quick rehearses on the CPU at toy size.
 #
 #   PYTHON         interpreter; python3 if unset. Needs torch, lightning, torchmetrics, triton and
 #                  pytest.
 #   PYTHONPATH     kept behind the repository; put the folder that holds inf_cl there.
 #   OUT            folder for what is written, from the root of the repository;
-#                  benchmarks/results if unset. Rows are appended to contrastive_loss.csv and
-#                  million.csv; tests.log, bench.log, million.log and environment.txt are new.
+#                  benchmarks/results if unset. Rows are appended to contrastive_loss.csv,
+#                  million.csv and precision.csv; tests.log, bench.log, million.log, precision.log
+#                  and environment.txt are new.
 #   MAX_SECONDS    a peer whose call would take longer is left out, and all timed calls of one loss
 #                  at one size take no longer together; 3 if unset.
 #   LIMIT_SECONDS  after this a step is stopped, with the figures that it has by then; 570 if unset.
@@ -32,15 +34,15 @@ steps=()
 for argument in "$@"; do
   case $argument in
     --quick) quick=1 ;;
-    tests | bench | million) steps+=("$argument") ;;
+    tests | bench | million | precision) steps+=("$argument") ;;
     *)
-      echo "Passed '$argument'. Steps are tests, bench and million; --quick rehearses on the CPU." \
-        "Name some of them, or nothing for all steps." >&2
+      echo "Passed '$argument'. Steps are tests, bench, million and precision; --quick rehearses on" \
+        "the CPU. Name some of them, or nothing for all steps." >&2
       exit 2
       ;;
   esac
 done
-if ((${#steps[@]} == 0)); then steps=(tests bench million); fi
+if ((${#steps[@]} == 0)); then steps=(tests bench million precision); fi
 mkdir -p "$out"
 
 failed=()
@@ -114,6 +116,22 @@ step_million() {
   local million=("$python" benchmarks/million.py --csv "$out/million.csv")
   if [[ -n $quick ]]; then million+=(--quick --device cpu); else million+=(--device cuda); fi
   run million.log "${million[@]}"
+}
+
+step_precision() {
+  local precision=("$python" benchmarks/precision.py --csv "$out/precision.csv")
+  if [[ -n $quick ]]; then
+    run precision.log "${precision[@]}" --quick --device cpu --rounds 1 --batch 2 --steps 1
+    return
+  fi
+  precision+=(--device cuda --max-seconds 5)
+  # The size that the targets name comes first; batches leave room for 32-true on 80 GB.
+  run precision.log "${precision[@]}" --size H16 --batch 64
+  run precision.log "${precision[@]}" --size L16 --batch 128
+  run precision.log "${precision[@]}" --size S16 B16 --batch 256
+  # The other rungs of the ladder: a pooled head and the batch second.
+  run precision.log "${precision[@]}" --size H16 --batch 64 --pool mean --layout lnd \
+    --precisions 16-mixed O2-fp16 --optimizers fused
 }
 
 write_environment 2>&1 | tee "$out/environment.txt"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.precision import OPTIMIZERS, PRECISIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_suite.sh"
 
@@ -48,17 +50,27 @@ def test_rehearsal_leaves_figures_and_logs(tmp_path):
     out = tmp_path / "out"
     # Threads that wait for each other on busy cores would take most of the time.
     done = run_suite(
-        "--quick", "bench", "million", python=sys.executable, out=out, OMP_NUM_THREADS="1"
+        "--quick",
+        "bench",
+        "million",
+        "precision",
+        python=sys.executable,
+        out=out,
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in out.iterdir()} == {
         "bench.log", "contrastive_loss.csv", "environment.txt", "million.csv", "million.log",
+        "precision.csv", "precision.log",
     }  # fmt: skip
     with (out / "contrastive_loss.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     problems = {(row["dtype"], int(row["width"]), int(row["batch"])) for row in rows}
     assert problems == set(product(["bf16", "fp16", "fp32"], [16, 32], [64, 128]))
     assert len((out / "million.csv").read_text().splitlines()) == 2
+    with (out / "precision.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(PRECISIONS) * len(OPTIMIZERS)
+    assert "No verdict on speed" in (out / "precision.log").read_text()
     assert "torch " in (out / "environment.txt").read_text()
     for path in out.iterdir():
         assert str(ROOT) not in path.read_text()
@@ -79,7 +91,9 @@ def test_failing_step_does_not_keep_the_next_from_running(tmp_path):
     assert "--dtype fp16" in bench
     assert "--max-seconds 3" in bench
     assert "million.py --csv" in (out / "million.log").read_text()
+    assert "--size H16 --batch 64" in (out / "precision.log").read_text()
     assert "-m gpu" in (out / "tests.log").read_text()
+    assert len(list(out.iterdir())) + len(["the CSV files"] * 3) <= 8
     assert set((tmp_path / "paths").read_text().split()) == {f"{ROOT}:/elsewhere"}
 
 
@@ -107,5 +121,5 @@ def test_step_that_hangs_is_stopped(tmp_path):
 def test_unknown_step_is_refused(tmp_path):
     done = run_suite("dance", python=sys.executable, out=tmp_path / "out")
     assert done.returncode == 2
-    assert "Passed 'dance'. Steps are tests, bench and million" in done.stderr
+    assert "Passed 'dance'. Steps are tests, bench, million and precision" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,230 @@
+"""The benchmark of precisions at toy size: that it runs and judges rightly. Never how fast."""
+
+import csv
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import precision
+from benchmarks._vit import LAYOUTS, POOLS, SIZES, Outcome, ViT
+from benchmarks.precision import OPTIMIZERS, PRECISIONS, Contender, Row, judge, main, verdict_of
+
+QUICK = ["--quick", "--device", "cpu", "--threads", "1"]
+SMALL = [*QUICK, "--rounds", "1", "--steps", "1", "--optimizers", "fused"]
+REFERENCE = Contender("32-true", "fused")
+BASE, OURS = Contender("16-mixed", "fused"), Contender("O2-fp16", "fused")
+OUTCOME = Outcome(
+    step_seconds=(0.1, 0.2),
+    losses=(2.0, 1.9, 1.8),
+    updates=2,
+    loss_scale=None,
+    skipped_steps=0,
+    peak_bytes=None,
+    parameters=10,
+)
+FIGURES = Row(
+    date="2026-01-01", precision="16-mixed", optimizer="fused", size="B16", image=224, batch=64,
+    classes=1000, pool="cls", layout="nld", device="cuda", parameters=86_000_000, rounds=3,
+    warm_up=5, steps=10, ms_median=20.0, ms_min=19.0, ms_max=21.0, speedup=1.0,
+    images_per_second=3200.0, peak_bytes=8 * 2**30, final_loss=6.9, loss_difference=0.001,
+    loss_scale=65536.0, skipped_steps=0, device_name="a GPU", threads="1", python="3", torch="2",
+    triton="3", lightning="2", lightning_mp="0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _number_of_threads_survives():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory) -> Path:
+    """A run of everybody, and one in two rounds that appends."""
+    path = tmp_path_factory.mktemp("results") / "new" / "figures.csv"
+    assert main([*QUICK, "--rounds", "1", "--batch", "2", "--csv", str(path)]) == 0
+    other = ["--precisions", "16-mixed", "--pool", "mean", "--layout", "lnd", "--csv", str(path)]
+    assert main([*SMALL, "--rounds", "2", *other]) == 0
+    return path
+
+
+def test_rehearsal_ranks_every_contender(rehearsal):
+    lines = rehearsal.read_text().splitlines()
+    assert lines[0] == ",".join(Row.__annotations__)
+    assert lines.count(lines[0]) == 1
+    *rows, appended = read(rehearsal)
+    found = {(row["precision"], row["optimizer"]) for row in rows}
+    assert len(rows) == len(found)
+    assert found == set(itertools.product(PRECISIONS, OPTIMIZERS))
+    times = [float(row["ms_median"]) for row in rows]
+    assert times == sorted(times)
+    assert (appended["pool"], appended["layout"], appended["speedup"]) == ("mean", "lnd", "1.0")
+    assert appended["loss_difference"] == ""
+
+
+def test_rehearsal_figures_are_consistent(rehearsal):
+    for row in read(rehearsal):
+        low, median, high = (float(row[f"ms_{name}"]) for name in ("min", "median", "max"))
+        assert 0 < low <= median <= high
+        assert math.isclose(float(row["images_per_second"]), int(row["batch"]) / median * 1e3)
+        assert row["peak_bytes"] == ""
+        assert 1.5 < float(row["final_loss"]) < 3.5  # ln 10 at first
+        assert float(row["loss_difference"] or 0) <= 0.01  # far below the tolerance
+        assert (row["loss_scale"] != "") == (row["precision"] in ("16-mixed", "O1-fp16", "O2-fp16"))
+        if row["precision"] == "16-mixed":
+            assert float(row["speedup"]) == 1
+    by_name = {(row["precision"], row["optimizer"]): row for row in read(rehearsal)[:-1]}
+    for (_, optimizer), row in by_name.items():
+        base = by_name["16-mixed", optimizer]
+        ratio = float(base["ms_median"]) / float(row["ms_median"])
+        assert math.isclose(float(row["speedup"]), ratio, rel_tol=1e-9)  # there was one round
+
+
+def test_rehearsal_rows_name_chip_and_versions_but_no_place(rehearsal):
+    for row in read(rehearsal):
+        assert row["device_name"]
+        assert row["torch"] == str(torch.__version__)
+        assert row["lightning"]
+        assert not any(value.startswith("/") for value in row.values())
+
+
+def test_cpu_gives_no_verdict_on_speed(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, "--precisions", "32-true"]) == 0
+    said = capsys.readouterr().out
+    assert "No verdict on speed or memory: a CPU is slow at products of halves." in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_layouts_compute_the_same_function(pool):
+    torch.manual_seed(0)
+    batch_first, batch_second = (
+        ViT(SIZES["tiny"], image=32, classes=10, pool=pool, layout=layout) for layout in LAYOUTS
+    )
+    for parameter in batch_first.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # zeros would hide a mistake
+    batch_second.load_state_dict(batch_first.state_dict())
+    images = torch.randn(3, 3, 32, 32)
+    expected, found = batch_first(images), batch_second(images)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # Images do not see each other, whichever dimension they are in.
+    torch.testing.assert_close(batch_second(images[1:2]), expected[1:2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("S16", 22), ("B16", 86), ("L16", 304), ("H14", 632)]
+)
+def test_sizes_have_the_usual_number_of_parameters(size, millions):
+    with torch.device("meta"):
+        model = ViT(SIZES[size], image=224, classes=1000, pool="cls", layout="nld")
+    count = sum(p.numel() for p in model.parameters())
+    assert abs(count / 1e6 - millions) < 1
+    assert (count >= precision.HUGE) == (size == "H14")
+
+
+def test_diverged_contenders_are_named_and_not_ranked():
+    outcomes = {
+        REFERENCE: [OUTCOME],
+        BASE: [replace(OUTCOME, losses=(2.0, 1.9, 1.7))],
+        OURS: [OUTCOME, replace(OUTCOME, losses=(2.0, 1.9, math.nan))],
+        Contender("O1-fp16", "foreach"): [replace(OUTCOME, losses=(2.0, 1.9, 1.83))],
+        # One step was skipped, so 1.91 is close to what one update leads to, not two.
+        Contender("O2-bf16", "fused"): [replace(OUTCOME, losses=(2.0, 2.0, 1.91), updates=1)],
+        Contender("O1-bf16", "fused"): [replace(OUTCOME, step_seconds=())],
+    }
+    sound, wrong = judge(outcomes)
+    assert {str(each) for each in sound} == {"32-true, fused", "O1-fp16, foreach", "O2-bf16, fused"}
+    assert sound[REFERENCE] == 0
+    assert wrong[BASE] == "diverged: its final loss is 6% off that of 32-true, more than 5%"
+    assert wrong[OURS] == "diverged: its final losses are 1.8, nan"
+    assert "all were skipped" in wrong[Contender("O1-bf16", "fused")]
+
+
+def test_diverged_contender_of_ours_fails_the_run(monkeypatch, capsys, tmp_path):
+    real = precision.fit
+
+    def fit(problem, plugin, *args):
+        outcome = real(problem, plugin, *args)
+        is_ours = type(plugin).__name__ == "BalancedAMP"
+        return replace(outcome, losses=(math.inf,) * len(outcome.losses)) if is_ours else outcome
+
+    monkeypatch.setattr(precision, "fit", fit)
+    path = tmp_path / "figures.csv"
+    assert main([*SMALL, "--precisions", "32-true", "O2-bf16", "--csv", str(path)]) == 1
+    assert [row["precision"] for row in read(path)] == ["32-true"]
+    expected = "Not ranked: O2-bf16, fused: diverged: its final losses are inf."
+    assert expected in capsys.readouterr().out
+
+
+def test_size_without_room_is_skipped_with_its_reason(monkeypatch, capsys, tmp_path):
+    def fit(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    monkeypatch.setattr(precision, "fit", fit)
+    arguments = ["--precisions", "16-mixed", "O2-fp16", "--csv", str(tmp_path / "figures.csv")]
+    assert main([*SMALL, *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "Not ranked: O2-fp16, fused: ran out of memory.\n" in said
+    assert "Skipped: no contender finished." in said
+
+
+def test_slow_contender_sits_the_last_rounds_out(tmp_path):
+    path = tmp_path / "figures.csv"
+    arguments = ["--rounds", "2", "--precisions", "32-true", "--max-seconds", "1e-9"]
+    assert main([*SMALL, *arguments, "--csv", str(path)]) == 0
+    assert [row["rounds"] for row in read(path)] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "speedup", "gib", "said"),
+    [
+        (86_000_000, 1.0, 8, "1.00x as fast as 16-mixed (target: 1x): met; its peak is 8.00 of"),
+        (86_000_000, 0.9, 7, "1x): missed; its peak is 7.00 of 8.00 GiB (target: no more): met"),
+        (632_000_000, 1.1, 9, "1.15x): missed; its peak is 9.00 of 8.00 GiB (target: no more): mi"),
+        (632_000_000, 1.2, 8, "1.20x as fast as 16-mixed (target: 1.15x): met"),
+    ],
+)  # fmt: skip
+def test_verdict_on_cuda_holds_ours_against_16_mixed(parameters, speedup, gib, said):
+    ours = replace(
+        FIGURES,
+        precision="O2-fp16",
+        parameters=parameters,
+        speedup=speedup,
+        peak_bytes=gib * 2**30,
+    )
+    assert said in verdict_of([ours, replace(FIGURES, parameters=parameters)], {})
+
+
+def test_verdict_without_base_is_open():
+    ours = replace(FIGURES, precision="O2-fp16", speedup=None, loss_difference=None)
+    said = verdict_of([ours], {BASE: "ran out of memory"})
+    assert "Not ranked: 16-mixed, fused: ran out of memory." in said
+    assert "O2-fp16, fused and 16-mixed, fused did not both run: open." in said
+    assert "not compared with 32-true" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "XXL"], "invalid choice: 'XXL'"),
+        (["--image", "33"], "Patches must tile the image. Pass 32 pixels."),
+        (["--batch", "0"], "0 is not a positive whole number"),
+        (["--device", "abacus"], "abacus"),
+    ],
+)
+def test_unusable_argument_is_refused(arguments, said, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*QUICK, *arguments, "--csv", str(tmp_path / "new.csv")])
+    assert said in capsys.readouterr().err
