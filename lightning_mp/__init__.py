@@ -6,7 +6,13 @@ Importing the package registers its strategies, so that `Trainer(strategy="inf_c
 from lightning_mp import strategies
 from lightning_mp.contrastive import ContrastiveLoss
 from lightning_mp.metrics import ContrastiveRecall
-from lightning_mp.precision import BalancedAMP, LossScaleConfig, OpPolicy
+from lightning_mp.precision import (
+    BalancedAMP,
+    FSDPBalancedAMP,
+    LossScaleConfig,
+    ModelParallelBalancedAMP,
+    OpPolicy,
+)
 
 __version__ = "0.1.0"
 
@@ -14,7 +20,9 @@ __all__ = [
     "BalancedAMP",
     "ContrastiveLoss",
     "ContrastiveRecall",
+    "FSDPBalancedAMP",
     "LossScaleConfig",
+    "ModelParallelBalancedAMP",
     "OpPolicy",
     "strategies",
 ]

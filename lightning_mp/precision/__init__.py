@@ -1,8 +1,18 @@
 """Precision plugins for `Trainer(plugins=...)` and what they are made of."""
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.fsdp import FSDPBalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler
 from lightning_mp.precision.master_weights import MasterWeights
+from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.precision.op_policy import OpPolicy
 
-__all__ = ["BalancedAMP", "LossScaleConfig", "LossScaler", "MasterWeights", "OpPolicy"]
+__all__ = [
+    "BalancedAMP",
+    "FSDPBalancedAMP",
+    "LossScaleConfig",
+    "LossScaler",
+    "MasterWeights",
+    "ModelParallelBalancedAMP",
+    "OpPolicy",
+]

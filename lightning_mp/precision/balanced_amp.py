@@ -82,9 +82,7 @@ class BalancedAMP(Precision):
         - Skipped steps and schedules, Lightning#5558, #16228, #21339; clipping of scaled gradients
           in manual optimization, Lightning#18089; clipping with fused optimizers, Lightning#21435
 
-    Example::
-
-        Trainer(plugins=BalancedAMP(half="fp16"), gradient_clip_val=1.0)
+    Example: `Trainer(plugins=BalancedAMP(half="fp16"), gradient_clip_val=1.0)`
     """
 
     precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed"
@@ -103,13 +101,13 @@ class BalancedAMP(Precision):
         device: str = "auto",
     ) -> None:
         super().__init__()
-        _check_choice("half", half, tuple(_HALF_DTYPES))
-        _check_choice("weights", weights, ("half", "full"))
-        _check_choice("reduce_dtype", reduce_dtype, ("fp32", "half"))
+        _check_choice(self, "half", half, tuple(_HALF_DTYPES))
+        _check_choice(self, "weights", weights, ("half", "full"))
+        _check_choice(self, "reduce_dtype", reduce_dtype, ("fp32", "half"))
         if half == "bf16" and loss_scale is not None:
             raise ValueError(
-                f"Passed `BalancedAMP(half='bf16', loss_scale={loss_scale!r})`. bf16 has the range "
-                "of fp32 and takes no loss scale. Leave `loss_scale` out, or pass `half='fp16'`."
+                f"Passed `{type(self).__name__}(half='bf16', loss_scale={loss_scale!r})`. bf16 has "
+                "fp32's range and takes no loss scale. Leave it out, or pass `half='fp16'`."
             )
         if adam_epsilon not in ("auto", "keep") and not _is_positive(adam_epsilon):
             raise ValueError(
@@ -236,8 +234,7 @@ class BalancedAMP(Precision):
         if self.scaler is None and self.weights == "full":
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        is_empty = result is None and model.automatic_optimization
-        if is_empty and all(p.grad is None for p in self.main_params(optimizer)):
+        if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
             return None  # `training_step` returned None, and no accumulated batch has gradients
         with self._standing_in(optimizer):
             found_inf = self._take_gradients(optimizer)
@@ -316,6 +313,9 @@ class BalancedAMP(Precision):
                 if p.grad is not None:
                     p.grad.mul_(ratio)
 
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        return any(p.grad is not None for p in self.main_params(optimizer))
+
     def _was_skipped(self) -> bool:
         return self.scaler is not None and self.scaler.last_step_skipped
 
@@ -392,9 +392,9 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < torch.inf
 
 
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+def _check_choice(plugin: object, name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(
-            f"Passed `BalancedAMP({name}={value!r})`. `{name}` must be one of "
+            f"Passed `{type(plugin).__name__}({name}={value!r})`. `{name}` must be one of "
             f"{', '.join(map(repr, known))}."
         )

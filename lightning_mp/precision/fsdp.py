@@ -1,0 +1,246 @@
+"""`FSDPBalancedAMP`: `BalancedAMP` for FSDPStrategy, with fp32 masters that are sharded."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler, all_reduce_found_inf
+from lightning_mp.precision.module_selection import select_modules
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["FSDPBalancedAMP"]
+
+
+class ShardedBalancedAMP(BalancedAMP):
+    """What the plugins for sharded parameters share: the shards themselves are the fp32 masters.
+
+    The sharding gathers working weights in half, so `BalancedAMP` keeps no second set of masters.
+    """
+
+    def __init__(
+        self,
+        *,
+        half: Literal["fp16", "bf16"] = "fp16",
+        loss_scale: str | float | LossScaleConfig | None = None,
+        fp32_modules: Sequence[str] = ("norm",),
+        fp32_ops: Sequence[str] = (),
+        half_ops: Sequence[str] = (),
+        reduce_dtype: Literal["fp32", "half"] = "fp32",
+    ) -> None:
+        super().__init__(
+            half=half,
+            weights="full",
+            loss_scale=loss_scale,
+            fp32_modules=fp32_modules,
+            fp32_ops=fp32_ops,
+            half_ops=half_ops,
+            reduce_dtype=reduce_dtype,
+            adam_epsilon="keep",  # masters and optimizer states are in fp32
+        )
+        if self.scaler is not None:
+            # The gradients of a rank pass through fp16 on their way to the fp32 shards.
+            wanted = "dynamic" if loss_scale is None else loss_scale
+            self.scaler = self._make_scaler(LossScaleConfig.parse(wanted, torch.float16))
+
+    @override
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        # A rank may hold no shard of an optimizer's parameters, and goes along with the others.
+        has = torch.tensor(float(super()._has_gradients(optimizer)), device=self._first_device())
+        return all_reduce_found_inf(has).item() != 0
+
+    def _make_scaler(self, config: LossScaleConfig) -> LossScaler:
+        return LossScaler(config)
+
+    @property
+    def _half_dtype(self) -> torch.dtype:
+        return torch.float16 if self.half == "fp16" else torch.bfloat16
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        return torch.float32 if self.reduce_dtype == "fp32" else self._half_dtype
+
+
+class _FSDPMixed(FSDPPrecision):
+    def __init__(self) -> None:
+        super().__init__("bf16-mixed")  # "16-mixed" would make torch's scaler
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        # Past FSDPPrecision, which would scale the loss once more.
+        return super(FSDPPrecision, self).pre_backward(tensor, module)
+
+
+class _KeepsFP32(type):
+    """Lets FSDP, which asks for classes, find the very modules that a plugin chose."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return "_keeps_fp32" in getattr(instance, "__dict__", ())
+
+
+class _FP32Module(nn.Module, metaclass=_KeepsFP32):
+    """The class, as far as `isinstance` tells, of modules whose weights stay in fp32."""
+
+
+class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
+    r"""Trains with FSDP on half working weights, fp32 sharded masters and fp32 norms.
+
+    Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16 as well, reduces gradients in
+    fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm. Passed
+    a scaler it raises, and would otherwise drop it.
+
+    .. math::
+        w_{16} = \mathrm{round}(\mathrm{gather}(m_{32})), \quad
+        g_{32} = \mathrm{scatter}(\mathrm{mean}(\nabla_{w_{16}}(s \cdot L))) / s, \quad
+        m_{32} \leftarrow \mathrm{step}(m_{32}, g_{32})
+
+    **Norms**: modules of `fp32_modules` become FSDP units of their own, without mixed precision.
+    This needs an `auto_wrap_policy`; torch warns that it is done. Each costs one small gather more.
+
+    **Skipped steps**: where the gradient of one rank is not finite, no rank steps; weights,
+    optimizer state, `global_step` and step-wise LR schedules stay, and the loss scale shrinks.
+
+    **Clipping** works on unscaled fp32 gradients, by value and by the norm over all ranks.
+
+    Batches are not rounded to half, as FSDP does by default: operations cast what they need.
+
+    Args:
+        half: `"fp16"` or `"bf16"`.
+        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
+            bf16 has the range of fp32 and takes no loss scale.
+        fp32_modules: Modules that keep fp32 weights: `"norm"` for all normalisation layers, names
+            of classes, or dotted names.
+        fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
+        half_ops: Names of torch functions to run in half.
+        reduce_dtype: FSDP averages gradients in `"fp32"`, or in `"half"` with half the bytes.
+
+    Raises:
+        ValueError: An argument cannot be used, or a name is unknown.
+        MisconfigurationException: The strategy is not FSDP, or did not keep `fp32_modules` in fp32.
+        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
+
+    References:
+        - PyTorch FSDP, https://arxiv.org/abs/2304.11277
+        - Scaler of FSDP, Lightning#19803; clipping by norm, Lightning#19235
+
+    Example::
+
+        Trainer(
+            strategy=FSDPStrategy(auto_wrap_policy={Block}),
+            plugins=FSDPBalancedAMP(half="fp16"),
+            gradient_clip_val=1.0,
+        )
+    """
+
+    _model: nn.Module | None = None
+
+    @property
+    @override
+    def mixed_precision_config(self) -> MixedPrecision:
+        """What `FSDPStrategy` passes to FSDP; it asks after `convert_module`."""
+        return MixedPrecision(
+            param_dtype=self._half_dtype,
+            reduce_dtype=self._wire_dtype,
+            buffer_dtype=None,  # statistics and tables of angles do not survive 11 bits
+            cast_forward_inputs=False,
+            cast_root_forward_inputs=False,
+            _module_classes_to_ignore=(_FP32Module,),
+        )
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Mark the modules that FSDP is to keep in fp32."""
+        for other in module.modules():
+            other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
+        for kept in select_modules(module, self.fp32_modules).values():
+            if any(True for _ in kept.parameters(recurse=False)):
+                kept.__dict__["_keeps_fp32"] = True
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Check what was wrapped, and hold step-wise schedules while steps are skipped."""
+        if not any(True for _ in _roots(model)):
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}`, but no module is wrapped in FSDP. It works with "
+                "`Trainer(strategy=FSDPStrategy(...))`. Pass `BalancedAMP` with other strategies."
+            )
+        rounded = list(_rounded(model, "", False))
+        if rounded:
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but FSDP "
+                f"gathers {rounded[0]!r} in half. Pass `FSDPStrategy(auto_wrap_policy={{Block}})`, "
+                "wrap it by `wrap(module, mixed_precision=None)`, or pass `fp32_modules=[]`."
+            )
+        self._model = model
+        result = super().connect(model, optimizers, lr_schedulers)
+        self._names = {key: name.replace(_WRAPPED, "") for key, name in self._names.items()}
+        return result
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
+        """Clip by the norm of this optimizer's gradients on all ranks."""
+        own = {id(p) for p in self.main_params(optimizer)}
+        roots = [] if self._model is None else list(_roots(self._model))
+        if len(roots) != 1 or not own <= {id(p) for p in roots[0].parameters()}:
+            raise MisconfigurationException(
+                f"Passed an optimizer to clip by norm whose parameters are in {len(roots)} FSDP "
+                "modules, or outside. They must be inside one. Wrap the whole model in one FSDP "
+                "module, or clip by value."
+            )
+        others = [p for p in roots[0].parameters() if id(p) not in own]
+        hidden = [p.grad for p in others]
+        for p in others:
+            p.grad = None
+        try:
+            roots[0].clip_grad_norm_(clip_val)
+        finally:
+            for p, gradient in zip(others, hidden, strict=True):
+                p.grad = gradient
+
+    @override
+    def teardown(self) -> None:
+        """Forget the model."""
+        super().teardown()
+        self._model = None
+
+    @override
+    def _first_device(self) -> torch.device:
+        # Not that of the parameters: with `cpu_offload` they rest elsewhere.
+        for root in () if self._model is None else _roots(self._model):
+            if root.compute_device is not None:
+                return root.compute_device
+        return torch.device("cpu")
+
+
+_WRAPPED = "_fsdp_wrapped_module."
+
+
+def _roots(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
+    """Yield the FSDP modules that are in no other."""
+    if isinstance(module, FullyShardedDataParallel):
+        yield module
+        return
+    for child in module.children():
+        yield from _roots(child)
+
+
+def _rounded(module: nn.Module, path: str, is_half: bool) -> Iterator[str]:
+    """Yield the names of modules that should be in fp32 and are not."""
+    if isinstance(module, FullyShardedDataParallel):
+        is_half = module.mixed_precision.param_dtype not in (None, torch.float32)
+    elif is_half and isinstance(module, _FP32Module):
+        yield path.replace(_WRAPPED, "").rstrip(".")
+    for name, child in module.named_children():
+        yield from _rounded(child, f"{path}{name}.", is_half)

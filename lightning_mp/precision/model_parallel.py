@@ -1,0 +1,130 @@
+"""`ModelParallelBalancedAMP`: `BalancedAMP` for ModelParallelStrategy, on DTensor shards."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mp.precision.fsdp import ShardedBalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler
+from lightning_mp.precision.module_selection import select_modules
+
+__all__ = ["ModelParallelBalancedAMP"]
+
+
+class ModelParallelBalancedAMP(ShardedBalancedAMP):
+    """Trains with `fully_shard` on half working weights, fp32 sharded masters and fp32 norms.
+
+    `ModelParallelStrategy` takes no `precision="16-mixed"`. With a scaler that sees its own shards
+    only, one rank steps where another skips, and from then on weights are of two models. Here all
+    ranks skip, as in `FSDPBalancedAMP`, and clip unscaled gradients by the norm over all ranks.
+
+    The model shards itself in `configure_model`, with the policies of this plugin:
+
+        def configure_model(self):
+            plugin, mesh = self.trainer.precision_plugin, self.device_mesh["data_parallel"]
+            plugin.shard_fp32_modules(self, mesh)
+            for block in self.network.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=plugin.mp_policy)
+            fully_shard(self.network, mesh=mesh, mp_policy=plugin.mp_policy)
+
+    Args:
+        half: `"fp16"` or `"bf16"`.
+        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
+            bf16 has the range of fp32 and takes no loss scale.
+        fp32_modules: Modules that keep fp32 weights: `"norm"` for all normalisation layers, names
+            of classes, or dotted names.
+        fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
+        half_ops: Names of torch functions to run in half.
+        reduce_dtype: Gradients are averaged in `"fp32"`, or in `"half"` with half the bytes.
+
+    Raises:
+        ValueError: An argument cannot be used, or a name is unknown.
+        MisconfigurationException: A module of `fp32_modules` is not sharded for itself.
+        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
+
+    References:
+        PyTorch FSDP, https://arxiv.org/abs/2304.11277
+
+    Example::
+
+        Trainer(strategy=ModelParallelStrategy(), plugins=ModelParallelBalancedAMP(half="fp16"))
+    """
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """For `fully_shard`: weights are gathered in half; the shards are the fp32 masters."""
+        return MixedPrecisionPolicy(
+            param_dtype=self._half_dtype, reduce_dtype=self._wire_dtype, cast_forward_inputs=False
+        )
+
+    def shard_fp32_modules(self, module: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
+        """Shard the modules of `fp32_modules` for themselves, in fp32; call it before the rest.
+
+        Args:
+            module: The LightningModule, where the paths in `fp32_modules` start.
+            mesh: Over which to shard.
+            **kwargs: What `fully_shard` takes beside them.
+
+        Raises:
+            ValueError: A name stands for nothing.
+        """
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for _, kept in self._fp32_modules_of(module):
+            fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
+
+    def _fp32_modules_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, kept in select_modules(module, self.fp32_modules).items():
+            if any(True for _ in kept.parameters(recurse=False)):
+                yield name, kept
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Check how the model sharded itself, and leave it so."""
+        for name, kept in self._fp32_modules_of(module):
+            if not isinstance(kept, FSDPModule):
+                raise MisconfigurationException(
+                    f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but "
+                    f"{name!r} is not sharded for itself. In `configure_model`, call "
+                    "`self.trainer.precision_plugin.shard_fp32_modules(self, mesh)` before any "
+                    "other `fully_shard`, or pass `fp32_modules=[]`."
+                )
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Hold step-wise schedules while steps are skipped."""
+        self._first = next(model.parameters(), None)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def _make_scaler(self, config: LossScaleConfig) -> LossScaler:
+        return _ShardScaler(config)
+
+    @override
+    def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        for name, gradient in super()._gradients(optimizer):
+            yield name, _local(gradient)
+
+
+class _ShardScaler(LossScaler):
+    """Unscales what this rank holds of each gradient."""
+
+    @override
+    def unscale_(
+        self, gradients: Sequence[Tensor], *, device: torch.device | None = None
+    ) -> Tensor:
+        return super().unscale_([_local(gradient) for gradient in gradients], device=device)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
