@@ -110,10 +110,12 @@ class _Manual(_Model):
 
     def configure_model(self) -> None:
         # FSDP refuses a backward inside its forward, where a wrapped `training_step` would be.
-        if dist.is_initialized() and not isinstance(self.network, FullyShardedDataParallel):
+        plugin = self.trainer.precision_plugin
+        is_wrapped = isinstance(self.network, FullyShardedDataParallel)
+        if isinstance(plugin, FSDPBalancedAMP) and not is_wrapped:
             self.network = FullyShardedDataParallel(
                 self.network,
-                mixed_precision=self.trainer.precision_plugin.mixed_precision_config,
+                mixed_precision=plugin.mixed_precision_config,
                 device_id=torch.device("cpu"),
                 use_orig_params=True,
             )
