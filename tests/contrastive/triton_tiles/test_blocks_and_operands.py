@@ -196,7 +196,7 @@ def test_aligned_features_are_used_where_they_lie(
 
 @pytest.mark.parametrize(
     ("width", "stored", "offset"),
-    [(1, 1, 0), (40, 40, 0), (64, 72, 0), (64, 72, 3), (64, 65, 0), (130, 192, 0)],
+    [(1, 1, 0), (40, 40, 0), (64, 72, 0), (64, 80, 3), (64, 65, 0), (130, 192, 0)],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_other_features_are_copied_and_padded_with_zeros(

@@ -90,6 +90,10 @@ def _unaligned(rows: int, width: int) -> Tensor:
             "shape [5, 64] and strides (68, 1).",
         ),
         (
+            {"rows_nk": torch.zeros(N, K + 8, dtype=BF16)[:, :K]},
+            "a multiple of 16 values apart",
+        ),
+        (
             {
                 "rows_nk": torch.zeros(N, 40, dtype=BF16),
                 "columns_mk": torch.zeros(M, 40, dtype=BF16),

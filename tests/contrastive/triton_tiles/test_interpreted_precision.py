@@ -48,18 +48,17 @@ def test_tile_dtype_fp32_keeps_the_softmax_of_16_bit_features_in_fp32(
 
 
 @pytest.mark.parametrize(
-    ("tile_dtype", "features", "rounded"),
+    ("tile_dtype", "features", "rounded", "arch"),
     [
-        ("bf16", FP32, BF16),
-        ("fp16", FP32, FP16),
-        ("bf16", FP16, BF16),
-        ("fp16", BF16, FP16),
-        ("auto", BF16, BF16),
-        ("tf32", BF16, BF16),
+        ("bf16", FP32, BF16, 80),
+        ("fp16", FP32, FP16, 90),
+        ("bf16", FP16, BF16, 90),
+        ("fp16", BF16, FP16, 80),
+        ("auto", BF16, BF16, 90),
+        ("tf32", BF16, BF16, 80),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", [80, 90])
 def test_tile_dtype_of_16_bit_equals_float64_on_features_rounded_so(
     tile_dtype: TileDtype, features: torch.dtype, rounded: torch.dtype, arch: int
 ) -> None:

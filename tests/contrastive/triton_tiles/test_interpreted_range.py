@@ -33,6 +33,9 @@ pytestmark = pytest.mark.interpreted
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MODES = pytest.mark.parametrize(
+    ("dtype", "arch"), [(BF16, 80), (BF16, 90), (FP16, 90), (FP32, 80)], ids=str
+)
 
 
 class _Redone:
@@ -67,8 +70,7 @@ def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     monkeypatch.setattr(tiles_module, "_reference", lambda *_: torch.tensor([value]))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@MODES
 def test_logits_up_to_ten_thousand_are_as_exact_as_fp32_is_there(
     dtype: torch.dtype, arch: int
 ) -> None:
@@ -169,8 +171,7 @@ def _is_wide(shard: Shard) -> bool:
     return bool(SoftmaxFactors.of(*shard.lse, 0).is_wide)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@MODES
 def test_both_twins_are_right_where_log_sum_exps_lie_close(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,8 +183,7 @@ def test_both_twins_are_right_where_log_sum_exps_lie_close(
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@MODES
 def test_only_the_wide_twin_is_right_where_log_sum_exps_lie_far_apart(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

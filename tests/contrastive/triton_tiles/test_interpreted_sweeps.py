@@ -86,12 +86,10 @@ def test_grad_sweep_adds_to_what_is_there_and_none_skips(dtype: torch.dtype) -> 
     tiles.grad_sweep(*arguments, only_rows, None, 2)
     tiles.grad_sweep(*arguments, None, only_columns, 2)
     tiles.grad_sweep(*arguments, None, None, 2)
-    # What is there is a few times larger than what comes, and is rounded with it.
-    for added, softmax, other, limit in (
-        (both[0] - start[0], shard.softmax, shard.columns, GRADIENT_ERROR[dtype]),
-        (both[1] - start[1], shard.softmax.T, shard.rows, GRADIENT_ERROR[dtype]),
-    ):
-        assert gradient_error(added, softmax, other) < limit
+    for total, before, added in zip(both, start, shard.grad_sweep(tiles), strict=True):
+        # Three products are added to values of up to 5, whose fp32 neighbours are 4.8e-7 apart.
+        torch.testing.assert_close(total, before + added, rtol=0, atol=2e-6)
+        assert added.abs().amax() > 0.01
     assert torch.equal(only_rows, both[0])
     assert torch.equal(only_columns, both[1])
 
@@ -149,12 +147,11 @@ def test_rows_and_columns_without_negatives_keep_what_they_have(dtype: torch.dty
 
 # Tiles are 128 x 128: the diagonal passes their corners, or meets them in one value.
 @pytest.mark.parametrize("diagonal", [-128, -127, -1, 0, 1, 127, 128])
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_scale_of_zero_counts_the_negatives(dtype: torch.dtype, diagonal: int) -> None:
-    features = [normalize(torch.randn(140, 8), dim=1).to(dtype) for _ in range(2)]
+def test_scale_of_zero_counts_the_negatives(diagonal: int) -> None:
+    features = [normalize(torch.randn(140, 8), dim=1).half() for _ in range(2)]
     shard, tiles = shard_of(*features, 0.0, diagonal), TritonTiles()
     assert shard.lse_error(shard.lse_sweep(tiles)) < 1e-12
-    assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[dtype]
+    assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[FP16]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
