@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests are small: a core each serves them better than all cores together.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup test lint types unit demo bench clean
 
@@ -24,8 +27,8 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreted
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreted
 
 test: lint types unit  ## Lint, check types, run the tests
 

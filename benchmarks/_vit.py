@@ -13,6 +13,7 @@ References:
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import time
@@ -27,12 +28,30 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-__all__ = ["LAYOUTS", "POOLS", "SIZES", "Batches", "Outcome", "Problem", "ViT", "ViTSize", "fit"]
+__all__ = [
+    "LAYOUTS",
+    "OPTIMIZERS",
+    "POOLS",
+    "SIZES",
+    "Batches",
+    "Outcome",
+    "Problem",
+    "ViT",
+    "ViTSize",
+    "fit",
+]
 
 Layout = Literal["nld", "lnd"]
 Pool = Literal["cls", "mean"]
 LAYOUTS: tuple[Layout, ...] = ("nld", "lnd")
 POOLS: tuple[Pool, ...] = ("cls", "mean")
+_SAFE = "safe"
+# Kernels of torch's AdamW, and SafeAdamW, where this version has it.
+OPTIMIZERS = (
+    "fused",
+    "foreach",
+    *([_SAFE] if importlib.util.find_spec("lightning_mp.optim.safe_adamw") else []),
+)
 # Adam's first steps move every weight by the learning rate: all of them, as one vector, by this.
 # So a step, taken or skipped, changes the loss by about as much in all sizes, and by little.
 _STEP_NORM = 0.03
@@ -217,8 +236,12 @@ class Classifier(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW in the kernels asked for."""
+        """Return SafeAdamW, or AdamW in the kernels asked for."""
         lr = _STEP_NORM / math.sqrt(sum(p.numel() for p in self.parameters()))
+        if self.optimizer == _SAFE:
+            from lightning_mp.optim.safe_adamw import SafeAdamW
+
+            return SafeAdamW(self.parameters(), lr=lr)
         return torch.optim.AdamW(self.parameters(), lr=lr, **{self.optimizer: True})
 
 

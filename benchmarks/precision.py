@@ -2,11 +2,11 @@
 
     python benchmarks/precision.py --size B16 L16 --batch 128
 
-**Contenders**: `32-true` (without TF32), Lightning's `16-mixed` and `bf16-mixed`, and
-`lightning_mp.BalancedAMP` with full weights (O1) and with half weights and fp32 masters (O2), in
-fp16 and bf16; each with AdamW as fused and as foreach kernels. Models and their random data are
-made on the device. On a CPU, `Trainer(precision="16-mixed")` would silently be bf16, so plugins
-are passed as objects.
+**Contenders**: `32-true` (without TF32), Lightning's `16-mixed` and `bf16-mixed`,
+`lightning_mp.BalancedAMP` with full weights (O1) and with half weights and fp32 masters (O2), and
+`lightning_mp.PureFP16` (pure), in fp16 and bf16; each with AdamW as fused and as foreach kernels,
+and with `lightning_mp`'s SafeAdamW (safe). Models and their random data are made on the device. On
+a CPU, `Trainer(precision="16-mixed")` would silently be bf16, so plugins are passed as objects.
 
 **Order**: one `Trainer.fit` of warm-up and timed steps for each contender in turn (A B C A B C), so
 drift meets all alike and no two contenders share the memory. A step ends when the device is idle,
@@ -53,8 +53,17 @@ from benchmarks._common import (  # noqa: E402
     median_ratio,
     pick_device,
 )
-from benchmarks._vit import LAYOUTS, POOLS, SIZES, Batches, Outcome, Problem, fit  # noqa: E402
-from lightning_mp import BalancedAMP  # noqa: E402
+from benchmarks._vit import (  # noqa: E402
+    LAYOUTS,
+    OPTIMIZERS,
+    POOLS,
+    SIZES,
+    Batches,
+    Outcome,
+    Problem,
+    fit,
+)
+from lightning_mp import BalancedAMP, PureFP16  # noqa: E402
 
 __all__ = ["main"]
 
@@ -67,10 +76,11 @@ PRECISIONS: dict[str, Callable[[str], Precision]] = {
     "O1-bf16": lambda device: BalancedAMP(half="bf16", weights="full"),
     "O2-fp16": lambda device: BalancedAMP(half="fp16"),
     "O2-bf16": lambda device: BalancedAMP(half="bf16"),
+    "pure-fp16": lambda device: PureFP16(half="fp16"),
+    "pure-bf16": lambda device: PureFP16(half="bf16"),
 }
-OPTIMIZERS = "fused", "foreach"
-OURS = "O1-fp16", "O1-bf16", "O2-fp16", "O2-bf16"
-REFERENCE, BASE, JUDGED = "32-true", "16-mixed", "O2-fp16"
+OURS = "O1-fp16", "O1-bf16", "O2-fp16", "O2-bf16", "pure-fp16", "pure-bf16"
+REFERENCE, BASE, JUDGED = "32-true", "16-mixed", ("O2-fp16", "pure-fp16")
 LOSS_TOLERANCE = 0.05
 # How many times as fast as `BASE` on CUDA, from this many parameters on: those of a ViT-H.
 TARGET_SPEEDUP, TARGET_SPEEDUP_HUGE, HUGE = 1.0, 1.15, 600_000_000
@@ -79,7 +89,7 @@ _GIB = 2**30
 
 
 class Contender(NamedTuple):
-    """Who is timed: a precision and the kind of AdamW."""
+    """Who is timed: a precision and the kind of AdamW, `"safe"` for SafeAdamW."""
 
     precision: str
     optimizer: str
@@ -287,11 +297,12 @@ def verdict_of(rows: Sequence[Row], left_out: Mapping[Contender, str]) -> str:
     else:
         by_name = {row.contender: row for row in rows}
         for optimizer in dict.fromkeys(each.optimizer for each in [*by_name, *left_out]):
-            ours, base = Contender(JUDGED, optimizer), Contender(BASE, optimizer)
-            if ours in by_name and base in by_name:
-                said.append(_against_targets(by_name[ours], by_name[base]))
-            else:
-                said.append(f"{ours} and {base} did not both run: open.")
+            for precision in JUDGED:
+                ours, base = Contender(precision, optimizer), Contender(BASE, optimizer)
+                if ours in by_name and base in by_name:
+                    said.append(_against_targets(by_name[ours], by_name[base]))
+                elif {ours, base} & {*by_name, *left_out}:
+                    said.append(f"{ours} and {base} did not both run: open.")
     return "\n".join(said)
 
 

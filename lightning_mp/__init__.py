@@ -6,12 +6,15 @@ Importing the package registers its strategies, so that `Trainer(strategy="inf_c
 from lightning_mp import strategies
 from lightning_mp.contrastive import ContrastiveLoss
 from lightning_mp.metrics import ContrastiveRecall
+from lightning_mp.optim import SafeAdamW
 from lightning_mp.precision import (
     BalancedAMP,
     FSDPBalancedAMP,
+    InfClamp,
     LossScaleConfig,
     ModelParallelBalancedAMP,
     OpPolicy,
+    PureFP16,
 )
 
 __version__ = "0.1.0"
@@ -21,8 +24,11 @@ __all__ = [
     "ContrastiveLoss",
     "ContrastiveRecall",
     "FSDPBalancedAMP",
+    "InfClamp",
     "LossScaleConfig",
     "ModelParallelBalancedAMP",
     "OpPolicy",
+    "PureFP16",
+    "SafeAdamW",
     "strategies",
 ]

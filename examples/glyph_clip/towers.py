@@ -88,7 +88,7 @@ class GlyphTower(nn.Module):
 
     def forward(self, image_bHW: Tensor) -> Tensor:
         """Encode a batch."""
-        image_b1HW = image_bHW[:, None].float() / 255
+        image_b1HW = image_bHW[:, None] / 255  # in the default dtype, which precisions set
         if self.training and self.jitter_strength > 0:
             image_b1HW = jitter(image_b1HW, self.jitter_strength)
         features: Tensor = self.net((image_b1HW - PIXEL_MEAN) * PIXEL_GAIN)

@@ -2,7 +2,16 @@
 
 import torch
 
-__all__ = ["FLOAT_DTYPES", "accumulation_dtype", "state_dtype"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "HALF_DTYPES",
+    "accumulation_dtype",
+    "largest_flushed",
+    "rounded",
+    "smallest_overflowing",
+    "smallest_subnormal",
+    "state_dtype",
+]
 
 FLOAT_DTYPES: tuple[torch.dtype, ...] = (
     torch.float16,
@@ -11,6 +20,42 @@ FLOAT_DTYPES: tuple[torch.dtype, ...] = (
     torch.float64,
 )
 """The floating-point formats that this package computes with."""
+
+HALF_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+"""The formats of two bytes."""
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Return a number as `dtype` stores it: 1e-8 is 0 in fp16, and 1e-7 is 1.19e-7."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def smallest_subnormal(dtype: torch.dtype) -> float:
+    """Return the smallest positive number of a format: 2^-24 in fp16, 2^-133 in bf16.
+
+    Between it and `torch.finfo(dtype).tiny`, 2^-14 in fp16, numbers are multiples of it, and lose
+    a bit of precision with every halving.
+    """
+    info = torch.finfo(dtype)
+    return info.tiny * info.eps
+
+
+def largest_flushed(dtype: torch.dtype) -> float:
+    """Return the largest number that rounds to zero: half the smallest subnormal, 2^-25 in fp16.
+
+    It lies between zero and the smallest subnormal, and ties go to the even one of the two, zero.
+    For float64 it is no Python number, and 0 is returned.
+    """
+    return smallest_subnormal(dtype) / 2
+
+
+def smallest_overflowing(dtype: torch.dtype) -> float:
+    """Return the smallest number that rounds to inf: 65520 in fp16, whose largest is 65504.
+
+    It is half a step above the largest number. For float64 it is no Python number, and inf.
+    """
+    info = torch.finfo(dtype)
+    return info.max + info.max * info.eps / (2 * (2 - info.eps))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

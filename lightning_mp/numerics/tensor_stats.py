@@ -1,15 +1,41 @@
 """Statistics of many tensors at once, gathered on the device and read by the host when it asks.
 
-Legend: `N` tensors.
+Legend: `N` tensors, `K` columns of `StatField`.
 """
 
+import functools
+import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["NonFinite", "count_non_finite", "first_non_finite", "stored_values"]
+from lightning_mp.numerics.floats import (
+    FLOAT_DTYPES,
+    accumulation_dtype,
+    largest_flushed,
+    state_dtype,
+)
+from lightning_mp.numerics.row_stats import row_stats
+from lightning_mp.numerics.stat_fields import StatField
+from lightning_mp.numerics.stats_view import TensorStats
+
+__all__ = [
+    "NonFinite",
+    "StatField",
+    "TensorStats",
+    "count_non_finite",
+    "first_non_finite",
+    "stored_numels",
+    "stored_values",
+    "tensor_stats",
+]
+
+_FIRST_CAPABILITY = (8, 0)
+# What fp16 holds: below 2^-14 it loses bits, up to 2^-25 everything.
+_SMALLEST_NORMAL = torch.finfo(torch.float16).tiny
+_LARGEST_FLUSHED = largest_flushed(torch.float16)
 
 
 class NonFinite(NamedTuple):
@@ -41,7 +67,146 @@ def stored_values(tensor: Tensor) -> Tensor:
 
     Duplicates of a sparse gradient that was not coalesced stay apart.
     """
-    return tensor._values() if tensor.is_sparse else tensor
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()
+
+
+def stored_numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Count the values that `tensor_stats` looks at: of a DTensor its shard, of a sparse its own.
+
+    Shares divide by this. An embedding's sparse gradient stores the rows of one batch, so 3 zeros
+    among its 300 values are 1%, whatever the 25 million of its shape.
+    """
+    return tuple(stored_values(_local(tensor)).numel() for tensor in tensors)
+
+
+@torch.no_grad()
+def tensor_stats(
+    tensors: Sequence[Tensor], *, scale: float | Tensor = 1.0, unscale: float | Tensor = 1.0
+) -> Tensor:
+    """Gather eight statistics of every tensor in one pass, without waiting for the device.
+
+    Gradient underflow is silent: a GradScaler looks for inf, while 23.6% of N(0, 1e-7) gradients
+    become 0 in fp16. Zeros, subnormals and the largest magnitude show it, but eight statistics
+    read one by one cost eight passes and as many host syncs a tensor. This reads values once, in
+    batches that stay in the cache of a CPU, or by one Triton kernel and its merge on NVIDIA GPUs,
+    and always sums in the same order, so that results repeat bit for bit.
+
+    A value `x` counts as subnormal where `0 < |x * unscale * scale| < 2^-14`, and as flushed where
+    that is at most `2^-25`. Both bounds are divided by the scales once and rounded to fp32.
+    NaN and inf are counted and otherwise left out. Of a sparse tensor only stored values count.
+
+    Args:
+        tensors: fp16, bf16, fp32 or float64, of any shape and on any devices; DTensors stand for
+            their local shards.
+        scale: The scale at which fp16 would hold the values: the loss scale for gradients, 1 for
+            weights and activations. Positive; a tensor is read on its device.
+        unscale: Multiplies the values before anything else: `1 / loss_scale` for gradients that
+            still carry the loss scale. Positive.
+
+    Returns:
+        stats_NK: One row a tensor, in their order, see `StatField`; float64, or fp32 on MPS. On the
+            device of the tensors. Where they are on several, on that of the first which is not on
+            the CPU.
+
+    Raises:
+        ValueError: A tensor has another dtype, or no values because it is on the meta device.
+
+    References:
+        1710.03740, section 3.2: half of an SSD's activation gradients lie below what fp16 holds.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    values = []
+    for index, tensor in enumerate(tensors):
+        flat = _flat(_checked(_local(tensor), index))
+        values.append(flat)
+        groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
+    if not values:
+        return torch.zeros(0, len(StatField), dtype=torch.float64)
+    devices = [device for device, _ in groups]
+    home = next((device for device in devices if device.type != "cpu"), devices[0])
+    parts: list[tuple[list[int], Tensor]] = []
+    for (device, dtype), members in groups.items():
+        part = _group_stats([values[i] for i in members], device, dtype, scale, unscale)
+        parts.append((members, part.to(home, state_dtype(home), non_blocking=True)))
+    if len(parts) == 1:
+        return parts[0][1]
+    rows = {i: part[j] for members, part in parts for j, i in enumerate(members)}
+    return torch.stack([rows[i] for i in range(len(values))])
+
+
+def _group_stats(
+    values: list[Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    scale: float | Tensor,
+    unscale: float | Tensor,
+) -> Tensor:
+    """Return the statistics of flat tensors of one device that are computed in one dtype."""
+    wide = state_dtype(device)
+    factor, by_scale = (_scalar(number, wide, device) for number in (unscale, scale))
+    total = (factor * by_scale).abs()
+    small = ((_SMALLEST_NORMAL / total).to(dtype), (_LARGEST_FLUSHED / total).to(dtype))
+    if dtype == torch.float32 and _has_kernels(device):
+        # Triton is there on Linux only.
+        from lightning_mp.numerics.fused_stats import fused_stats
+
+        stats_NK = fused_stats(values, small)
+    else:
+        stats_NK = row_stats(values, small, look=device.type == "cpu")
+    if isinstance(unscale, Tensor) or unscale != 1:
+        stats_NK[:, StatField.AMAX] *= factor.abs()
+        stats_NK[:, StatField.SMALLEST] *= factor.abs()
+        stats_NK[:, StatField.SUM] *= factor
+        stats_NK[:, StatField.SUM_OF_SQUARES] *= factor.square()
+    return stats_NK
+
+
+def _scalar(number: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number on a device, without a sync where it comes from there or from the host."""
+    if isinstance(number, Tensor):
+        # Nothing says when a copy to the host is done, other than waiting for it.
+        return number.detach().to(device, dtype, non_blocking=device.type != "cpu").reshape(())
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether the Triton kernels run there."""
+    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the shard that this rank holds of a DTensor, other tensors as they are."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _checked(tensor: Tensor, index: int) -> Tensor:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"Passed `tensor_stats` a tensor of {tensor.dtype} at position {index}. Tensors must "
+            "be of float16, bfloat16, float32 or float64. Leave out others, such as indices and "
+            "step counts."
+        )
+    if tensor.is_meta:
+        raise ValueError(
+            f"Passed `tensor_stats` a meta tensor of shape {list(tensor.shape)} at position "
+            f"{index}. Tensors must hold values. Materialize the module first, as by `to_empty`."
+        )
+    return tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all stored values in the order of memory, copied only where there are gaps."""
+    values = stored_values(tensor).detach()
+    if not values.is_contiguous():
+        order = sorted(range(values.ndim), key=values.stride, reverse=True)
+        values = values.permute(order)
+    return values.reshape(-1)
 
 
 def count_non_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler, all_reduce_found_inf
-from lightning_mp.precision.module_selection import select_modules
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -117,8 +116,8 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         half: `"fp16"` or `"bf16"`.
         loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
             bf16 has the range of fp32 and takes no loss scale.
-        fp32_modules: Modules that keep fp32 weights: `"norm"` for all normalisation layers, names
-            of classes, or dotted names.
+        fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
+            normalisation layers, names of classes, or dotted names.
         fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
         half_ops: Names of torch functions to run in half.
         reduce_dtype: FSDP averages gradients in `"fp32"`, or in `"half"` with half the bytes.
@@ -161,7 +160,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         """Mark the modules that FSDP is to keep in fp32."""
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
-        for kept in select_modules(module, self.fp32_modules).values():
+        for kept in self._keep_fp32(module).values():
             if any(True for _ in kept.parameters(recurse=False)):
                 kept.__dict__["_keeps_fp32"] = True
         return module

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.precision.master_storage import WriteBack, make_storage
+
 __all__ = ["MasterWeights"]
 
 
@@ -31,19 +33,24 @@ class MasterWeights:
 
     Args:
         half: The dtype of working weights, `torch.float16` or `torch.bfloat16`.
+        write_back: What is kept of a master between steps: `"masters"` keeps it in fp32; `"kahan"`
+            the residual of its rounding, in half; `"stochastic"` and `"nearest"` nothing, where
+            weights are rounded at random, or to nearest. All but the first make fp32 masters for
+            the time of a step alone.
     """
 
-    def __init__(self, half: torch.dtype) -> None:
+    def __init__(self, half: torch.dtype, write_back: WriteBack = "masters") -> None:
         self.half = half
-        self._masters: dict[nn.Parameter, Tensor] = {}
+        self.storage = make_storage(write_back, half)
+        self._kept: dict[nn.Parameter, Tensor | None] = {}  # what `storage` keeps of each master
         self._working: dict[Tensor, nn.Parameter] = {}  # while a master stands in
         self._handles: list[RemovableHandle] = []
 
     def __len__(self) -> int:
-        return len(self._masters)
+        return len(self._kept)
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._masters
+        return parameter in self._kept
 
     def __deepcopy__(self, memo: dict[int, object]) -> "MasterWeights":
         # A copy of the model, such as an average, brings its hooks, and is a plain half model.
@@ -51,15 +58,14 @@ class MasterWeights:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the working weights."""
-        return iter(self._masters)
+        return iter(self._kept)
 
     def master_of(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight in fp32: its master, or the weight where something else was written."""
-        master = self._masters[parameter]
-        if master.device != parameter.device:
-            master = self._masters[parameter] = master.to(parameter.device)
-        weight = parameter.detach()
-        return torch.where(master.to(weight.dtype) == weight, master, weight.float())
+        kept = self._kept[parameter]
+        if kept is not None and kept.device != parameter.device:
+            kept = self._kept[parameter] = kept.to(parameter.device)
+        return self.storage.read(parameter.detach(), kept)
 
     def working_of(self, tensor: Tensor) -> Tensor:
         """Return the working weight of a master that stands in, or else the tensor itself."""
@@ -67,7 +73,9 @@ class MasterWeights:
 
     # --- the model -------------------------------------------------------------------------------
 
-    def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
+    def convert(
+        self, module: nn.Module, keep_fp32: Iterable[nn.Module] = (), *, take_half: bool = False
+    ) -> None:
         """Turn a model's fp32 parameters into working weights, in place.
 
         Parameters keep their identity, so tied weights stay tied. Buffers stay as they are:
@@ -77,13 +85,19 @@ class MasterWeights:
         Args:
             module: The model.
             keep_fp32: Modules whose own parameters stay in fp32, also where another shares them.
+            take_half: Whether parameters that are in half already become working weights too.
         """
+        taken = {torch.float32, self.half} if take_half else {torch.float32}
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
-            own = [p for p in owner.parameters(recurse=False) if self._is_convertible(p, kept)]
+            own = [
+                p
+                for p in owner.parameters(recurse=False)
+                if p in self._kept or (p.dtype in taken and id(p) not in kept)
+            ]
             for parameter in own:
-                if parameter not in self._masters:
-                    self._masters[parameter] = parameter.detach().clone()
+                if parameter not in self._kept:
+                    self._kept[parameter] = self.storage.keep(parameter.detach().float())
                     parameter.data = parameter.data.to(self.half)
                     parameter.grad = None
             if own:
@@ -98,16 +112,11 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for parameter in self._masters:
+        for parameter in self._kept:
             master = self.master_of(parameter)
             parameter.grad = None
             parameter.data = master
-        self._masters.clear()
-
-    def _is_convertible(self, parameter: nn.Parameter, kept: set[int]) -> bool:
-        if parameter in self._masters:
-            return True  # shared with a module that came before
-        return parameter.dtype == torch.float32 and id(parameter) not in kept
+        self._kept.clear()
 
     def _write_masters(
         self, owner: nn.Module, state_dict: dict[str, object], prefix: str, _: object
@@ -116,7 +125,7 @@ class MasterWeights:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             # With `keep_vars` the caller wants the parameters themselves.
             saved = state_dict.get(prefix + name)
-            if parameter in self._masters and not isinstance(saved, nn.Parameter):
+            if parameter in self._kept and not isinstance(saved, nn.Parameter):
                 state_dict[prefix + name] = self.master_of(parameter)
 
     def _read_masters(
@@ -125,9 +134,10 @@ class MasterWeights:
         """Take masters from a checkpoint before the weights are rounded from it."""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             loaded = state_dict.get(prefix + name)
-            master = self._masters.get(parameter)
-            if isinstance(loaded, Tensor) and master is not None and loaded.shape == master.shape:
-                master.copy_(loaded.detach())
+            kept = self._kept.get(parameter)
+            if isinstance(loaded, Tensor) and kept is not None and loaded.shape == kept.shape:
+                new = self.storage.keep(loaded.detach().to(kept.device, torch.float32))
+                self._kept[parameter] = new
 
     # --- the optimizers --------------------------------------------------------------------------
 
@@ -138,7 +148,7 @@ class MasterWeights:
         Adam's second moments in fp16.
         """
         for parameter, state in optimizer.state.items():
-            if parameter in self._masters:
+            if parameter in self._kept:
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.dtype == self.half:
                         state[name] = value.float()
@@ -178,24 +188,26 @@ class MasterWeights:
     def write_back(self, optimizer: Optimizer) -> None:
         """Round the masters that stand in into their working weights."""
         masters = [m for m in _parameters_of(optimizer) if m in self._working]
-        weights = [self._working[m].detach() for m in masters]
+        working = [self._working[m] for m in masters]
         if masters:
-            torch._foreach_copy_(weights, [m.detach() for m in masters])
+            weights = [p.detach() for p in working]
+            kept = self.storage.write(weights, [m.detach() for m in masters])
+            self._kept.update(zip(working, kept, strict=True))
 
     def broadcast(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         """Give all ranks the masters of the first; DDP does so for the weights alone."""
-        for parameter in self._masters:
-            master = self.master_of(parameter)
-            torch.distributed.broadcast(master, group_src=0, group=process_group)
-            self._masters[parameter] = master
+        for parameter, kept in self._kept.items():
+            if kept is not None:
+                master = self.master_of(parameter)
+                torch.distributed.broadcast(master, group_src=0, group=process_group)
+                self._kept[parameter] = self.storage.keep(master)
 
     def _swap_in(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
-                if parameter in self._masters:
+                if parameter in self._kept:
                     master = self.master_of(parameter).requires_grad_()
-                    self._masters[parameter] = master
                     self._working[master] = parameter
                     parameters[index] = master
                     _move_state(optimizer, parameter, master)
@@ -209,7 +221,6 @@ class MasterWeights:
                     parameters[index] = parameter
                     _move_state(optimizer, master, parameter)
                     master.grad = None
-                    self._masters[parameter] = master.detach()
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler
-from lightning_mp.precision.module_selection import select_modules
 
 __all__ = ["ModelParallelBalancedAMP"]
 
@@ -39,8 +38,8 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         half: `"fp16"` or `"bf16"`.
         loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
             bf16 has the range of fp32 and takes no loss scale.
-        fp32_modules: Modules that keep fp32 weights: `"norm"` for all normalisation layers, names
-            of classes, or dotted names.
+        fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
+            normalisation layers, names of classes, or dotted names.
         fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
         half_ops: Names of torch functions to run in half.
         reduce_dtype: Gradients are averaged in `"fp32"`, or in `"half"` with half the bytes.
@@ -81,7 +80,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
 
     def _fp32_modules_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, kept in select_modules(module, self.fp32_modules).items():
+        for name, kept in self._keep_fp32(module).items():
             if any(True for _ in kept.parameters(recurse=False)):
                 yield name, kept
 
@@ -111,8 +110,8 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         return _ShardScaler(config)
 
     @override
-    def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        for name, gradient in super()._gradients(optimizer):
+    def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        for name, gradient in super().named_gradients(optimizer):
             yield name, _local(gradient)
 
 

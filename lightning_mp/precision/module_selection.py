@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["select_modules"]
+__all__ = ["as_written", "class_names", "select_modules"]
 
 # Their statistics, and weights near 1 whose updates half would round away.
 _NORM_TYPES = (
@@ -58,7 +58,7 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
             "`['norm', 'encoder.head']`."
         )
     paths = dict(root.named_modules(remove_duplicate=False))
-    written = {_as_written(path): module for path, module in reversed(paths.items())}
+    written = {as_written(path): module for path, module in reversed(paths.items())}
     chosen: set[nn.Module] = set()
     for name in names:
         found = _find(root, written, name)
@@ -71,7 +71,7 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 def _find(root: nn.Module, written: dict[str, nn.Module], name: str) -> list[nn.Module]:
     if name == "norm":
         return [module for module in root.modules() if _is_norm(module)]
-    found = [module for module in root.modules() if name in _class_names(module)]
+    found = [module for module in root.modules() if name in class_names(module)]
     if name and name in written:
         found.append(written[name])
     return found
@@ -80,7 +80,7 @@ def _find(root: nn.Module, written: dict[str, nn.Module], name: str) -> list[nn.
 def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, _NORM_TYPES):
         return True
-    names = [name.lower() for name in _class_names(module)]
+    names = [name.lower() for name in class_names(module)]
     if not any(norm in name for norm in _NORM_NAMES for name in names):
         return False
     own = module.parameters(recurse=False)
@@ -89,18 +89,19 @@ def _is_norm(module: nn.Module) -> bool:
     return vectors and all(_is_norm(child) for child in children)
 
 
-def _class_names(module: nn.Module) -> list[str]:
+def class_names(module: nn.Module) -> list[str]:
     """Return the names of the class and its bases, without those that every module has."""
     bases = type(module).__mro__
     return [cls.__name__ for cls in bases if cls not in (nn.Module, object)]
 
 
-def _as_written(path: str) -> str:
+def as_written(path: str) -> str:
+    """Return a dotted path without what wrappers put into it."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _unknown(root: nn.Module, paths: list[str], name: str) -> str:
-    classes = {each for module in root.modules() for each in _class_names(module)}
+    classes = {each for module in root.modules() for each in class_names(module)}
     candidates = ["norm", *sorted(classes), *(path for path in paths if path)]
     near = difflib.get_close_matches(name, candidates, n=5, cutoff=0.5)
     children = [child for child, _ in root.named_children()]

@@ -16,6 +16,7 @@ from benchmarks.precision import OPTIMIZERS, PRECISIONS, Contender, Row, judge, 
 QUICK = ["--quick", "--device", "cpu", "--threads", "1"]
 SMALL = [*QUICK, "--rounds", "1", "--steps", "1", "--optimizers", "fused"]
 REFERENCE = Contender("32-true", "fused")
+SCALED = "16-mixed", "O1-fp16", "O2-fp16", "pure-fp16"
 BASE, OURS = Contender("16-mixed", "fused"), Contender("O2-fp16", "fused")
 OUTCOME = Outcome(
     step_seconds=(0.1, 0.2),
@@ -80,7 +81,7 @@ def test_rehearsal_figures_are_consistent(rehearsal):
         assert row["peak_bytes"] == ""
         assert 1.5 < float(row["final_loss"]) < 3.5  # ln 10 at first
         assert float(row["loss_difference"] or 0) <= 0.01  # far below the tolerance
-        assert (row["loss_scale"] != "") == (row["precision"] in ("16-mixed", "O1-fp16", "O2-fp16"))
+        assert (row["loss_scale"] != "") == (row["precision"] in SCALED)
         if row["precision"] == "16-mixed":
             assert float(row["speedup"]) == 1
     by_name = {(row["precision"], row["optimizer"]): row for row in read(rehearsal)[:-1]}

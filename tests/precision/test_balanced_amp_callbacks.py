@@ -1,4 +1,4 @@
-"""BalancedAMP with Lightning's callbacks and entry points, against fp32."""
+"""BalancedAMP and PureFP16 with Lightning's callbacks and entry points, against fp32."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,15 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
 
+plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 
-def fp16() -> BalancedAMP:
-    return BalancedAMP(loss_scale=2.0**10)
+
+def fp16(plugin_type: type[MasterPrecision]) -> MasterPrecision:
+    return plugin_type(loss_scale=2.0**10)
 
 
 def relative(model: nn.Module, reference: nn.Module, start: torch.Tensor) -> float:
@@ -46,10 +50,11 @@ class _Unfrozen(Regression):
         return SGD(trained, lr=0.1, momentum=0.9)
 
 
-def test_layers_unfrozen_in_training_train_as_in_fp32() -> None:
+@plugins
+def test_layers_unfrozen_in_training_train_as_in_fp32(plugin_type: Any) -> None:
     reference, model = _Unfrozen(), _Unfrozen()
     start = parameters_of(model)
-    for each, plugin in ((reference, None), (model, fp16())):
+    for each, plugin in ((reference, None), (model, fp16(plugin_type))):
         trainer = fit(each, plugin, loader(4), max_epochs=3, callbacks=[_Unfreezes()])
         optimizer = trainer.optimizers[0]
         assert len(optimizer.param_groups) == 2
@@ -62,19 +67,21 @@ def test_layers_unfrozen_in_training_train_as_in_fp32() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
-def test_stochastic_weight_averaging_equals_fp32() -> None:
+@plugins
+def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
     reference, model = Regression(interval="epoch"), Regression(interval="epoch")
     start = parameters_of(model)
-    for each, plugin in ((reference, None), (model, fp16())):
+    for each, plugin in ((reference, None), (model, fp16(plugin_type))):
         average = StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=1, annealing_epochs=1)
         fit(each, plugin, loader(4), max_epochs=4, callbacks=[average])
     assert relative(model, reference, start) < 2**-7
 
 
-def test_an_exponential_average_with_validation_equals_fp32() -> None:
+@plugins
+def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) -> None:
     reference, model = Regression(), Regression()
     start, losses = parameters_of(model), []
-    for each, plugin in ((reference, None), (model, fp16())):
+    for each, plugin in ((reference, None), (model, fp16(plugin_type))):
         trainer = make_trainer(plugin, max_epochs=3, callbacks=[EMAWeightAveraging(decay=0.8)])
         trainer.fit(each, loader(4), loader(2, seed=9))
         losses.append(trainer.callback_metrics["val_loss"].item())
@@ -82,22 +89,34 @@ def test_an_exponential_average_with_validation_equals_fp32() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=2**-8)
 
 
-def test_the_learning_rate_monitor_sees_the_schedule_of_real_steps(tmp_path: Path) -> None:
+@plugins
+def test_the_learning_rate_monitor_sees_the_schedule_of_real_steps(
+    plugin_type: Any, tmp_path: Path
+) -> None:
     logger = CSVLogger(tmp_path)
     monitor = LearningRateMonitor("step")
     model = Regression(bad_batches=[1], interval="step")
-    plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**10))
+    plugin = plugin_type(loss_scale=LossScaleConfig(init_scale=2.0**10))
     options = {"logger": logger, "log_every_n_steps": 1, "callbacks": [monitor]}
     fit(model, plugin, loader(4), **options)
     # At global steps 0, 1, 1 and 2.
     assert monitor.lrs == {"lr-SGD": pytest.approx([0.1, 0.09, 0.09, 0.081])}
 
 
-@pytest.mark.parametrize("weights", ["half", "full"])
-def test_fitting_twice_with_one_trainer_goes_on_from_the_masters(weights: Any) -> None:
+@pytest.mark.parametrize(
+    ("plugin_type", "options"),
+    [
+        (BalancedAMP, {"weights": "half"}),
+        (BalancedAMP, {"weights": "full"}),
+        *((PureFP16, {"write_back": way}) for way in ("kahan", "stochastic", "nearest")),
+    ],
+)
+def test_fitting_twice_with_one_trainer_goes_on_from_the_masters(
+    plugin_type: Any, options: dict[str, Any]
+) -> None:
     once, twice = Regression(), Regression()
-    fit(once, BalancedAMP(loss_scale=2.0**10, weights=weights), loader(4), max_epochs=2)
-    trainer = fit(twice, BalancedAMP(loss_scale=2.0**10, weights=weights), loader(4))
+    fit(once, plugin_type(loss_scale=2.0**10, **options), loader(4), max_epochs=2)
+    trainer = fit(twice, plugin_type(loss_scale=2.0**10, **options), loader(4))
     between = parameters_of(twice)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(twice, loader(4))
@@ -122,7 +141,8 @@ def test_validate_test_and_predict_run_without_fit_and_hand_the_model_back() -> 
         assert torch.equal(p, q)
 
 
-def test_an_exception_in_training_hands_back_an_fp32_model() -> None:
+@plugins
+def test_an_exception_in_training_hands_back_an_fp32_model(plugin_type: Any) -> None:
     class Fails(Regression):
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
             if len(self.losses) == 3:
@@ -131,13 +151,14 @@ def test_an_exception_in_training_hands_back_an_fp32_model() -> None:
 
     model, reference = Fails(), Regression()
     with pytest.raises(ArithmeticError):
-        fit(model, fp16(), loader(4))
-    fit(reference, fp16(), loader(2))
+        fit(model, fp16(plugin_type), loader(4))
+    fit(reference, fp16(plugin_type), loader(2))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.equal(parameters_of(model), parameters_of(reference))
 
 
-def test_a_compiled_submodule_trains_as_in_fp32() -> None:
+@plugins
+def test_a_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
     def network() -> nn.Module:
         whole = perceptron()
         whole[:3].compile(backend="aot_eager")
@@ -148,15 +169,16 @@ def test_a_compiled_submodule_trains_as_in_fp32() -> None:
     start = parameters_of(reference)
     assert torch.equal(parameters_of(model), start)
     fit(reference, None, loader(6))
-    fit(model, fp16(), loader(6))
+    fit(model, fp16(plugin_type), loader(6))
     torch.compiler.reset()
     assert relative(model, reference, start) < 2**-7
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
 
 
-def test_optimizer_state_is_fp32_in_every_entry() -> None:
+@plugins
+def test_optimizer_state_is_fp32_in_every_entry(plugin_type: Any) -> None:
     model = Regression(make_optimizer=lambda p: AdamW(p, lr=0.01, amsgrad=True))
-    trainer = fit(model, fp16(), loader(2))
+    trainer = fit(model, fp16(plugin_type), loader(2))
     states = trainer.optimizers[0].state_dict()["state"].values()
     assert len(states) == 6
     assert {v.dtype for state in states for v in state.values()} == {torch.float32}

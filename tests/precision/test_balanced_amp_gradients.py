@@ -11,6 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import (
     Regression,
     fit,
@@ -20,19 +22,21 @@ from tests.precision.models import (
     parameters_of,
 )
 
-PLUGINS: dict[str, Callable[[], BalancedAMP]] = {
+PLUGINS: dict[str, Callable[[], MasterPrecision]] = {
     "fp16 O2": lambda: BalancedAMP(loss_scale=2.0**10),
     "fp16 O1": lambda: BalancedAMP(loss_scale=2.0**10, weights="full"),
     "bf16 O2": lambda: BalancedAMP(half="bf16"),
+    "pure fp16": lambda: PureFP16(loss_scale=2.0**10),
+    "pure bf16": lambda: PureFP16(half="bf16"),
 }
 plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
 CLIPPING: dict[str, tuple[float, str]] = {"norm": (0.1, "norm"), "value": (0.01, "value")}
 clipping = pytest.mark.parametrize("clipping", CLIPPING.values(), ids=CLIPPING)
 
 
-def growing() -> BalancedAMP:
+def growing(plugin_type: Any) -> MasterPrecision:
     """Return a plugin whose loss scale doubles at every step."""
-    return BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**4, growth_interval=1))
+    return plugin_type(loss_scale=LossScaleConfig(init_scale=2.0**4, growth_interval=1))
 
 
 def growing_stock() -> MixedPrecision:
@@ -40,7 +44,7 @@ def growing_stock() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 
-def tolerance(plugin: BalancedAMP) -> float:
+def tolerance(plugin: MasterPrecision) -> float:
     return 2**-7 if plugin.half == "fp16" else 2**-4
 
 
@@ -105,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 @clipping
 def test_automatic_clipping_equals_that_of_fp32(
     clipping: tuple[float, str],
-    make_plugin: Callable[[], BalancedAMP],
+    make_plugin: Callable[[], MasterPrecision],
     make_optimizer: Callable[..., Optimizer],
 ) -> None:
     """Lightning#21435: its 16-mixed refuses to clip with fused optimizers."""
@@ -126,7 +130,7 @@ def test_automatic_clipping_equals_that_of_fp32(
 @plugins
 @clipping
 def test_manual_clipping_equals_that_of_fp32(
-    clipping: tuple[float, str], make_plugin: Callable[[], BalancedAMP]
+    clipping: tuple[float, str], make_plugin: Callable[[], MasterPrecision]
 ) -> None:
     """Lightning#18089: scaled gradients were clipped, and so almost all of each was lost."""
     reference, model = (ClippedByHand(clipping, make_optimizer=OPTIMIZERS["sgd"]) for _ in "12")
@@ -152,7 +156,7 @@ def _assert_clipped_alike(
 @pytest.mark.parametrize("change", ["backward", "zero_grad"])
 @plugins
 def test_gradients_changed_between_clipping_and_step_raise(
-    make_plugin: Callable[[], BalancedAMP], change: str
+    make_plugin: Callable[[], MasterPrecision], change: str
 ) -> None:
     class Changing(ClippedByHand):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -171,7 +175,7 @@ def test_gradients_changed_between_clipping_and_step_raise(
 
 @plugins
 def test_clipping_leaves_the_gradients_of_the_model_scaled(
-    make_plugin: Callable[[], BalancedAMP],
+    make_plugin: Callable[[], MasterPrecision],
 ) -> None:
     class Looking(ClippedByHand):
         def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -195,7 +199,7 @@ def test_a_clipped_gradient_with_inf_skips_the_step() -> None:
 
 
 @plugins
-def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], BalancedAMP]) -> None:
+def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], MasterPrecision]) -> None:
     reference, model = Regression(), Regression()
     start, plugin = parameters_of(model), make_plugin()
     for each, precision in ((reference, None), (model, plugin)):
@@ -207,7 +211,9 @@ def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], BalancedAMP]) 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @plugins
-def test_a_step_that_returns_none_changes_nothing(make_plugin: Callable[[], BalancedAMP]) -> None:
+def test_a_step_that_returns_none_changes_nothing(
+    make_plugin: Callable[[], MasterPrecision],
+) -> None:
     class Sometimes(Regression):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
             return None if batch_idx in (1, 4) else super().training_step(batch, batch_idx)
@@ -281,9 +287,10 @@ class TwoOptimizers(Regression):
 
 
 @pytest.mark.parametrize("order", ["together", "toggled", "waiting", "shared"])
-def test_two_optimizers_equal_fp32_while_the_scale_grows(order: str) -> None:
+@pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
+def test_two_optimizers_equal_fp32_while_the_scale_grows(plugin_type: Any, order: str) -> None:
     reference, model = TwoOptimizers(order), TwoOptimizers(order)
-    start, plugin = parameters_of(model), growing()
+    start, plugin = parameters_of(model), growing(plugin_type)
     fit(reference, None, loader(7))
     trainer = fit(model, plugin, loader(7))
     assert plugin.scaler.scale >= 2.0**10

@@ -11,19 +11,25 @@ from torch.optim import Adam
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import Regression, fit, loader, parameters_of
 
 BAD = (2, 3)
 BATCHES = 6
-both_weights = pytest.mark.parametrize("weights", ["half", "full"])
+settings = pytest.mark.parametrize("weights", ["half", "full", "pure"])
 
 
 def adam(parameters: Any) -> Adam:
     return Adam(parameters, lr=0.01)
 
 
-def make_plugin(weights: str = "half") -> BalancedAMP:
-    return BalancedAMP(weights=weights, loss_scale=LossScaleConfig(init_scale=2.0**10))
+def make_plugin(weights: str = "half") -> MasterPrecision:
+    """Return PureFP16 for "pure" weights, else BalancedAMP."""
+    config = LossScaleConfig(init_scale=2.0**10)
+    if weights == "pure":
+        return PureFP16(loss_scale=config)
+    return BalancedAMP(weights=weights, loss_scale=config)
 
 
 class WithScales(Regression):
@@ -33,7 +39,7 @@ class WithScales(Regression):
         self.scales = [*getattr(self, "scales", []), self.trainer.precision_plugin.scaler.scale]
 
 
-@both_weights
+@settings
 def test_skipped_steps_move_no_weight_no_state_no_count_and_no_schedule(weights: str) -> None:
     """Lightning#5558, #16228, #18828, #21339: torch's scaler leaves 6 steps and 6 decays."""
     plugin = make_plugin(weights)
@@ -62,9 +68,10 @@ def test_skipped_steps_leave_the_run_of_the_good_batches_alone() -> None:
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-4)
 
 
-def test_a_first_step_that_is_skipped_raises_no_warning_of_the_schedule() -> None:
+@settings
+def test_a_first_step_that_is_skipped_raises_no_warning_of_the_schedule(weights: str) -> None:
     model = Regression(make_optimizer=adam, bad_batches=[0], interval="step")
-    trainer = fit(model, make_plugin(), loader(3))
+    trainer = fit(model, make_plugin(weights), loader(3))
     assert trainer.global_step == 2
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
 
@@ -83,9 +90,10 @@ def test_skipped_steps_do_not_count_for_max_steps() -> None:
     assert len(model.losses) == 7
 
 
-def test_skipped_steps_with_accumulation_are_counted_by_steps() -> None:
+@settings
+def test_skipped_steps_with_accumulation_are_counted_by_steps(weights: str) -> None:
     model = Regression(make_optimizer=adam, bad_batches=[2], interval="step")
-    plugin = make_plugin()
+    plugin = make_plugin(weights)
     trainer = fit(model, plugin, loader(6), accumulate_grad_batches=2)
     assert trainer.global_step == 2
     assert plugin.scaler.skipped_steps == 1
@@ -102,10 +110,13 @@ class _RecordsAverage(EMAWeightAveraging):
         self.averages.append(parameters_of(self._average_model.module))
 
 
-def test_an_average_of_weights_stands_still_at_skipped_steps_and_equals_that_of_fp32() -> None:
+@settings
+def test_an_average_of_weights_stands_still_at_skipped_steps_and_equals_that_of_fp32(
+    weights: str,
+) -> None:
     average, plain = _RecordsAverage(), _RecordsAverage()
     model = Regression(make_optimizer=adam, bad_batches=BAD)
-    fit(model, make_plugin(), loader(BATCHES), callbacks=[average])
+    fit(model, make_plugin(weights), loader(BATCHES), callbacks=[average])
     for batch in range(1, BATCHES):
         stood_still = torch.equal(average.averages[batch], average.averages[batch - 1])
         assert stood_still == (batch in BAD)
@@ -117,7 +128,8 @@ def test_an_average_of_weights_stands_still_at_skipped_steps_and_equals_that_of_
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_manual_optimization_counts_the_steps_of_each_optimizer() -> None:
+@settings
+def test_manual_optimization_counts_the_steps_of_each_optimizer(weights: str) -> None:
     class Manual(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -133,7 +145,7 @@ def test_manual_optimization_counts_the_steps_of_each_optimizer() -> None:
         def configure_optimizers(self) -> list[Adam]:
             return [adam(self.network[0].parameters()), adam(self.network[2:].parameters())]
 
-    plugin = make_plugin()
+    plugin = make_plugin(weights)
     model = Manual()
     trainer = fit(model, plugin, loader(3))
     counts = [{int(s["step"]) for s in o.state.values()} for o in trainer.optimizers]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +150,14 @@ def set_up_compiler(cache_folder: str) -> None:
     torch.set_num_threads(1)
 
 
-def compile_kernel(request: Request) -> Compiled:
-    """Compile one kernel, in a process that was set up for it."""
-    function, found = _specialisation(request)
+def compile_kernel(request: Any, launch: Callable[[Any], None] | None = None) -> Compiled:
+    """Compile one kernel, in a process that was set up for it.
+
+    Args:
+        request: What to compile; names the `kernel`, and the chip in `config.arch`.
+        launch: Launches kernels, that one among them; those of a sweep by default.
+    """
+    function, found = _specialisation(request, launch or _launch)
     source = ASTSource(function, found["signature"], found["constants"], found["configs"][0])
     names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
     options = {name: found[name] for name in names}
@@ -194,7 +200,7 @@ class _AbsentDevice:
         return 0
 
 
-def _specialisation(request: Request) -> tuple[Any, dict[str, Any]]:
+def _specialisation(request: Any, launch: Callable[[Any], None]) -> tuple[Any, dict[str, Any]]:
     """Return the kernel and what its launcher would have Triton compile."""
     found = []
 
@@ -204,7 +210,7 @@ def _specialisation(request: Request) -> tuple[Any, dict[str, Any]]:
 
     driver.set_active(_AbsentDevice(request.config.arch))
     knobs.runtime.jit_cache_hook = note
-    _launch(request)
+    launch(request)
     return next((fn.jit_function, made) for fn, made in found if fn.name == request.kernel)
 
 

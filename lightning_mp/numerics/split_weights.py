@@ -1,0 +1,102 @@
+r"""fp32 weights kept in half: as a half weight with a half residual, or rounded at random.
+
+Legend: `w` half weight, `r` half residual, `m` the fp32 value that they stand for, `u` the unit of
+residuals.
+
+.. math::
+    w = \mathrm{half}(m), \quad r = \mathrm{half}((m - w) / u), \quad m \approx w + u \, r
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "join_weight",
+    "residual_unit",
+    "round_stochastically",
+    "split_weight",
+]
+
+# The bits of an fp32 significand that a half format lacks.
+_LOST_BITS = {torch.float16: 13, torch.bfloat16: 16}
+
+
+def residual_unit(half: torch.dtype) -> float:
+    """Return the unit that residuals of a half format are stored in.
+
+    An fp16 residual stored as it is would stop at fp16's subnormal step of 6e-8, which for a weight
+    of 1e-3 is 14 bits in all. In units of 2^-11 it is as large as its weight, and both carry 22
+    bits from 1.2e-4 on, where fp16's own begin to fade; below, they resolve 2.9e-11. bf16 has the
+    exponents of fp32 and needs no unit: 16 bits in all.
+
+    Args:
+        half: `torch.float16` or `torch.bfloat16`.
+    """
+    return 2.0**-11 if half == torch.float16 else 1.0
+
+
+def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split fp32 values into half weights and half residuals.
+
+    Args:
+        master: fp32, of any shape.
+        half: `torch.float16` or `torch.bfloat16`.
+
+    Returns:
+        The weights, rounded to nearest, and the residuals in units of `residual_unit(half)`; 0
+        where a weight is not finite. What they stand for rounds to the weights, and splits into
+        the same weights and residuals again.
+    """
+    weight, unit = master.to(half), residual_unit(half)
+    plain = weight.float()
+    residual = ((master - plain) / unit).to(half).float()
+    # One in 8000 is rounded up to half a step. Both together may then be nearer to the weight's
+    # neighbour, which a run resumed from them would compute with: it gets the value below.
+    is_neighbour = (plain + residual * unit).to(half) != weight
+    below = residual * (1 - 0.6 * torch.finfo(half).eps)
+    residual = torch.where(is_neighbour, below, residual)
+    return weight, torch.where(weight.isfinite(), residual, 0).to(half)
+
+
+def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
+    """Return the fp32 values that half weights and residuals stand for.
+
+    A residual with which the weight would be another belongs to one that something has overwritten
+    since. It is left out: a weight set to 0 is 0.
+
+    Args:
+        weight: fp16 or bf16.
+        residual: Of the dtype and shape of `weight`.
+    """
+    plain = weight.float()
+    both = plain + residual.float() * residual_unit(weight.dtype)
+    return torch.where(both.to(weight.dtype) == weight, both, plain)
+
+
+def round_stochastically(
+    master: Tensor, half: torch.dtype, *, generator: torch.Generator | None = None
+) -> Tensor:
+    r"""Round fp32 values to one of their two half neighbours at random, right on average.
+
+    .. math::
+        P(\lceil m \rceil) = \frac{m - \lfloor m \rfloor}{\lceil m \rceil - \lfloor m \rfloor}
+
+    Rounded to nearest, a thousand updates of a thousandth of a step each leave a weight where it
+    was; so they move it by one step on average.
+
+    Args:
+        master: fp32, of any shape. Values that `half` can hold, inf and NaN stay as they are.
+        half: `torch.float16` or `torch.bfloat16`.
+        generator: Of random numbers on the device of `master`; `None` for the default one.
+    """
+    lost = _LOST_BITS[half]
+    noise = torch.randint(
+        1 << lost, master.shape, generator=generator, device=master.device, dtype=torch.int32
+    )
+    # In fp32 bits, a carry out of the bits that get lost moves the magnitude to the next neighbour.
+    bits = master.contiguous().view(torch.int32) + noise
+    rounded = (bits >> lost << lost).view(torch.float32)
+    if half == torch.float16:  # below 2^-14 its steps stay at 2^-24
+        steps = (master.abs() * 2.0**24 + noise * 2.0**-lost).floor() * 2.0**-24
+        rounded = torch.where(master.abs() < 2.0**-14, steps.copysign(master), rounded)
+    return torch.where(master.isfinite(), rounded, master).to(half)

@@ -1,0 +1,245 @@
+r"""The step of AdamW over half or full weights in plain torch, without a host sync.
+
+Legend: `w` weight, `g` gradient, `m` first moment, `v` second moment, `t` step count, `c` the clip
+of the update's RMS; hats are bias-corrected.
+
+.. math::
+    g &= \pm \mathrm{grad} / \mathrm{grad\_scale} \\
+    w &\leftarrow (1 - \mathrm{lr} \, \lambda) \, w \\
+    m &\leftarrow \mathrm{lerp}(m, g, 1 - \beta_1), \quad
+    v \leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+    \mathrm{lr}_t &= \mathrm{lr} / \max(1, \mathrm{RMS}_t / c), \quad
+    \mathrm{RMS}_t^2 = \mathrm{mean}\big((g / \max(\sqrt{\hat v}, \epsilon))^2\big) \\
+    w &\leftarrow w - \mathrm{lr}_t \, \hat m / (\sqrt{\hat v} + \epsilon)
+    \quad \text{or} \quad w - \mathrm{lr}_t \, a \, \mathrm{atan2}(\hat m, b \sqrt{\hat v})
+
+References:
+    Update clipping, of a second moment that is bias-corrected: https://arxiv.org/abs/2304.13013
+    Adam-atan2: https://arxiv.org/abs/2407.05872
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weight
+
+__all__ = ["ATAN2_A", "ATAN2_B", "bias_corrections", "foreach_adamw_step", "mix_seed"]
+
+ATAN2_A = 1.27
+"""Scale of Adam-atan2's update: close to 4/pi, so that m = sqrt(v) gives 1, as in Adam."""
+ATAN2_B = 1.0
+"""Scale of the root of the second moment within Adam-atan2."""
+
+
+def foreach_adamw_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    residuals: list[Tensor] | None,
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    rule: str,
+    write_back: str,
+    seed: int,
+    clip_update_rms: float | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Step the tensors of one device, parameter dtype and gradient dtype, in place.
+
+    Where `found_inf` is set nothing is written, NaN in the gradients or not: with `found_inf` the
+    step works on copies, and `torch.where` picks what to keep. That costs two more temporaries of
+    the moments' size, and no host sync.
+
+    Args:
+        params: Weights in fp16, bf16, fp32 or float64.
+        grads: Their gradients, scaled by `grad_scale`. They are only read.
+        exp_avgs: First moments: fp32, or float64 for float64 weights.
+        exp_avg_sqs: Second moments, likewise.
+        residuals: Of half weights, for `write_back="kahan"`; otherwise `None`.
+        steps: Step counts of shape [], this step included, on the device of `params`.
+        lr: The learning rate; a tensor of one element may live on any device.
+        beta1: Decay of the first moments, in [0, 1).
+        beta2: Decay of the second moments, in [0, 1).
+        eps: Added to the root of the second moment, outside of it.
+        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight. The clip leaves
+            it alone, since no gradient drives it.
+        maximize: Step along the gradient, not against it.
+        rule: "adam" or "atan2".
+        write_back: How half weights take fp32 values: "kahan", "nearest" or "stochastic".
+        seed: Of the noise for "stochastic"; tensor `i` draws from `mix_seed(seed, i)`.
+        clip_update_rms: Bound on the RMS of the gradients over the roots of the second moments,
+            per tensor, or `None`.
+        grad_scale: What the gradients are divided by, one element on this device, or `None`.
+        found_inf: Not 0 where the step is to be skipped, one element on this device, or `None`.
+    """
+    if not params:
+        return
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    gradients = _unscaled(grads, exp_avgs[0].dtype, grad_scale, maximize)
+    weights = _working_copies(params, residuals, exp_avgs[0].dtype, skip)
+    moments = exp_avgs if skip is None else [m.clone() for m in exp_avgs]
+    squares = exp_avg_sqs if skip is None else [v.clone() for v in exp_avg_sqs]
+
+    if weight_decay != 0:
+        _scale_(weights, 1 - lr * weight_decay)
+    torch._foreach_lerp_(moments, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+
+    correction1, correction2 = bias_corrections(steps, beta1, beta2)
+    roots = list(torch._foreach_sqrt(squares))
+    torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
+    rates = _rates(lr, correction1)
+    if clip_update_rms is not None:
+        rms = _update_rms(gradients, roots, eps).to(rates.dtype)
+        rates = rates / (rms / clip_update_rms).clamp_min(1)
+
+    if rule == "adam":
+        torch._foreach_add_(roots, eps)
+        updates = list(torch._foreach_div(moments, roots))
+        torch._foreach_mul_(updates, _scalars(-rates / correction1, updates[0].dtype))
+    else:
+        unbiased = torch._foreach_div(moments, _scalars(correction1, roots[0].dtype))
+        updates = [torch.atan2(m, ATAN2_B * root) for m, root in zip(unbiased, roots, strict=True)]
+        torch._foreach_mul_(updates, _scalars(-ATAN2_A * rates, updates[0].dtype))
+    torch._foreach_add_(weights, updates)
+
+    if skip is not None:
+        _commit(exp_avgs, moments, skip)
+        _commit(exp_avg_sqs, squares, skip)
+    _write_back(params, residuals, weights, skip, write_back, seed)
+
+
+def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count, on its device.
+
+    As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
+
+    Args:
+        steps: Step counts of shape [].
+        beta1: In [0, 1).
+        beta2: In [0, 1).
+
+    Returns:
+        Two vectors, in float64 where the device has it.
+    """
+    counts = torch.stack(list(steps)).to(state_dtype(steps[0].device))
+    log1, log2 = (math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
+    return -torch.expm1(counts * log1), -torch.expm1(counts * log2)
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """Return a seed for the `index`-th stream of `seed`, all of whose low 32 bits are mixed.
+
+    torch's generator of the CPU reads no more than those. (The finalizer of splitmix64.)
+
+    Args:
+        seed: Any integer.
+        index: 0 or more.
+    """
+    mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return (mixed ^ mixed >> 31) % 2**63
+
+
+def _unscaled(
+    grads: list[Tensor], dtype: torch.dtype, grad_scale: Tensor | None, maximize: bool
+) -> list[Tensor]:
+    gradients = [gradient.to(dtype) for gradient in grads]
+    if grad_scale is not None:
+        gradients = list(torch._foreach_div(gradients, grad_scale.reshape(()).to(dtype)))
+    return list(torch._foreach_neg(gradients)) if maximize else gradients
+
+
+def _working_copies(
+    params: list[Tensor], residuals: list[Tensor] | None, dtype: torch.dtype, skip: Tensor | None
+) -> list[Tensor]:
+    """Return weights to compute with; full weights without `found_inf` themselves."""
+    if residuals is not None:
+        return [join_weight(p, rest) for p, rest in zip(params, residuals, strict=True)]
+    if params[0].dtype != dtype:
+        return [p.to(dtype) for p in params]
+    return params if skip is None else [p.clone() for p in params]
+
+
+def _scale_(tensors: list[Tensor], factor: float | Tensor) -> None:
+    if isinstance(factor, Tensor):
+        factor = factor.detach().reshape(()).to(tensors[0].device, tensors[0].dtype)
+    torch._foreach_mul_(tensors, factor)
+
+
+def _rates(lr: float | Tensor, like: Tensor) -> Tensor:
+    """Return a learning rate for each tensor; a number is filled in, which needs no copy."""
+    if isinstance(lr, Tensor):
+        on_device = lr.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
+        return on_device.expand_as(like)
+    return torch.full_like(like, lr)
+
+
+def _scalars(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of shape [], in the tensors' dtype: weights of shape [] are promoted."""
+    return list(values.to(dtype).unbind())
+
+
+def _update_rms(gradients: list[Tensor], roots: list[Tensor], eps: float) -> Tensor:
+    # Roots are compared with eps, not squares with eps^2, which a half format cannot hold.
+    floor = max(eps, torch.finfo(roots[0].dtype).tiny)
+    ratios = torch._foreach_div(gradients, torch._foreach_clamp_min(roots, floor))
+    norms = torch._foreach_norm(ratios)
+    # The norm of a sharded tensor is a sum over the ranks.
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    sizes = [1 / math.sqrt(max(1, gradient.numel())) for gradient in gradients]
+    return torch.stack(torch._foreach_mul(whole, sizes))
+
+
+def _write_back(
+    params: list[Tensor],
+    residuals: list[Tensor] | None,
+    weights: list[Tensor],
+    skip: Tensor | None,
+    write_back: str,
+    seed: int,
+) -> None:
+    half = params[0].dtype
+    if half == weights[0].dtype:
+        if skip is not None:
+            _commit(params, weights, skip)
+    elif residuals is not None:
+        split = [split_weight(weight, half) for weight in weights]
+        _commit(params, [weight for weight, _ in split], skip)
+        _commit(residuals, [rest for _, rest in split], skip)
+    elif write_back == "stochastic":
+        generator = torch.Generator(params[0].device)
+        rounded = [
+            round_stochastically(w, half, generator=generator.manual_seed(mix_seed(seed, index)))
+            for index, w in enumerate(weights)
+        ]
+        _commit(params, rounded, skip)
+    else:
+        _commit(params, [weight.to(half) for weight in weights], skip)
+
+
+def _commit(old: list[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
+    if skip is not None:
+        new = [torch.where(skip, kept, taken) for kept, taken in zip(old, new, strict=True)]
+    torch._foreach_copy_([_local(kept) for kept in old], [_local(taken) for taken in new])
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return the shard of a DTensor, of which torch cannot copy a list."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

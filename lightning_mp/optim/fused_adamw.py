@@ -1,0 +1,169 @@
+"""The step of AdamW over half or full weights as one Triton kernel for all tensors."""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lightning_mp.numerics.split_weights import residual_unit
+from lightning_mp.optim.adamw_kernels import NUM_WARPS, adamw_kernel, rms_kernel
+from lightning_mp.optim.adamw_math import foreach_adamw_step, mix_seed
+from lightning_mp.optim.adamw_tables import Tables, tables_for_capture, tables_of
+
+__all__ = ["fused_adamw_step"]
+
+_FORMATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@torch.no_grad()
+def fused_adamw_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    residuals: list[Tensor] | None,
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    rule: str,
+    write_back: str,
+    seed: int,
+    clip_update_rms: float | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Step the tensors of one CUDA device, parameter dtype and gradient dtype, in place.
+
+    As `foreach_adamw_step` computes it up to rounding, in one launch instead of some twenty, each
+    of which reads and writes whole tensors: fp32 weights and gradients take 28 bytes an element,
+    fp16 ones with residuals 26, and the clip reads gradients and second moments once more, in a
+    launch of its own. The noise of "stochastic" is another than that of `foreach_adamw_step`.
+
+    The host looks at addresses and strides. Only when they have changed, it makes a new table of
+    them and copies it to the device without waiting. While a CUDA graph is captured it makes none:
+    with tensors that it has not stepped where they are, `foreach_adamw_step` is captured instead.
+
+    Args:
+        params: Weights in fp16, bf16 or fp32, dense or not; what is not laid out like its
+            parameter, densely, goes through a copy.
+        grads: Their gradients in one of these dtypes, scaled by `grad_scale`. They are only read.
+        exp_avgs: First moments in fp32.
+        exp_avg_sqs: Second moments in fp32.
+        residuals: Of half weights, in their dtype, for `write_back="kahan"`; otherwise `None`.
+        steps: Step counts in fp32 of shape [], this step included, on the device of `params`.
+        lr: The learning rate; a tensor of one element may live on any device.
+        beta1: Decay of the first moments, in [0, 1).
+        beta2: Decay of the second moments, in [0, 1).
+        eps: Added to the root of the second moment, outside of it.
+        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight.
+        maximize: Step along the gradient, not against it.
+        rule: "adam" or "atan2".
+        write_back: How half weights take fp32 values: "kahan", "nearest" or "stochastic".
+        seed: Of the noise for "stochastic".
+        clip_update_rms: Bound on the RMS of the gradients over the roots of the second moments,
+            per tensor, or `None`.
+        grad_scale: What the gradients are divided by, one element on this device, or `None`.
+        found_inf: Not 0 where the step is to be skipped, one element on this device, or `None`.
+
+    Raises:
+        ValueError: The lists differ in length, or tensors are not of the dtypes, shapes or device
+            above.
+    """
+    if not params:
+        return
+    lists = [params, grads, exp_avgs, exp_avg_sqs, *([] if residuals is None else [residuals])]
+    half, device = params[0].dtype, params[0].device
+    with _on(device), _tables(lists, steps) as tables:
+        if tables is None:
+            foreach_adamw_step(
+                params, grads, exp_avgs, exp_avg_sqs, residuals, steps,
+                lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+                maximize=maximize, rule=rule, write_back=write_back, seed=seed,
+                clip_update_rms=clip_update_rms, grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+            return
+        table, chunks, parts = tables
+        if len(chunks) == 0:
+            return
+        shared: dict[str, Any] = {
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "num_tensors": len(params),
+            "beta2": float(beta2),
+            "weight2": 1.0 - beta2,
+            "log_beta2": _log(beta2),
+            "sign": -1.0 if maximize else 1.0,
+            "GRAD": _FORMATS[grads[0].dtype],
+            "num_warps": NUM_WARPS,
+            "enable_fp_fusion": True,
+        }
+        partials = None
+        if clip_update_rms is not None:
+            partials = torch.empty(len(parts), dtype=torch.float32, device=device)
+            floor = max(float(eps), torch.finfo(torch.float32).tiny)
+            rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
+        rate, rate_at = _rate(lr, device)
+        adamw_kernel[(len(chunks),)](
+            table,
+            chunks,
+            partials,
+            lr=rate,
+            lr_at=rate_at,
+            seed=_key_of_noise(seed),
+            beta1=float(beta1),
+            weight1=1.0 - beta1,
+            log_beta1=_log(beta1),
+            eps=float(eps),
+            weight_decay=float(weight_decay),
+            clip=float(clip_update_rms or 1.0),
+            PARAM=_FORMATS[half],
+            IS_ATAN2=rule == "atan2",
+            WRITE_BACK=_write_back(half, residuals, write_back),
+            UNIT=residual_unit(half),
+            **shared,
+        )
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Triton launches on a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _tables(
+    lists: list[list[Tensor]], steps: list[Tensor]
+) -> contextlib.AbstractContextManager[Tables | None]:
+    if lists[0][0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return contextlib.nullcontext(tables_for_capture(lists, steps))
+    return tables_of(lists, steps)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
+    """Return the learning rate as a number, or where on the device it is."""
+    if not isinstance(lr, Tensor):
+        return float(lr), None
+    if lr.device.type == "cpu" and device.type != "cpu":
+        return float(lr), None  # nothing to wait for
+    return 0.0, lr.to(device, non_blocking=True)
+
+
+def _key_of_noise(seed: int) -> int:
+    """Return a key of 63 bits, the highest set: Triton compiles anew for integers of 32."""
+    return mix_seed(seed, 0) | 1 << 62
+
+
+def _write_back(half: torch.dtype, residuals: list[Tensor] | None, write_back: str) -> str:
+    if residuals is not None:
+        return "kahan"
+    return write_back if write_back == "stochastic" and half != torch.float32 else "nearest"

@@ -1,0 +1,302 @@
+"""AdamW for half or full weights, with fp32 states, fp32 math and a bound on starved updates."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
+from lightning_mp.optim.adamw_arguments import check_group, check_loaded_group, check_parameter
+from lightning_mp.optim.adamw_batch import AdamWBatch
+from lightning_mp.optim.adamw_math import mix_seed
+
+__all__ = ["SafeAdamW"]
+
+# How a run steps is a matter of its machine, not of its checkpoint.
+_MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class SafeAdamW(Optimizer):
+    r"""AdamW that is safe on half weights: fp32 states, fp32 math, and no update is lost.
+
+    `torch.optim.AdamW` keeps its states in the dtype of its weights. In fp16 its epsilon of 1e-8 is
+    0, so that one zero gradient gives NaN at the first step, and gradients below 5.5e-3 give inf.
+    Here states and math are in fp32 for fp16 and bf16 weights (float64 for float64 weights), and
+    each half weight has a residual of its own dtype that takes what rounding leaves: together
+    they carry 22 bits in fp16. A half parameter takes 12 bytes with its states, against 16
+    with an fp32 master weight. In fp32 it is `torch.optim.AdamW` to rounding.
+
+    .. math::
+        w \leftarrow (1 - \mathrm{lr} \, \lambda) \, w
+        - \mathrm{lr}_t \, \hat m / (\sqrt{\hat v} + \epsilon)
+
+    A run of zero gradients starves :math:`v`: at betas of 0.9 and 0.999, the old gradient moves
+    its weight by 3.09 learning rates after 10,000 zeros, instead of 0.1. `clip_update_rms=1.0`
+    bounds that, as StableAdamW and Adafactor do, tensor by tensor:
+
+    .. math::
+        \mathrm{lr}_t = \mathrm{lr} / \max(1, \mathrm{RMS}_t / c), \quad
+        \mathrm{RMS}_t = \sqrt{\mathrm{mean}(g^2 / \max(\hat v, \epsilon^2))}
+
+    `step` reads nothing back from the device: step counts are tensors on the device of their
+    parameter, and a skip is decided there. It follows the protocol of `torch.amp.GradScaler`, which
+    hands it `grad_scale` and `found_inf`: on a skip no parameter, state or step count moves. The
+    gradients may be in fp16, but `GradScaler.unscale_` refuses those: let `step` unscale them.
+
+    Args:
+        params: Parameters or groups of them, in fp16, bf16, fp32 or float64.
+        lr: The learning rate: a number, or a tensor of one element.
+        betas: Decay of the first and second moment, each in [0, 1).
+        eps: Added outside of the root, after bias correction. In fp32, whatever the weights.
+        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight.
+        clip_update_rms: Bound on the RMS of gradient over root of second moment in each tensor;
+            1.0 is the usual value, `None` none. The second moment is bias-corrected. It
+            scales the update alone, and leaves the weight decay. For sharded tensors (DTensor)
+            the RMS is that of the whole tensor; FSDP 1 flattens tensors, and so clips per shard.
+        rule: "adam", or "atan2" for :math:`1.27 \, \mathrm{atan2}(\hat m, \sqrt{\hat v})`, which
+            needs no epsilon, does not depend on the gradients' scale and never passes 2.
+        write_back: What half weights do with the bits that they lack. "kahan" keeps them in
+            `state[p]["residual"]`; "nearest" drops them, and updates below half a step with them;
+            "stochastic" rounds at random, alike on all ranks and after a resumption.
+        amsgrad: Not supported; here for the signature of torch.
+        maximize: Step along the gradients.
+        foreach: `True` steps all tensors at once, `False` one by one, with fp32 temporaries of only
+            one tensor. `None` steps at once on CUDA. The results are the same, except for the
+            noise of "stochastic".
+        fused: One multi-tensor Triton kernel. `None` takes it where all parameters of a group are
+            on CUDA, Triton can be imported and `foreach` was not asked for. float64 parameters are
+            stepped without it. On the CPU it runs only interpreted, for tests.
+        capturable: Declares that `step` may be captured in a CUDA graph. It changes nothing here:
+            step counts always live on the device.
+        differentiable: Not supported; here for the signature of torch.
+
+    Raises:
+        ValueError: For an argument out of its range.
+        RuntimeError: At `step`, for sparse gradients.
+
+    References:
+        AdamW: https://arxiv.org/abs/1711.05101
+        Update clipping: https://arxiv.org/abs/1804.04235, https://arxiv.org/abs/2304.13013
+        Adam-atan2: https://arxiv.org/abs/2407.05872; a = 1.27 and b = 1 are the constants of
+        https://github.com/lucidrains/adam-atan2-pytorch
+        NaN in fp16 training: https://github.com/Lightning-AI/pytorch-lightning/issues/20619
+    """
+
+    # Set by `torch.amp.GradScaler.step` around `step`.
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        clip_update_rms: float | None = None,
+        rule: Literal["adam", "atan2"] = "adam",
+        write_back: Literal["kahan", "nearest", "stochastic"] = "kahan",
+        amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "clip_update_rms": clip_update_rms,
+            "rule": rule,
+            "write_back": write_back,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            # Seeds the noise of "stochastic"; in the group, so that checkpoints hold it.
+            "rounding_step": 0,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tell `torch.amp.GradScaler` to leave unscaling and skipping to `step`.
+
+        It must for half gradients, which it refuses. Others it may as well unscale ahead, and they
+        can then be clipped in between; Lightning's `16-mixed` refuses to clip otherwise.
+        """
+        return any(
+            group["fused"] or parameter.dtype in HALF_DTYPES
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, at any time during training.
+
+        Args:
+            param_group: `params`, and the arguments in which the group differs from the others.
+
+        Raises:
+            ValueError: For an argument out of its range, or a parameter that is not real.
+        """
+        check_group({**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for parameter in group["params"]:
+                check_parameter(parameter, group)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returned, or `None`.
+
+        Raises:
+            RuntimeError: For sparse gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        for group_index, group in enumerate(self.param_groups):
+            for index, batch in enumerate(self._batches(group)):
+                seed = mix_seed(group["rounding_step"], (group_index << 32) + index)
+                batch.step(group, seed, grad_scale, found_inf)
+            if group["write_back"] == "stochastic":
+                group["rounding_step"] += 1
+        return loss
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[AdamWBatch]:
+        """Return a group's parameters and states by device and dtypes, or one by one."""
+        batches: dict[object, AdamWBatch] = {}
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError(
+                    f"Parameter {index} of a group has a sparse gradient. `SafeAdamW` steps dense"
+                    " ones. Pass `sparse=False` to the embedding, or give its weights to"
+                    " `torch.optim.SparseAdam`."
+                )
+            state = self._state_of(parameter, group)
+            at_once = group["fused"] or group["foreach"]
+            if group["foreach"] is None:
+                at_once = at_once or parameter.is_cuda
+            dtypes = (parameter.device, parameter.dtype, parameter.grad.dtype)
+            batch = batches.setdefault(dtypes if at_once else index, AdamWBatch())
+            batch.append(
+                parameter, parameter.grad, state, as_shard=group["clip_update_rms"] is None
+            )
+        yield from batches.values()
+
+    def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        dtype = accumulation_dtype(parameter.dtype)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        if parameter.dtype == dtype or group["write_back"] != "kahan":
+            state.pop("residual", None)
+        elif "residual" not in state or state["residual"].dtype != parameter.dtype:
+            state["residual"] = torch.zeros_like(parameter)
+        return state
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer or of `torch.optim.AdamW`, without rounding it to half.
+
+        torch casts states to the dtype of their parameter, which would leave second moments below
+        6e-8 at 0. Here moments become fp32 (half ones are widened), residuals keep their dtype,
+        and one of another dtype than its weight is dropped. Arguments that the state lacks, and
+        `foreach`, `fused`, `capturable` and `differentiable`, stay as they are.
+
+        Args:
+            state_dict: What `state_dict` returned. Its tensors are copied.
+
+        Raises:
+            ValueError: For a state with `amsgrad`, or with a weight decay that is not decoupled.
+        """
+        # Added last, so that it shields what the other hooks return.
+        handle = self.register_load_state_dict_pre_hook(_shield_states)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for parameter in group["params"]:
+                if parameter in self.state:
+                    self.state[parameter] = _unshielded(parameter, self.state[parameter])
+
+
+@dataclass(frozen=True)
+class _Shielded:
+    """Hides a tensor from the casts of `Optimizer.load_state_dict`."""
+
+    value: Any
+
+
+def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    saved_groups = state_dict["param_groups"]
+    for group in saved_groups:
+        check_loaded_group(group)
+    if len(saved_groups) == len(optimizer.param_groups):  # torch raises otherwise
+        saved_groups = [
+            {**{k: v for k, v in ours.items() if k != "params"}, **saved}
+            | {name: ours[name] for name in _MACHINE_OPTIONS}
+            for ours, saved in zip(optimizer.param_groups, saved_groups, strict=True)
+        ]
+        for group in saved_groups:
+            group.pop("decoupled_weight_decay", None)
+    states = {
+        key: {name: _Shielded(value) for name, value in state.items()}
+        if isinstance(state, dict)
+        else state
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states, "param_groups": saved_groups}
+
+
+def _unshielded(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in the dtypes that `step` keeps it in, on the device of its parameter."""
+    loaded = {}
+    for name, value in state.items():
+        if not isinstance(value, _Shielded):
+            loaded[name] = value
+        elif name == "step":
+            step = torch.as_tensor(value.value, dtype=torch.float32)
+            loaded[name] = step.detach().to(parameter.device, copy=True)
+        elif not isinstance(value.value, Tensor):
+            loaded[name] = value.value
+        elif name != "residual" or value.value.dtype == parameter.dtype:
+            dtype = value.value.dtype
+            if name in ("exp_avg", "exp_avg_sq"):
+                dtype = accumulation_dtype(parameter.dtype)
+            loaded[name] = value.value.to(parameter.device, dtype, copy=True)
+    return loaded

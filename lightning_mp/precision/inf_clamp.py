@@ -1,0 +1,353 @@
+"""`InfClamp`: keeps an fp16 overflow in a residual stream from becoming NaN in the next norm."""
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.precision.module_selection import as_written, class_names, select_modules
+from lightning_mp.precision.residual_stream import find_residual_stream
+
+__all__ = ["InfClamp"]
+
+# 32752: twice that is 65504, fp16's largest, so a sum of two and a dropout of one half are finite.
+_MAX = torch.finfo(torch.float16).max
+_LIMIT = _MAX / 2
+
+
+class InfClamp:
+    r"""Replaces +-inf in the fp16 tensors of chosen modules by +-32752, through forward hooks.
+
+    An fp16 value above 65504 is inf, and the next norm makes NaN of its whole token. Hugging Face's
+    T5 clamps its residual stream, but after dropout, which makes NaN of the infs that it drops, and
+    only where the stream is fp16: under autocast, or with `wo` kept in fp32, the stream is fp32,
+    and the inf of an fp16 layer passes.
+
+    .. math::
+        y = \begin{cases} \mathrm{sign}(x) \cdot 65504 / 2 & x = \pm\infty \\ x & \text{else}
+        \end{cases} \qquad
+        \frac{dy}{dx} = \begin{cases} 0 \text{ (or 1)} & x = \pm\infty \\ 1 & \text{else}
+        \end{cases}
+
+    **The value** is the largest whose double is finite: two clamped values can be added, and
+    dropout of up to 0.5 can scale one. T5's own 64512 is inf again after a dropout of 0.1, which
+    makes it 71680. Each element is clamped by itself, so no sample depends on the others in its
+    batch. NaN passes, as do bf16 and fp32 tensors. Where nothing is clamped outputs keep every bit;
+    fp16 gradients may be added up in another order.
+
+    **"auto"** is the residual stream of a transformer, found by names and structure:
+
+    - the outputs of what writes to it: modules called `wo`, `o`, `o_proj`, `out_proj`, `c_proj`,
+      `down_proj`, `fc2`, `linear2` and the like, and `nn.MultiheadAttention`. Where their block
+      calls dropout as a function, as BART's does, finite values that dropout would make infinite
+      are clamped as well in training: with p=0.1 from 58944 on;
+    - the outputs of dropout, DropPath and StochasticDepth modules beside them, which scale up;
+    - where the stream itself is fp16, its sums: the inputs of all layer and RMS norms, and the
+      outputs of the innermost blocks (members of an `nn.ModuleList` or `nn.Sequential` that hold a
+      writer and a norm).
+
+    A model without such modules is left alone: `names` is empty, and nothing is raised. What
+    overflows before a writer, as between `fc1` and `fc2`, is clamped when named as well, such as
+    by the class of the activation: `["auto", "GELUActivation"]`. Attention scores are out of reach.
+
+    **Counts** say how many elements were clamped in this process. An element may be counted in
+    several modules on its way. Forwards repeated inside a backward, by activation checkpointing or
+    `GradientCache`, are not counted again, except in code compiled by `torch.compile`.
+
+    **Copies**: a deep copy of the model, such as an average of weights, clamps by itself, does not
+    count, and goes on clamping after `remove`. `torch.compile`: attach before the first forward,
+    as compiled code does not look for new hooks.
+
+    Args:
+        modules: Each one of `"auto"`, the dotted path of a module, the name of a class or of a base
+            class (all its modules), or `"norm"` (all normalisation layers). A name stands for the
+            outputs of the module itself, not for the modules inside it.
+        gradient: What flows back through a clamped element: `"zero"` as in T5, or
+            `"straight_through"`, the gradient unchanged, which may then grow from block to block.
+
+    Raises:
+        ValueError: An argument is not of these.
+
+    References:
+        transformers#9295, #9487 (T5's clamp), #20287 (`wo` in fp32).
+
+    Example: `InfClamp().attach(model)`
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[str] = ("auto",),
+        *,
+        gradient: Literal["zero", "straight_through"] = "zero",
+    ) -> None:
+        if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
+            raise ValueError(
+                f"Passed `InfClamp({modules!r})`. `modules` must be a sequence of names. Pass "
+                "`['auto']`, or names such as `['Mlp', 'encoder.head']`."
+            )
+        if gradient not in ("zero", "straight_through"):
+            raise ValueError(
+                f"Passed `InfClamp(gradient={gradient!r})`. `gradient` must be 'zero' or "
+                "'straight_through'. Pass 'zero' for the gradient of T5's clamp."
+            )
+        self.modules = tuple(modules)
+        self.gradient = gradient
+        self._names: tuple[str, ...] = ()
+        self._counters = _Counters([], torch.device("cpu"))
+        self._handles: list[RemovableHandle] = []
+        self._loaded: dict[str, int] = {}
+
+    def attach(self, root: nn.Module) -> "InfClamp":
+        """Put the hooks on a model, and take them off the one before; counts start at zero.
+
+        Args:
+            root: The model; names start below it.
+
+        Returns:
+            This object.
+
+        Raises:
+            ValueError: The model has no module of a name; the message lists names that are near.
+        """
+        named = {m for name in self.modules if name != "auto" for m in _named(root, name)}
+        stream = find_residual_stream(root if "auto" in self.modules else nn.Identity())
+        returning = {*stream.droppers, *stream.blocks} | stream.writers.keys()
+        self.remove()
+        chosen = named | returning | stream.norms
+        clamped = [(path, module) for path, module in root.named_modules() if module in chosen]
+        self._names = tuple(as_written(path) for path, _ in clamped)
+        self._counters = _Counters([self._loaded.get(n, 0) for n in self._names], _device_of(root))
+        self._loaded = {}
+        for index, (_, module) in enumerate(clamped):
+            clamp = functools.partial(_Clamp, self._counters, index, self.gradient)
+            if module in stream.norms:
+                before = _ClampInputs(clamp())
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if module in named or module in returning:
+                following = clamp(dropout=stream.writers.get(module, 0.0))
+                after = _ClampOutputs(following, first_only=module not in named)
+                self._handles.append(module.register_forward_hook(after))
+        return self
+
+    def remove(self) -> None:
+        """Take the hooks off the model; names and counts stay until the next `attach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Dotted paths of the clamped modules, in the order of `root.named_modules()`."""
+        return self._names
+
+    def counts(self) -> Tensor:
+        """Return how many elements were clamped in each module since `attach` or `reset_counts`.
+
+        Costs no host sync where the model is on one device.
+
+        Returns:
+            A copy, in the order of `names`: int64 [modules], on the device of the model.
+        """
+        return self._counters.total()
+
+    def counted(self) -> dict[str, int]:
+        """Return the counts by name; costs one host sync."""
+        return dict(zip(self._names, self.counts().tolist(), strict=True))
+
+    def reset_counts(self) -> None:
+        """Start counting at zero."""
+        self._counters.set([0] * len(self._names))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts by name; costs one host sync."""
+        return {"counts": self.counted()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from the counts of another run; those of modules not clamped here are dropped.
+
+        Args:
+            state_dict: What `state_dict` returned. Before `attach`, it is kept until then.
+        """
+        self._loaded = {} if self._names else dict(state_dict["counts"])
+        self._counters.set([state_dict["counts"].get(name, 0) for name in self._names])
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+class _Counters:
+    """Numbers on the device where they are counted, one a module."""
+
+    def __init__(self, start: list[int], device: torch.device) -> None:
+        self.on = {device: torch.tensor(start, dtype=torch.int64, device=device)}
+
+    def add(self, index: int, is_over: Tensor) -> None:
+        counts = self.on.get(is_over.device)
+        if counts is None:
+            counts = self._start_on(is_over.device)
+        counts[index].add_(is_over.sum(dtype=torch.int64))
+
+    def _start_on(self, device: torch.device) -> Tensor:
+        """Follow a model that was moved after `attach`, or go on beside another device."""
+        # A tensor made in inference mode could not be changed by the training that follows.
+        with torch.inference_mode(False):
+            moved = self.on.pop(torch.device("cpu"), None)
+            if moved is None:
+                moved = torch.zeros_like(next(iter(self.on.values())))
+            self.on[device] = moved.to(device)
+        return self.on[device]
+
+    def total(self) -> Tensor:
+        first, *others = self.on.values()
+        total = first.clone()
+        for other in others:
+            total += other.to(total.device, non_blocking=True)
+        return total
+
+    def set(self, values: list[int]) -> None:
+        for counts in self.on.values():
+            counts.zero_()
+        first = next(iter(self.on.values()))
+        first.copy_(torch.tensor(values, dtype=torch.int64))
+
+
+class _Clamp:
+    """Clamps and counts one tensor."""
+
+    def __init__(
+        self, counters: _Counters | None, index: int, gradient: str, *, dropout: float = 0.0
+    ) -> None:
+        self.counters = counters
+        self.index = index
+        self.gradient = gradient
+        self.dropout = dropout
+        self.top = _top_before(dropout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Clamp":
+        return _Clamp(None, self.index, self.gradient, dropout=self.dropout)
+
+    def __call__(self, tensor: Tensor, *, is_training: bool) -> Tensor:
+        if tensor.dtype is not torch.float16 or tensor.layout is not torch.strided:
+            return tensor
+        top = self.top if is_training else _MAX
+        values = tensor.detach()  # or autograd would keep them for the backward of `abs`
+        is_over = values.abs() > top  # False for NaN
+        if self.counters is not None and not _is_repeated():
+            self.counters.add(self.index, is_over)
+        limited = values.clamp(-min(_LIMIT, top), min(_LIMIT, top))
+        if self.gradient == "straight_through":
+            replaced: Tensor = _StraightThrough.apply(tensor, is_over, limited)
+            return replaced
+        # Its backward selects as well: a product with a mask makes NaN of infinite gradients.
+        return torch.where(is_over, limited, tensor)
+
+
+class _ClampOutputs:
+    """Clamps what a module returns; with `first_only` only the first of several values.
+
+    The others may be masks, whose -inf means what it says.
+    """
+
+    def __init__(self, clamp: _Clamp, *, first_only: bool) -> None:
+        self.clamp = clamp
+        self.first_only = first_only
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        clamp = functools.partial(self.clamp, is_training=module.training)
+        if self.first_only and isinstance(output, (tuple, list)) and output:
+            return _rebuilt(output, [_mapped(output[0], clamp), *output[1:]])
+        return _mapped(output, clamp)
+
+
+class _ClampInputs:
+    """Clamps what a module is given."""
+
+    def __init__(self, clamp: _Clamp) -> None:
+        self.clamp = clamp
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        clamp = functools.partial(self.clamp, is_training=module.training)
+        return _mapped(args, clamp), _mapped(kwargs, clamp)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """y = `limited` where x is over the top, else x; the gradient passes unchanged."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, is_over: Tensor, limited: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.where(is_over, limited, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None, None
+
+
+def _top_before(dropout: float) -> float:
+    """Return the largest fp16 value that dropout does not make infinite."""
+    factor = 1 / (1 - dropout)
+    factor = max(factor, float(torch.tensor(factor, dtype=torch.float16)))  # the CPU rounds it
+    steps = 2.0 ** (math.floor(math.log2(_MAX / factor)) - 10)  # fp16 has 11 bits
+    return math.floor(_MAX / factor / steps) * steps
+
+
+def _is_repeated() -> bool:
+    """Tell whether a backward is running, which repeats forwards that were counted before."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to the tensors in tuples, lists, dicts and dataclasses, not in place."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return _rebuilt(value, [_mapped(each, change) for each in value])
+    if type(value) is dict:  # which Dynamo does not copy
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, dict):  # so are the outputs of Hugging Face models
+        changed = copy.copy(value)
+        for key, each in value.items():
+            changed[key] = _mapped(each, change)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        replaced: Any = copy.copy(value)
+        for field in dataclasses.fields(value):
+            each = _mapped(getattr(value, field.name), change)
+            object.__setattr__(replaced, field.name, each)  # it may be frozen
+        return replaced
+    return value
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+# --- where ---------------------------------------------------------------------------------------
+
+
+def _named(root: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Yield the modules that a name stands for, without those inside them."""
+    inside = select_modules(root, [name])
+    for module in inside.values():
+        if name == "norm" or name in class_names(module):
+            yield module
+    for path, module in root.named_modules(remove_duplicate=False):
+        if path and as_written(path) == name:
+            yield module
+            return
+
+
+def _device_of(root: nn.Module) -> torch.device:
+    device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device

@@ -1,0 +1,179 @@
+"""The benchmark of optimizer steps at toy size: that it runs and judges rightly. Never how fast."""
+
+import csv
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import optimizer_step
+from benchmarks.optimizer_step import (
+    BASE,
+    CONTENDERS,
+    Row,
+    error_of,
+    main,
+    shapes_of,
+    verdict_of,
+)
+
+QUICK = ["--quick", "--device", "cpu", "--threads", "1"]
+ON_CPU = [
+    name
+    for name, contender in CONTENDERS.items()
+    if not contender.needs_gpu
+    and (not name.startswith("optimi") or importlib.util.find_spec("optimi") is not None)
+]
+FIGURES = Row(
+    date="2026-01-01", contender="SafeAdamW fused fp16", size="B16", parameters=86_000_000,
+    tensors=152, device="cuda", rounds=20, ms_median=1.0, ms_min=0.9, ms_max=1.1, speedup=1.1,
+    bytes_per_element=26, gb_per_second=2236.0, copy_gb_per_second=2500.0, copy_fraction=0.894,
+    error=0.0, device_name="a GPU", threads="1", python="3", torch="2", triton="3",
+    lightning_mp="0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _number_of_threads_survives():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory) -> Path:
+    """A run of everybody in one round, and one that appends."""
+    path = tmp_path_factory.mktemp("results") / "new" / "figures.csv"
+    assert main([*QUICK, "--rounds", "1", "--csv", str(path)]) == 0
+    other = ["--contenders", "SafeAdamW foreach fp16", "--rounds", "2", "--csv", str(path)]
+    assert main([*QUICK, *other]) == 0
+    return path
+
+
+def test_rehearsal_ranks_every_contender_that_a_cpu_can_run(rehearsal):
+    lines = rehearsal.read_text().splitlines()
+    assert lines[0] == ",".join(Row.__annotations__)
+    assert lines.count(lines[0]) == 1
+    *rows, appended = read(rehearsal)
+    assert sorted(row["contender"] for row in rows) == sorted(ON_CPU)
+    times = [float(row["ms_median"]) for row in rows]
+    assert times == sorted(times)
+    assert (appended["contender"], appended["rounds"]) == ("SafeAdamW foreach fp16", "2")
+    assert appended["speedup"] == ""  # nobody to compare it with
+
+
+def test_rehearsal_figures_are_consistent(rehearsal):
+    rows = read(rehearsal)[:-1]
+    by_name = {row["contender"]: row for row in rows}
+    for row in rows:
+        low, median, high = (float(row[f"ms_{name}"]) for name in ("min", "median", "max"))
+        assert 0 < low <= median <= high
+        moved = int(row["bytes_per_element"]) * int(row["parameters"])
+        assert math.isclose(float(row["gb_per_second"]), moved / median / 1e6)
+        fraction = float(row["gb_per_second"]) / float(row["copy_gb_per_second"])
+        assert math.isclose(float(row["copy_fraction"]), fraction)  # there was one round
+        ratio = float(by_name[BASE]["ms_median"]) / median
+        assert math.isclose(float(row["speedup"]), ratio)
+        assert int(row["tensors"]) == len(shapes_of("tiny"))
+        assert not any(value.startswith("/") for value in row.values())
+
+
+def test_bytes_are_those_of_all_tensors_read_and_written_once():
+    bytes_of = {name: contender.bytes_per_element for name, contender in CONTENDERS.items()}
+    # Weight, gradient and moments of 4 bytes: 4 read and 3 written.
+    assert bytes_of[BASE] == bytes_of["SafeAdamW fused fp32"] == 7 * 4
+    # Weight, residual and gradient of 2 bytes; moments of 4.
+    assert bytes_of["SafeAdamW foreach fp16"] == bytes_of["SafeAdamW fused fp16"] == 5 * 2 + 4 * 4
+    assert bytes_of["SafeAdamW fused fp32 clip"] == 9 * 4
+    assert bytes_of["SafeAdamW fused fp16 clip"] == 6 * 2 + 5 * 4
+    assert bytes_of["optimi fp32"] == 7 * 4
+    assert bytes_of["optimi fp16"] == 9 * 2
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_contenders_compute_the_same_steps(name):
+    assert error_of(CONTENDERS[name], torch.device("cpu")) < 1e-3
+
+
+def test_error_sees_another_learning_rate():
+    wrong = CONTENDERS[BASE]._replace(make=lambda params: torch.optim.AdamW(params, lr=0.011))
+    assert error_of(wrong, torch.device("cpu")) > 0.05
+
+
+def test_cpu_gives_no_verdict_and_says_who_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names = ["SafeAdamW fused fp32", "torch fused fp32"]
+    assert main([*QUICK, "--contenders", *names, "--rounds", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "Not ranked: SafeAdamW fused fp32: needs a GPU." in said
+    assert "No verdict on bandwidth" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=1.0), 1, "differs from float64 by"),
+        (lambda params: params[0].no_such_thing, 1, "failed: AttributeError"),
+    ],
+)
+def test_contender_of_ours_that_is_wrong_fails_the_run(
+    change, status, said, monkeypatch, capsys, tmp_path
+):
+    name, path = "SafeAdamW foreach fp32", tmp_path / "figures.csv"
+    monkeypatch.setitem(CONTENDERS, name, CONTENDERS[name]._replace(make=change))
+    names = ["--contenders", name, "torch fused fp32"]
+    assert main([*QUICK, *names, "--rounds", "1", "--csv", str(path)]) == status
+    assert [row["contender"] for row in read(path)] == ["torch fused fp32"]
+    assert f"Not ranked: {name}: {said}" in capsys.readouterr().out
+
+
+def test_contender_without_room_is_skipped_with_its_reason(monkeypatch, capsys):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    name = "SafeAdamW foreach fp32"
+    monkeypatch.setitem(CONTENDERS, name, CONTENDERS[name]._replace(make=no_room))
+    assert main([*QUICK, "--contenders", name, "--rounds", "1"]) == 0
+    said = capsys.readouterr().out
+    assert f"Not ranked: {name}: {optimizer_step.OUT_OF_MEMORY}." in said
+    assert "Skipped: no contender finished." in said
+
+
+def test_verdict_on_cuda_holds_fused_steps_against_a_copy():
+    rows = [
+        FIGURES,
+        replace(FIGURES, contender="SafeAdamW fused fp32 clip", copy_fraction=0.849),
+        replace(FIGURES, contender="SafeAdamW foreach fp32", copy_fraction=0.2),
+        replace(FIGURES, contender=BASE, copy_fraction=0.9),
+    ]
+    said = verdict_of(rows, {"optimi fp16": "torch-optimi is not installed"})
+    assert "Not ranked: optimi fp16: torch-optimi is not installed." in said
+    assert "A copy moves 2,500.0 GB/s." in said
+    assert "SafeAdamW fused fp16 reaches 89% of that (target: 85%): met." in said
+    assert "SafeAdamW fused fp32 clip reaches 85% of that (target: 85%): missed." in said
+    assert said.count("target") == 2
+    assert "No fused step of ours ran: open." in verdict_of(rows[2:], {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "XXL"], "invalid choice: 'XXL'"),
+        (["--contenders", "SGD"], "invalid choice: 'SGD'"),
+        (["--rounds", "0"], "0 is not a positive whole number"),
+        (["--device", "abacus"], "abacus"),
+    ],
+)
+def test_unusable_argument_is_refused(arguments, said, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*QUICK, *arguments, "--csv", str(tmp_path / "new.csv")])
+    assert said in capsys.readouterr().err

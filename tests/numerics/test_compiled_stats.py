@@ -1,0 +1,101 @@
+"""The kernels of `tensor_stats`, compiled without a GPU: no spills, whole vectors, no atomics.
+
+What the launcher would have Triton compile is compiled here for A100 and H100.
+"""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mp.numerics.fused_stats import fused_stats
+from tests.contrastive.triton_tiles import compiling
+from tests.contrastive.triton_tiles.compiling import Chip, Compiled, compile_kernel
+
+pytestmark = pytest.mark.slow
+
+CHIPS = {80: Chip(167_936, 166_912), 90: Chip(233_472, 232_448)}
+# The formats differ in how values are widened, the architectures in little.
+FORMATS = {80: (torch.float32, torch.bfloat16), 90: (torch.float32, torch.float16)}
+# Programs of 128 threads, each with 16 bytes or more on their way from memory: 10 KiB a
+# multiprocessor, what 2 TB/s of an A100's memory need for 108 of them and 0.5 microseconds.
+PROGRAMS_AT_A_TIME = 5
+
+Compile = Callable[["Request"], Compiled]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel, as `compiling` wants it: its name, and an architecture as of a tile shape."""
+
+    kernel: str
+    arch: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def config(self) -> Any:
+        return SimpleNamespace(arch=self.arch)
+
+    def __str__(self) -> str:
+        return f"sm{self.arch}-{self.kernel}-{self.dtype}".replace("torch.", "")
+
+
+STATS = [Request("stats_kernel", arch, dtype) for arch in CHIPS for dtype in FORMATS[arch]]
+MERGES = [Request("merge_stats_kernel", arch) for arch in CHIPS]
+
+
+def _launch(request: Request) -> None:
+    bounds = torch.ones(()), torch.ones(())
+    fused_stats([torch.zeros(3000, dtype=request.dtype)], bounds)
+
+
+def _compile(request: Request) -> Compiled:
+    return compile_kernel(request, _launch)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compile]:
+    """Start to compile everything; return what gets a result."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_mp"])
+    with tempfile.TemporaryDirectory() as cache:
+        pool = ProcessPoolExecutor(2, context, compiling.set_up_compiler, (cache,))
+        try:
+            results = {request: pool.submit(_compile, request) for request in STATS + MERGES}
+            yield lambda request: results[request].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("request_", STATS + MERGES, ids=str)
+def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    assert not kernel.is_spilled
+    assert kernel.complaints == ()
+    assert kernel.atomics == ()
+
+
+@pytest.mark.parametrize("request_", STATS, ids=str)
+def test_whole_blocks_are_read_in_vectors(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    bytes_a_thread = 8 * request_.dtype.itemsize
+    assert kernel.instructions["LDG.E.128"] == bytes_a_thread // 16
+
+
+@pytest.mark.parametrize("request_", STATS, ids=str)
+def test_enough_programs_run_at_a_time(compiled: Compile, request_: Request) -> None:
+    assert CHIPS[request_.arch].programs(compiled(request_)) >= PROGRAMS_AT_A_TIME
+
+
+@pytest.mark.parametrize("request_", STATS, ids=str)
+def test_magnitudes_are_compared_as_integers(compiled: Compile, request_: Request) -> None:
+    """Comparisons and arithmetic of fp32 may take subnormals for zeros; integers cannot."""
+    floating = ("FSETP", "FSET", "FMNMX", "FADD", "FMUL", "FFMA")
+    assert [name for name in floating if compiled(request_).count(name)] == []
+    assert compiled(request_).count("ISETP") > 0

@@ -1,0 +1,169 @@
+"""Problems for the fused step, and how far its results are from others'."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.split_weights import join_weight
+from tests.reference.adamw import AdamWReference
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "OPTIONS",
+    "SHAPES",
+    "Problem",
+    "disagreement",
+    "fresh",
+    "make_problem",
+    "off_by_one_element",
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A block and parts of blocks, one element, none at all.
+SHAPES = (33, 31), (), (2, 0), (1024,)
+# Some roots of second moments are below this epsilon, some above.
+OPTIONS: dict[str, Any] = {
+    "lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.1, "maximize": False,
+    "rule": "adam", "write_back": "kahan", "seed": 7, "clip_update_rms": None, "grad_scale": None,
+    "found_inf": None,
+}  # fmt: skip
+# Relative to a weight: what the last place of its format is worth.
+_STEPS = {FP32: 2.0**-22, FP16: 2.0**-10, BF16: 2.0**-7}
+_KAHAN_STEPS = {FP16: 2.0**-20, BF16: 2.0**-14}
+# Of the fp32 math, relative to the largest weight or step.
+_ROUNDING = 4e-7
+
+
+@dataclasses.dataclass
+class Problem:
+    """The arguments of one step."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    residuals: list[Tensor] | None
+    steps: list[Tensor]
+
+    @property
+    def lists(self) -> list[list[Tensor]]:
+        lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
+        return lists if self.residuals is None else [*lists, self.residuals]
+
+    def copy(self) -> "Problem":
+        """Return a copy whose tensors are laid out as these are, at aligned addresses."""
+        copies = [[t.clone() for t in each] for each in (*self.lists, self.steps)]
+        residuals = None if self.residuals is None else copies[4]
+        return Problem(*copies[:4], residuals, copies[-1])
+
+    def map(self, function: Any) -> "Problem":
+        """Return a problem of what a function makes of all tensors but step counts."""
+        lists = [[function(t) for t in each] for each in self.lists]
+        return Problem(*lists[:4], lists[4] if len(lists) > 4 else None, self.steps)
+
+    def after(self, step: Any, **options: Any) -> "Problem":
+        """Return what a step makes of a copy."""
+        copy = self.copy()
+        step(*copy.lists[:4], copy.residuals, copy.steps, **{**OPTIONS, **options})
+        return copy
+
+    def weights(self) -> list[Tensor]:
+        """Return what weights and residuals stand for."""
+        if self.residuals is None:
+            return [p.float() for p in self.params]
+        return [join_weight(*pair) for pair in zip(self.params, self.residuals, strict=True)]
+
+    def in_float64(self, **options: Any) -> list[AdamWReference]:
+        """Return the weights and moments that a step leads to, in float64."""
+        options = {**OPTIONS, **options}
+        betas = options["beta1"], options["beta2"]
+        names = ("lr", "eps", "weight_decay", "clip_update_rms", "rule")
+        scale = options["grad_scale"]
+        sign = (-1 if options["maximize"] else 1) / (1 if scale is None else scale.double())
+        references = []
+        for index, weight in enumerate(self.weights()):
+            made = AdamWReference(weight, betas=betas, **{name: options[name] for name in names})
+            made.exp_avg = self.exp_avgs[index].double()
+            made.exp_avg_sq = self.exp_avg_sqs[index].double()
+            made.steps = int(self.steps[index]) - 1
+            made.step(self.grads[index].double() * sign)
+            references.append(made)
+        return references
+
+    def is_same(self, other: "Problem") -> bool:
+        """Return whether all bits are the same, those of NaN as well."""
+        pairs = zip(sum(self.lists, []), sum(other.lists, []), strict=True)
+        return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
+
+
+def make_problem(
+    shapes: Any,
+    half: torch.dtype = FP32,
+    grad: torch.dtype = FP32,
+    *,
+    has_residuals: bool | None = None,
+    device: str = "cpu",
+) -> Problem:
+    """Return a problem in the middle of training, of fresh random data."""
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    params = [random(shape).to(half) for shape in shapes]
+    residuals = None
+    if has_residuals if has_residuals is not None else half != FP32:
+        # Up to half a step of the weight, in units of the residual.
+        part = 0.3 if half == FP16 else 0.3 * 2**-8
+        residuals = [(p.float().abs() * part * random(p.shape).tanh()).to(half) for p in params]
+    return Problem(
+        params,
+        [(random(shape) * 0.3).to(grad) for shape in shapes],
+        [random(shape) * 0.1 for shape in shapes],
+        [0.002 + 0.02 * random(shape).square() for shape in shapes],
+        residuals,
+        [torch.tensor(float(200 + 3 * index), device=device) for index in range(len(params))],
+    )
+
+
+def fresh(
+    half: torch.dtype = FP32,
+    grad: torch.dtype = FP32,
+    write_back: str = "kahan",
+    shapes: Any = SHAPES,
+) -> Problem:
+    """Return a problem with residuals if it is to be stepped with them."""
+    return make_problem(shapes, half, grad, has_residuals=half != FP32 and write_back == "kahan")
+
+
+def off_by_one_element(tensor: Tensor) -> Tensor:
+    """Return a copy that is not aligned to more than its elements."""
+    longer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return longer[1:].view(tensor.shape).copy_(tensor)
+
+
+def disagreement(found: Problem, expected: Problem | list[AdamWReference]) -> float:
+    """Return the largest difference of moments and weights, in units of what rounding explains."""
+    if isinstance(expected, Problem):
+        weights, moments = expected.weights(), (expected.exp_avgs, expected.exp_avg_sqs)
+    else:
+        weights = [made.weight for made in expected]
+        moments = [made.exp_avg for made in expected], [made.exp_avg_sq for made in expected]
+    steps = _STEPS if found.residuals is None else _KAHAN_STEPS
+    step = steps[found.params[0].dtype]
+    differences = []
+    for mine, other in zip((found.exp_avgs, found.exp_avg_sqs), moments, strict=True):
+        expected_values = _joined(other)
+        allowed = _ROUNDING * expected_values.abs().amax()
+        differences.append(((_joined(mine) - expected_values).abs() / allowed).amax())
+    expected_values = _joined(weights)
+    allowed = step * expected_values.abs() + _ROUNDING * (1 + expected_values.abs().amax())
+    differences.append(((_joined(found.weights()) - expected_values).abs() / allowed).amax())
+    return torch.stack(differences).nan_to_num(torch.inf).amax().item()
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])

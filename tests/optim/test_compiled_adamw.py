@@ -1,0 +1,170 @@
+"""The kernels of the fused step, compiled for GPUs that are not there.
+
+A spilled register or a load of 4 bytes where one of 16 would do shows in no test of numbers.
+"""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_mp.optim.adamw_kernels import NUM_WARPS
+from lightning_mp.optim.fused_adamw import fused_adamw_step
+from tests.contrastive.triton_tiles.compiling import Compiled, compile_kernel, set_up_compiler
+from tests.optim.adamw_problems import BF16, FP16, FP32, OPTIONS, make_problem
+
+pytestmark = pytest.mark.slow
+
+# 1024 threads on a multiprocessor have 64 loads of 1 KiB under way: more than any chip needs.
+MOST_REGISTERS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel to compile: its name, the architecture, and what it steps."""
+
+    kernel: str
+    arch: int
+    half: torch.dtype
+    grad: torch.dtype
+    write_back: str = "nearest"
+    rule: str = "adam"
+    clip_update_rms: float | None = None
+    is_scaled: bool = False
+
+    def __str__(self) -> str:
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (self.half, self.grad))
+        extras = [*["clip"] * (self.clip_update_rms is not None), *["scale"] * self.is_scaled]
+        parts = [f"sm{self.arch}", self.kernel, *dtypes, self.write_back, self.rule, *extras]
+        return "-".join(parts)
+
+    @property
+    def config(self) -> SimpleNamespace:
+        """What `compiling` asks a row of the table of tiles for."""
+        return SimpleNamespace(arch=self.arch)
+
+
+def launch(request: Request) -> None:
+    """Launch the kernels of a step, as `compiling` has it done without a device."""
+    problem = make_problem(
+        [(64,)], request.half, request.grad, has_residuals=request.write_back == "kahan"
+    )
+    flags = (torch.ones(()), torch.zeros(())) if request.is_scaled else (None, None)
+    names = ("write_back", "rule", "clip_update_rms")
+    options = {
+        **OPTIONS,
+        **{name: getattr(request, name) for name in names},
+        "grad_scale": flags[0],
+        "found_inf": flags[1],
+    }
+    fused_adamw_step(*problem.lists[:4], problem.residuals, problem.steps, **options)
+
+
+def compile_step(request: Request) -> Compiled:
+    """Compile one kernel, in a process that was set up for it."""
+    return compile_kernel(request, launch)
+
+
+STEPS = [
+    Request("adamw_kernel", arch, *rest)
+    for arch in (80, 90)
+    for rest in [
+        (FP32, FP32),
+        (FP32, BF16, "nearest", "atan2", 1.0, True),
+        (FP16, FP16, "kahan", "adam", None, True),
+        (FP16, FP32, "kahan", "atan2", 1.0, True),
+        (BF16, BF16, "kahan", "adam", 1.0),
+        (BF16, FP32, "stochastic", "adam", None),
+        (FP16, FP16, "stochastic", "atan2", 1.0, True),
+    ]
+]
+SUMS = [
+    Request("rms_kernel", arch, FP16, grad, "nearest", "adam", 1.0, True)
+    for arch in (80, 90)
+    for grad in (FP16, FP32)
+]
+Compile = Callable[[Request], Compiled]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compile]:
+    """Start to compile everything; return what gets a result."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_mp"])
+    with tempfile.TemporaryDirectory() as cache:
+        pool = ProcessPoolExecutor(2, context, set_up_compiler, (cache,))
+        try:
+            results = {request: pool.submit(compile_step, request) for request in STEPS + SUMS}
+            yield lambda request: results[request].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+kernels = pytest.mark.parametrize("request_", STEPS + SUMS, ids=str)
+steps = pytest.mark.parametrize("request_", STEPS, ids=str)
+
+
+@kernels
+def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    assert not kernel.is_spilled
+    assert kernel.complaints == ()
+    assert kernel.threads == 32 * NUM_WARPS
+    assert kernel.registers <= MOST_REGISTERS
+
+
+@kernels
+def test_aligned_blocks_are_read_in_vectors_and_others_element_by_element(
+    compiled: Compile, request_: Request
+) -> None:
+    """16 bytes a thread of what is fp32, 8 of what is half, once each; the rest is masked."""
+    kernel = compiled(request_)
+    is_step, has_residual = request_ in STEPS, request_.write_back == "kahan"
+    states = 2 if is_step else 1
+    weights = [request_.half] * ((1 + has_residual) * is_step)
+    read, written = [request_.grad, *[FP32] * states, *weights], [*[FP32] * states, *weights]
+    for name, dtypes in (("LDG", read), ("STG", written * is_step)):
+        wide = sum(dtype == FP32 for dtype in dtypes)
+        found = {one: n for one, n in kernel.instructions.items() if one.startswith(name)}
+        assert sum(n for one, n in found.items() if one.endswith(".128")) == wide
+        # Two for each thread and tensor in a masked block.
+        masked = sum(n for one, n in found.items() if one.endswith(".U16"))
+        assert masked == 2 * (len(dtypes) - wide)
+    if is_step:
+        halves = len(written) - sum(dtype == FP32 for dtype in written)
+        stores = {one: n for one, n in kernel.instructions.items() if one.startswith("STG")}
+        assert sum(n for one, n in stores.items() if one.endswith(".64")) == halves
+
+
+@steps
+def test_values_do_not_pass_through_shared_memory(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    if request_.write_back == "stochastic":
+        # Masked blocks have fewer quads than threads: the noise is handed around.
+        assert kernel.shared_bytes <= 4 * 32 * NUM_WARPS * 2
+    else:
+        of_warps = 4 * NUM_WARPS  # partial sums of the clip
+        assert kernel.shared_bytes <= of_warps * (request_.clip_update_rms is not None)
+
+
+@kernels
+def test_nothing_is_added_up_in_an_order_of_chance(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    assert kernel.atomics == ()
+    assert not [one for one in kernel.instructions if one.startswith(("ATOM", "RED."))]
+
+
+@kernels
+def test_multiply_adds_are_fused_and_nothing_is_in_float64(
+    compiled: Compile, request_: Request
+) -> None:
+    """Consumer chips have a 64th of their rate in float64."""
+    kernel = compiled(request_)
+    assert kernel.fuses
+    assert not [one for one in kernel.instructions if one in ("DADD", "DMUL", "DFMA")]
+    assert kernel.count("FFMA") > 0

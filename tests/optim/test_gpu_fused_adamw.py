@@ -1,0 +1,166 @@
+"""The fused step on the GPU it is for, against torch and float64 on the same device."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from lightning_mp.optim import adamw_tables
+from lightning_mp.optim.adamw_math import foreach_adamw_step
+from lightning_mp.optim.fused_adamw import fused_adamw_step
+from lightning_mp.optim.safe_adamw import SafeAdamW
+from tests.optim.adamw_problems import (
+    BF16,
+    FP16,
+    FP32,
+    OPTIONS,
+    Problem,
+    disagreement,
+    make_problem,
+)
+
+pytestmark = pytest.mark.gpu
+
+# Whole chunks, parts of them, one element, none at all, and many parts for the clip.
+SHAPES = ((1000, 1003), (), (2, 0), (4096,), (64, 3, 7, 7), (5, 1, 5), (8_000_001,))
+DTYPES = [
+    *product((FP16, BF16), (FP16, BF16, FP32), ("kahan", "nearest", "stochastic")),
+    *product([FP32], (FP16, BF16, FP32), ("nearest",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def fresh(half=FP32, grad=FP32, write_back="kahan", shapes=SHAPES) -> Problem:
+    has_residuals = half != FP32 and write_back == "kahan"
+    return make_problem(shapes, half, grad, has_residuals=has_residuals, device="cuda")
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("rule", ["adam", "atan2"])
+@pytest.mark.parametrize(("half", "grad", "write_back"), DTYPES)
+def test_step_agrees_with_torch_and_float64(half, grad, write_back, rule, is_clipped):
+    options = {
+        "write_back": write_back,
+        "rule": rule,
+        "clip_update_rms": 0.5 if is_clipped else None,
+        "maximize": is_clipped,
+        "grad_scale": torch.tensor(3.0, device="cuda"),
+        "found_inf": torch.tensor(0.0, device="cuda"),
+    }
+    problem = fresh(half, grad, write_back)
+    fused = problem.after(fused_adamw_step, **options)
+    assert disagreement(fused, problem.in_float64(**options)) < 1
+    if write_back != "stochastic":
+        foreach = problem.after(foreach_adamw_step, **options)
+        assert disagreement(fused, foreach) < 1
+        pairs = zip(fused.params, foreach.params, strict=True)
+        differing = sum((mine != other).sum().item() for mine, other in pairs if half != FP32)
+        assert differing < 0.01 * sum(p.numel() for p in problem.params)
+    assert problem.after(fused_adamw_step, **options).is_same(fused)
+
+
+@pytest.mark.parametrize("write_back", ["kahan", "stochastic"])
+def test_found_inf_keeps_every_bit(write_back):
+    problem = fresh(FP16, FP16, write_back)
+    problem.grads[0][1, 2] = torch.inf
+    found_inf = torch.tensor(1.0, device="cuda")
+    options = {"write_back": write_back, "clip_update_rms": 1.0, "found_inf": found_inf}
+    assert problem.after(fused_adamw_step, **options).is_same(problem)
+
+
+@pytest.mark.parametrize(("half", "write_back"), [(FP32, "nearest"), (BF16, "stochastic")])
+def test_alignment_changes_no_bit(half, write_back):
+    problem = fresh(half, half, write_back)
+    options = {"write_back": write_back, "clip_update_rms": 1.0}
+    aligned = problem.after(fused_adamw_step, **options)
+
+    def off_by_one_element(tensor):
+        longer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
+        return longer[1:].view(tensor.shape).copy_(tensor)
+
+    odd = problem.map(off_by_one_element)
+    fused_adamw_step(*odd.lists[:4], odd.residuals, odd.steps, **OPTIONS | options)
+    if write_back == "stochastic":  # the RMS is summed in another order
+        assert disagreement(odd, aligned) < 1
+    else:
+        assert disagreement(odd, aligned) < 0.5
+
+
+def test_tensor_of_more_than_two_to_the_31_elements_is_stepped_to_its_end():
+    count = 2**31 + 4099
+    if torch.cuda.mem_get_info()[0] < 14 * count:
+        pytest.skip("needs 30 GB of memory")
+    lists = [torch.zeros(count, dtype=dtype, device="cuda") for dtype in (BF16, BF16, FP32, FP32)]
+    lists[1].fill_(1.0)
+    step = torch.ones((), device="cuda")
+    options = {"write_back": "nearest", "lr": 1.0, "weight_decay": 0.0}
+    fused_adamw_step(*[[each] for each in lists], None, [step], **OPTIONS | options)
+    for part in lists[0].split(2**28):
+        assert part.amin().item() == part.amax().item() == -1.0
+
+
+def test_step_waits_for_nothing():
+    problem = fresh(FP16, FP16)
+    scale, found_inf = (torch.tensor(value, device="cuda") for value in (4.0, 0.0))
+    options = {"clip_update_rms": 1.0, "grad_scale": scale, "found_inf": found_inf}
+    problem.after(fused_adamw_step, **options)  # compiles
+    copy = problem.copy()  # at other addresses: tables are made anew
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused_adamw_step(*copy.lists[:4], copy.residuals, copy.steps, **OPTIONS | options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_captured_step_is_replayed(is_known):
+    """By the kernel after a step of these tensors, which a capture on another stream finds."""
+    problem = fresh(FP16, FP16, shapes=[(1000, 17), (33,)])
+    params = [torch.nn.Parameter(param) for param in problem.params]
+    expected = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizers = [SafeAdamW(each, lr=0.01, fused=True) for each in (params, expected)]
+    for each in (params, expected):
+        for param, grad in zip(each, problem.grads, strict=True):
+            param.grad = grad.clone()
+    for _ in range(2):
+        optimizers[0].step()
+    if not is_known:
+        for param in params:
+            param.grad = param.grad.clone()
+    graph, before = torch.cuda.CUDAGraph(), len(adamw_tables._captured)
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    assert len(adamw_tables._captured) == before + is_known
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        optimizers[1].step()
+    for mine, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0 if is_known else 1e-3, atol=0)
+
+
+@pytest.mark.parametrize("half", [FP16, FP32])
+def test_optimizer_trains_alike_with_both_steps(half):
+    weights = [torch.randn(shape, device="cuda") for shape in ((170, 51), (5,), (11_000,))]
+    trained = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(w.to(half)) for w in weights]
+        optimizer = SafeAdamW(params, lr=0.01, fused=fused, foreach=not fused, clip_update_rms=0.7)
+        for _ in range(20):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        states = [optimizer.state[p] for p in params]
+        residuals = [state["residual"] for state in states] if half == FP16 else None
+        moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        trained.append(Problem(params, [], *moments, residuals, []))
+    assert disagreement(*trained) < 5

@@ -1,0 +1,113 @@
+"""Modules named in `fp32_modules` compute in fp32, so that what overflows half in them does not."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import BalancedAMP
+from lightning_mp.precision.fp32_islands import FP32Islands, outermost
+from tests.precision.models import Regression, fit, loader, perceptron
+
+
+class _Notes(Regression):
+    """Writes down what goes into and comes out of every leaf."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        for name, module in self.network.named_modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._note(name))
+
+    def _note(self, name: str) -> Any:
+        def note(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            self.seen[name] = (args[0].dtype, output.dtype)
+
+        return note
+
+
+@pytest.mark.parametrize("weights", ["half", "full"])
+def test_a_named_linear_layer_computes_in_fp32(weights: Any) -> None:
+    model = _Notes()
+    fit(model, BalancedAMP(weights=weights, fp32_modules=["norm", "network.3"]), loader(2))
+    assert model.seen["3"][1] == torch.float32
+    assert model.seen["0"][1] == torch.float16
+    assert model.seen["2"] == (torch.float16, torch.float16)  # the norm is the policy's business
+
+
+def big() -> nn.Module:
+    """Return a network of which one layer makes values around 300,000."""
+    network = perceptron()
+    with torch.no_grad():
+        network[0].bias.fill_(30_000.0)
+        network[3].weight.mul_(1e-6)
+    network.insert(1, nn.Linear(16, 16))
+    with torch.no_grad():
+        network[1].weight.fill_(0.6)
+    return network
+
+
+def test_what_overflows_half_is_finite_in_an_island() -> None:
+    for names, is_finite in ((["norm"], False), (["norm", "network.1"], True)):
+        model = Regression(big)
+        plugin = BalancedAMP(weights="full", fp32_modules=names, loss_scale=1.0)
+        fit(model, plugin, loader(3))
+        assert all(torch.tensor(model.losses).isfinite()) is is_finite
+        assert (plugin.scaler.skipped_steps == 0) is is_finite
+
+
+def test_autocast_is_off_in_an_island_alone_and_back_after_an_exception() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor, *, fail: bool = False) -> Tensor:
+            self.was = torch.is_autocast_enabled("cpu"), x.dtype
+            if fail:
+                raise RuntimeError("on purpose")
+            return x
+
+    module, islands = Fails(), FP32Islands()
+    islands.attach([module])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(torch.ones(2).half()).dtype == torch.float32
+        assert module.was == (False, torch.float32)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            module(torch.ones(2), fail=True)
+        assert torch.is_autocast_enabled("cpu")
+        islands.remove()
+        assert module(torch.ones(2).half()).dtype == torch.float16
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    module, islands = nn.Linear(2, 2), FP32Islands()
+    islands.attach([module])
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.zero_()
+        copied.bias.zero_()
+    assert copied(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+    assert module(torch.ones(1, 2)).tolist() != [[0.0, 0.0]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_island_is_part_of_a_compiled_graph() -> None:
+    network, islands = perceptron(), FP32Islands()
+    islands.attach([network[3]])
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = compiled(x)
+        assert output.dtype == torch.float32
+        assert torch.equal(output, network(x))
+
+
+def test_only_the_outermost_of_nested_modules_is_an_island() -> None:
+    modules = {"a": nn.ReLU(), "a.b": nn.ReLU(), "c.d": nn.ReLU(), "ab": nn.ReLU()}
+    assert list(outermost(modules)) == [modules["a"], modules["c.d"], modules["ab"]]
+
+
+def test_after_training_modules_have_their_own_forward_again() -> None:
+    model = Regression()
+    fit(model, BalancedAMP(fp32_modules=["network"]), loader(1))
+    assert not any("forward" in module.__dict__ for module in model.modules())

@@ -1,0 +1,163 @@
+"""Checkpoints of PureFP16: fp32 weights for anyone, exact to resume, open to other precisions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.optim import AdamW
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.pure_fp16 import PureFP16
+from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of
+
+WAYS = "kahan", "stochastic", "nearest"
+ways = pytest.mark.parametrize("way", WAYS)
+halves = pytest.mark.parametrize("half", ["fp16", "bf16"])
+
+
+def wide() -> nn.Module:
+    # In 70,000 weights some residuals are half a step of their weight, which round either way.
+    return nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 1))
+
+
+def make_plugin(half: str, way: str) -> PureFP16:
+    if half == "bf16":
+        return PureFP16(half="bf16", write_back=way)
+    config = LossScaleConfig(init_scale=2.0**8, growth_interval=2)
+    return PureFP16(write_back=way, loss_scale=config)
+
+
+def make_model(**options: Any) -> Regression:
+    return Regression(make_optimizer=lambda p: AdamW(p, lr=0.01), interval="step", **options)
+
+
+@ways
+@halves
+def test_six_steps_equal_three_and_three_resumed_bit_for_bit(
+    half: str, way: str, tmp_path: Path
+) -> None:
+    bad = [1] if half == "fp16" else []  # in every epoch one step is skipped
+    whole, first, second = (make_model(network=wide, bad_batches=bad) for _ in range(3))
+    plugin, resumed = make_plugin(half, way), make_plugin(half, way)
+    trainer = fit(whole, plugin, loader(3), max_epochs=2)
+    path = tmp_path / "run.ckpt"
+    fit(first, make_plugin(half, way), loader(3)).save_checkpoint(path)
+    other = fit(second, resumed, loader(3), max_epochs=2, ckpt_path=path)
+    assert len(second.losses) == 3
+    assert whole.losses == first.losses + second.losses
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert resumed.state_dict() == plugin.state_dict()
+    steps = 6 - 2 * len(bad)
+    assert other.global_step == trainer.global_step == steps
+    assert plugin.state_dict().get("writes", 0) == (steps if way == "stochastic" else 0)
+    one, two = trainer.optimizers[0], other.optimizers[0]
+    assert (
+        one.param_groups[0]["lr"] == two.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**steps)
+    )
+    for p, q in zip(whole.parameters(), second.parameters(), strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert one.state[p][name].dtype == torch.float32
+            assert torch.equal(one.state[p][name], two.state[q][name])
+
+
+class _Saves(Regression):
+    """Saves while the weights are in half, and keeps what they are then."""
+
+    path: Path
+
+    def on_train_start(self) -> None:
+        self.at_start = parameters_of(self)
+
+    def on_train_epoch_end(self) -> None:
+        self.dtypes = {p.dtype for p in self.parameters()}
+        self.at_end = parameters_of(self)
+        self.trainer.save_checkpoint(self.path)
+
+
+@ways
+@halves
+def test_a_checkpoint_holds_fp32_weights_for_a_plain_model(
+    half: str, way: str, tmp_path: Path
+) -> None:
+    model, again = _Saves(wide), _Saves(wide, seed=1)
+    model.path = again.path = tmp_path / "run.ckpt"
+    fit(model, make_plugin(half, way), loader(3))
+    assert model.dtypes == {torch.float16 if half == "fp16" else torch.bfloat16}
+    state = torch.load(model.path)["state_dict"]
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    plain = Regression(wide, seed=2)
+    plain.load_state_dict(state)
+    assert torch.equal(parameters_of(plain), parameters_of(model))  # what teardown hands back
+    assert torch.equal(parameters_of(plain), model.at_end) == (way != "kahan")
+    # Resumed, the half weights are the very same.
+    fit(again, make_plugin(half, way), loader(4), ckpt_path=model.path, max_epochs=2)
+    assert torch.equal(again.at_start, model.at_end)
+
+
+def other_plugin(source: str) -> Any:
+    if source == "16-mixed":
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**9))
+    return {"fp32": None, "BalancedAMP": BalancedAMP(loss_scale=2.0**9)}[source]
+
+
+@pytest.mark.parametrize("source", ["fp32", "16-mixed", "BalancedAMP"])
+@halves
+def test_runs_in_other_precisions_go_on_in_pure_half_and_back(
+    source: str, half: str, tmp_path: Path
+) -> None:
+    path, reference, first, third = tmp_path / "run.ckpt", *(make_model() for _ in range(3))
+    start = parameters_of(reference)
+    fit(reference, None, loader(3), max_epochs=3)
+    fit(first, other_plugin(source), loader(3)).save_checkpoint(path)
+
+    began: list[torch.Tensor] = []
+    second, plugin = make_model(), make_plugin(half, "kahan")
+    scales: list[float] = []
+
+    def record() -> None:
+        began.append(torch.cat([*map(flat, second.state_dict().values())]))
+        if plugin.scaler is not None:
+            scales.append(plugin.scaler.scale)
+
+    second.on_train_start = record
+    trainer = make_trainer(plugin, max_epochs=2)
+    trainer.fit(second, loader(3), ckpt_path=path)
+    expected = torch.cat([*map(flat, first.state_dict().values())])
+    bits = {"fp16": 22, "bf16": 16}[half]
+    torch.testing.assert_close(began[0], expected, rtol=2.0**-bits, atol=2.0**-35)
+    assert {int(state["step"]) for state in trainer.optimizers[0].state.values()} == {6}
+    if half == "fp16":
+        assert scales == [2.0**9 if source == "16-mixed" else 2.0**8]
+
+    trainer.save_checkpoint(path)
+    trainer = fit(third, other_plugin(source), loader(3), max_epochs=3, ckpt_path=path)
+    assert trainer.global_step == 9
+    error = (parameters_of(third) - parameters_of(reference)).norm()
+    moved = (parameters_of(reference) - start).norm()
+    assert error < 0.15 * moved  # Adam's first steps amplify rounding: lr * sign(gradient)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double().flatten()
+
+
+def test_states_below_what_half_holds_survive_a_checkpoint(tmp_path: Path) -> None:
+    class Small(Regression):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) * 1e-5  # second moments below fp16's smallest number
+
+    def make() -> Regression:
+        return Small(make_optimizer=lambda p: AdamW(p, lr=1e-3))
+
+    path = tmp_path / "run.ckpt"
+    fit(make(), PureFP16(), loader(2)).save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)["optimizer_states"][0]["state"]
+    trainer = fit(make(), PureFP16(), loader(2), ckpt_path=path, max_epochs=1)  # nothing is left
+    loaded = trainer.optimizers[0].state_dict()["state"]
+    for index, state in saved.items():
+        assert 0 < state["exp_avg_sq"].max() < 2**-25
+        assert torch.equal(loaded[index]["exp_avg_sq"], state["exp_avg_sq"])

@@ -1,0 +1,196 @@
+"""What PureFP16's step reads and keeps: unscaled fp32 gradients, and few bytes per parameter."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.pure_fp16 import PureFP16
+from tests.precision.models import Regression, Transformer, fit, loader, parameters_of, sequences
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+class Given(Regression):
+    """Has the gradients that it is given, one for each batch."""
+
+    def __init__(self, gradients: list[Tensor], **options: Any) -> None:
+        super().__init__(lambda: nn.Linear(1, 8, bias=False), **options)
+        size = gradients[0].numel()
+        self.network.weight = nn.Parameter(torch.randn(size))
+        self.gradients = gradients
+        self.met: list[Tensor] = []
+        self.at_rest: list[Tensor] = []
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.scales.append(self.trainer.precision_plugin.scaler.scale)
+        return (self.network.weight.float() * self.gradients[batch_idx]).sum()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        self.met.append(parameter.grad.clone())
+        self.at_rest.append(self.network.weight.grad.clone())
+
+
+def test_gradients_of_a_ten_millionth_survive_their_way_into_the_step() -> None:
+    torch.seed()
+    model = Given([torch.randn(50_000) * 1e-7])
+    fit(model, PureFP16(), loader(1))
+    (given,), (met,), (at_rest,) = model.gradients, model.met, model.at_rest
+    assert met.dtype == torch.float32
+    assert at_rest.dtype == torch.float16
+    assert (met == 0).double().mean() < 0.001
+    torch.testing.assert_close(met, given, rtol=2.0**-11, atol=2.0**-35)
+    # In place, in fp16, almost a quarter of them would vanish.
+    assert 0.2 < ((at_rest / 2**10) == 0).double().mean() < 0.27
+
+
+@pytest.mark.parametrize(("largest", "is_skipped"), [(60.0, False), (70.0, True)])
+def test_the_first_scale_holds_gradients_below_64_and_shrinks_above(
+    largest: float, is_skipped: bool
+) -> None:
+    model = Given([torch.full((8,), largest)] * 2)
+    start, plugin = parameters_of(model), PureFP16()
+    fit(model, plugin, loader(2))
+    assert model.scales == [2.0**10, 2.0**9 if is_skipped else 2.0**10]
+    assert plugin.scaler.skipped_steps == is_skipped
+    assert torch.equal(model.weights[0], start.half().double()) == is_skipped
+    assert not torch.equal(model.weights[1], model.weights[0])
+
+
+def test_the_scale_grows_until_gradients_overflow_and_then_stays() -> None:
+    model, plugin = Given([torch.full((8,), 3.0)] * 150), PureFP16()
+    trainer = fit(model, plugin, loader(150, batch_size=1))
+    # 3 * 2^14 fits into fp16, 3 * 2^15 does not; it doubles every 20 steps.
+    assert model.scales[19:21] == [2.0**10, 2.0**11]
+    assert max(model.scales) == 2.0**15
+    assert plugin.scaler.scale == 2.0**14
+    assert plugin.scaler.skipped_steps == 1
+    assert trainer.global_step == 149
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "fused sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.03),
+    "foreach adamw": lambda p: AdamW(p, lr=3e-3, foreach=True),
+    "fused adamw": lambda p: AdamW(p, lr=3e-3, fused=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=3e-3),
+    "two groups": lambda p: Adam([{"params": [each], "lr": 3e-3} for each in p]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_any_torch_optimizer_ends_at_the_loss_of_fp32(name: str, half: Any) -> None:
+    data, ends = sequences(8), []
+    for plugin in (None, PureFP16(half=half)):
+        model = Regression(Transformer, OPTIMIZERS[name])
+        trainer = fit(model, plugin, data, max_epochs=2)
+        with torch.no_grad():
+            ends.append(sum(model.loss(batch).item() for batch in data))
+        states = trainer.optimizers[0].state_dict()["state"].values()
+        tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        assert {v.dtype for v in tensors} == {torch.float32}
+    assert ends[1] == pytest.approx(ends[0], rel={"fp16": 0.01, "bf16": 0.03}[half])
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+WIDTH = 300
+# Bytes of each parameter between two steps: weight, what is kept beside it, gradient, states.
+MEMORY: dict[str, tuple[Callable[[], Any], int]] = {
+    "kahan": (lambda: PureFP16(), 2 + 2 + 2),
+    "kahan bf16": (lambda: PureFP16(half="bf16"), 2 + 2 + 2),
+    "stochastic": (lambda: PureFP16(write_back="stochastic"), 2 + 2),
+    "nearest": (lambda: PureFP16(write_back="nearest"), 2 + 2),
+    "masters of BalancedAMP": (lambda: BalancedAMP(), 2 + 4 + 2),
+}
+STATES: dict[str, tuple[Callable[[Any], Optimizer], int]] = {
+    "sgd": (lambda p: SGD(p, lr=0.1), 0),
+    "adam": (lambda p: Adam(p, lr=1e-3), 8),
+}
+
+
+def bytes_alive() -> int:
+    """Return the bytes of all tensors that are as large as the one weight, once each."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.numel() == WIDTH * WIDTH:
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Weighed(Regression):
+    """Weighs what is alive right before its second step, and after it."""
+
+    def __init__(self, make_optimizer: Any) -> None:
+        super().__init__(lambda: nn.Linear(WIDTH, WIDTH, bias=False), make_optimizer)
+        self.stepping: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.network(torch.ones(1, WIDTH)).float() * batch[1][0]).mean()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.stepping.append(bytes_alive() if self.stepping else 0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at_rest = bytes_alive()
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer"), [*((way, "adam") for way in MEMORY), ("kahan", "sgd")]
+)
+def test_bytes_per_parameter_are_those_of_the_docstring(way: str, optimizer: str) -> None:
+    (make_plugin, kept), (make_optimizer, states) = MEMORY[way], STATES[optimizer]
+    model = Weighed(make_optimizer)
+    before = bytes_alive() - 4 * WIDTH**2  # what other tests have left
+    fit(model, make_plugin(), loader(2))
+    assert (model.at_rest - before) / WIDTH**2 == kept + states
+    # The weight and its gradient in fp32, while the optimizer steps.
+    assert (model.stepping[-1] - before) / WIDTH**2 == kept + states + 8
+
+
+# --- reuse ---------------------------------------------------------------------------------------
+
+
+def test_two_runs_with_one_seed_are_the_same_and_stochastic_rounding_is_not_torchs() -> None:
+    ends = []
+    for _ in range(2):
+        model = Regression()
+        fit(model, PureFP16(write_back="stochastic"), loader(4))
+        ends.append((parameters_of(model), torch.rand(1).item()))  # torch's own was not consumed
+    reference = Regression()
+    fit(reference, PureFP16(), loader(4))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1] == torch.rand(1).item()
+    assert not torch.equal(ends[0][0], parameters_of(reference))
+
+
+def test_an_update_below_half_a_step_is_kept_or_lost_as_write_back_says() -> None:
+    class Steady(Given):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.network.weight.float() * -1.0).sum()
+
+    count, update = 64, 2.0**-14  # a weight of 1 moves by 2^-10
+    moved = {}
+    for way in ("kahan", "stochastic", "nearest"):
+        model = Steady([torch.ones(4096)], make_optimizer=lambda p: SGD(p, lr=update))
+        model.network.weight.data.fill_(1)
+        plugin = PureFP16(write_back=way, loss_scale=LossScaleConfig(init_scale=1.0))
+        fit(model, plugin, loader(count, batch_size=1))
+        moved[way] = (model.network.weight.detach() - 1) / (count * update)
+    assert torch.equal(moved["kahan"], torch.ones(4096))
+    assert (moved["nearest"] == 0).all()
+    # 64 throws at 1/16 for each of 4096 weights.
+    assert moved["stochastic"].mean() == pytest.approx(1, abs=6 * (15 / 64 / 4096) ** 0.5)
+    assert moved["stochastic"].std() > 0.3

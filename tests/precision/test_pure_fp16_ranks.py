@@ -1,0 +1,121 @@
+"""PureFP16 on two gloo ranks, under DDP and under InfCLStrategy with micro- and host batches."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.pure_fp16 import PureFP16
+from lightning_mp.strategies import InfCLStrategy
+from tests.precision.models import Regression, fit, loader, parameters_of
+from tests.processes import run_ranks
+from tests.strategies.models import TinyCLIP
+from tests.strategies.models import loader as pairs_loader
+
+pytestmark = pytest.mark.distributed
+
+RANKS, STEPS = 2, 8
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kahan": {"loss_scale": 2.0**10},
+    "stochastic": {"loss_scale": 2.0**10, "write_back": "stochastic"},
+    "nearest": {"loss_scale": 2.0**10, "write_back": "nearest"},
+    "half sums": {"loss_scale": 2.0**10, "reduce_dtype": "half"},
+    "bf16": {"half": "bf16"},
+}
+
+
+def momentum(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def batches(rank: int | None = None) -> DataLoader:
+    """Return whole batches, or a rank's half of every one."""
+    rows = slice(None) if rank is None else slice(rank, None, RANKS)
+    parts = [[part[rows] for part in batch] for batch in loader(STEPS)]
+    return DataLoader(parts, batch_size=None)
+
+
+def fit_on_ranks(model: Any, plugin: Any, data: Any, strategy: Any) -> Any:
+    options = {"devices": RANKS, "use_distributed_sampler": False}
+    return fit(model, plugin, data, strategy=strategy, **options)
+
+
+# --- DDP -----------------------------------------------------------------------------------------
+
+
+def _train_with_ddp(rank: int) -> dict[str, Tensor]:
+    ends = {}
+    for name, setting in SETTINGS.items():
+        model = Regression(make_optimizer=momentum, seed=rank)
+        fit_on_ranks(model, PureFP16(**setting), batches(rank), DDPStrategy())
+        ends[name] = parameters_of(model)
+    bad = [2] if rank == 1 else []
+    model = Regression(make_optimizer=momentum, bad_batches=bad)
+    plugin = PureFP16(loss_scale=LossScaleConfig(init_scale=2.0**10))
+    trainer = fit_on_ranks(model, plugin, batches(rank), DDPStrategy())
+    assert trainer.global_step == STEPS - 1
+    assert plugin.scaler.skipped_steps == 1
+    return {**ends, "skipped": parameters_of(model)}
+
+
+def test_ddp_ranks_agree_bit_for_bit_and_train_as_one_process_with_the_whole_batch() -> None:
+    reference, start = Regression(make_optimizer=momentum), parameters_of(Regression())
+    assert (parameters_of(Regression(seed=1)) - start).norm() > 1  # ranks start apart
+    fit(reference, None, batches())
+    expected = parameters_of(reference)
+    first, second = run_ranks(_train_with_ddp, RANKS)
+    assert torch.isfinite(first["skipped"]).all()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        error = (value - expected).norm() / (expected - start).norm()
+        if name != "skipped":
+            assert error < {"bf16": 2**-4, "kahan": 2**-8}.get(name, 2**-7), name
+    assert not torch.equal(first["stochastic"], first["nearest"])
+
+
+# --- InfCLStrategy -------------------------------------------------------------------------------
+
+
+class _Recording(TinyCLIP):
+    """Writes down what its loss gets, and the dtype of batches in a tower."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.seen: set[torch.dtype] = set()
+        self.visual.register_forward_pre_hook(lambda _, args: self.seen.add(args[0].dtype))
+        self.loss.register_forward_pre_hook(lambda _, args: self.seen.add(args[0].dtype))
+
+
+def _train_with_inf_cl(rank: int) -> dict[str, tuple[Tensor, set[torch.dtype]]]:
+    ends = {}
+    for name, make_plugin, offload in (
+        ("fp32", lambda: None, "none"),
+        ("fp16", lambda: PureFP16(loss_scale=LossScaleConfig(init_scale=2.0)), "none"),
+        ("fp16, host", lambda: PureFP16(loss_scale=LossScaleConfig(init_scale=2.0)), "host"),
+        ("bf16, host", lambda: PureFP16(half="bf16"), "host"),
+    ):
+        model = _Recording()
+        data = [[p[rank::RANKS] for p in batch] for batch in pairs_loader(24 * STEPS, 24)]
+        strategy = InfCLStrategy(micro_batch_size=5, offload=offload)
+        fit_on_ranks(model, make_plugin(), DataLoader(data, batch_size=None), strategy)
+        ends[name] = parameters_of(model), model.seen
+    return ends
+
+
+def test_inf_cl_trains_half_towers_on_micro_batches_and_host_batches_as_in_fp32() -> None:
+    start = parameters_of(TinyCLIP(dropout=0.0))
+    first, second = run_ranks(_train_with_inf_cl, RANKS)
+    expected, _ = first["fp32"]
+    moved = (expected - start).norm()
+    assert moved > 1e-2
+    for name, (value, seen) in first.items():
+        assert torch.equal(value, second[name][0]), name
+        if name != "fp32":
+            half = torch.float16 if "fp16" in name else torch.bfloat16
+            assert seen == {half}, name
+            assert (value - expected).norm() / moved < (0.02 if "fp16" in name else 0.1), name

@@ -1,0 +1,93 @@
+"""Steps that a callback asks to skip, and optimizers that are stepped past the plugin."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.optim import SGD, AdamW
+
+from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
+from tests.precision.models import Regression, fit, loader
+
+LOW = LossScaleConfig(init_scale=256.0)
+PLUGINS = {
+    "fp16 O2": lambda: BalancedAMP(loss_scale=LOW),
+    "fp16 O1": lambda: BalancedAMP(weights="full", loss_scale=LOW),
+    "bf16 O2": lambda: BalancedAMP(half="bf16"),
+    "PureFP16": lambda: PureFP16(loss_scale=LOW),
+}
+plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
+
+
+class Skip(Callback):
+    """Asks for the skip of one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.calls = 0
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        assert trainer.precision_plugin.can_skip
+        trainer.precision_plugin.request_skip(torch.tensor(self.calls == self.step))
+        self.calls += 1
+
+
+@plugins
+def test_a_step_that_is_asked_to_skip_moves_nothing_but_the_data(make_plugin: Any) -> None:
+    skipping = Regression(make_optimizer=lambda p: AdamW(p, lr=0.01), interval="step")
+    plugin = make_plugin()
+    before = plugin.scaler and plugin.scaler.scale
+    trainer = fit(skipping, plugin, loader(5), callbacks=[Skip(2)])
+    assert torch.equal(skipping.weights[2], skipping.weights[1])
+    assert not torch.equal(skipping.weights[3], skipping.weights[2])
+    assert trainer.global_step == 4
+    optimizer = trainer.optimizers[0]
+    assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**4)
+    if plugin.scaler is not None:
+        assert plugin.scaler.skipped_steps == 0
+        assert plugin.scaler.scale == before
+
+
+def test_a_step_that_overflows_and_is_unwanted_counts_as_overflow() -> None:
+    model = Regression(bad_batches=[2])
+    plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=256.0))
+    trainer = fit(model, plugin, loader(5), callbacks=[Skip(2)])
+    assert (plugin.scaler.skipped_steps, plugin.scaler.scale) == (1, 128.0)
+    assert trainer.global_step == 4
+
+
+def test_plain_bf16_cannot_skip() -> None:
+    assert not BalancedAMP(half="bf16", weights="full").can_skip
+
+
+class _StepsByHand(Regression):
+    """Steps the optimizer itself, past Lightning and the plugin."""
+
+    def __init__(self) -> None:
+        super().__init__(make_optimizer=lambda p: SGD(p, 0.1))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@plugins
+def test_stepping_past_the_plugin_is_refused(make_plugin: Any) -> None:
+    model = _StepsByHand()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called past"):
+        fit(model, make_plugin(), loader(2))
+    after = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    torch.testing.assert_close(after, weights, rtol=1e-3, atol=1e-6)
+
+
+def test_after_training_the_optimizer_steps_freely() -> None:
+    model = Regression()
+    trainer = fit(model, BalancedAMP(), loader(2))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    trainer.optimizers[0].step()
