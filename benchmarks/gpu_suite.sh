@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# All that needs a GPU: tests, benchmarks against the peers, one pass over a million pairs, and the
-# training steps of ViTs under every precision.
+# All that needs a GPU: tests, benchmarks against the peers, one pass over a million pairs, the
+# training steps of ViTs under every precision, AdamW's step, and what the monitors cost.
 #
-#     benchmarks/gpu_suite.sh [--quick] [tests] [bench] [million] [precision]
+#     benchmarks/gpu_suite.sh [--quick] [tests] [bench] [million] [precision] [optimizer] [monitors]
 #
-# Without steps, all four run. A step that fails does not keep the next from running; the exit
+# Without steps, all six run. A step that fails does not keep the next from running; the exit
 # status is 1 if any failed. --quick rehearses on the CPU at toy size.
 #
 #   PYTHON         interpreter; python3 if unset. Needs torch, lightning, torchmetrics, triton and
@@ -12,8 +12,8 @@
 #   PYTHONPATH     kept behind the repository; put the folder that holds inf_cl there.
 #   OUT            folder for what is written, from the root of the repository;
 #                  benchmarks/results if unset. Rows are appended to contrastive_loss.csv,
-#                  million.csv and precision.csv; tests.log, bench.log, million.log, precision.log
-#                  and environment.txt are new.
+#                  million.csv, precision.csv, optimizer_step.csv and monitor_overhead.csv;
+#                  environment.txt and a log for each step are new.
 #   MAX_SECONDS    a peer whose call would take longer is left out, and all timed calls of one loss
 #                  at one size take no longer together; 3 if unset.
 #   LIMIT_SECONDS  after this a step is stopped, with the figures that it has by then; 570 if unset.
@@ -34,15 +34,15 @@ steps=()
 for argument in "$@"; do
   case $argument in
     --quick) quick=1 ;;
-    tests | bench | million | precision) steps+=("$argument") ;;
+    tests | bench | million | precision | optimizer | monitors) steps+=("$argument") ;;
     *)
-      echo "Passed '$argument'. Steps are tests, bench, million and precision; --quick rehearses on" \
-        "the CPU. Name some of them, or nothing for all steps." >&2
+      echo "Passed '$argument'. Steps are tests, bench, million, precision, optimizer and monitors;" \
+        "--quick rehearses on the CPU. Name some of them, or nothing for all steps." >&2
       exit 2
       ;;
   esac
 done
-if ((${#steps[@]} == 0)); then steps=(tests bench million precision); fi
+if ((${#steps[@]} == 0)); then steps=(tests bench million precision optimizer monitors); fi
 mkdir -p "$out"
 
 failed=()
@@ -78,7 +78,7 @@ print("multiprocessors", *(
     torch.cuda.get_device_properties(index).multi_processor_count
     for index in range(torch.cuda.device_count())
 ))
-for name in ("torch", "triton", "lightning", "torchmetrics", "pytest", "inf_cl", "open_clip_torch"):
+for name in ("torch", "triton", "lightning", "torchmetrics", "pytest", "inf_cl", "open_clip_torch", "torch-optimi"):
     try:
         print(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
@@ -132,6 +132,25 @@ step_precision() {
   # The other rungs of the ladder: a pooled head and the batch second.
   run precision.log "${precision[@]}" --size H16 --batch 64 --pool mean --layout lnd \
     --precisions 16-mixed O2-fp16 --optimizers fused
+}
+
+step_optimizer() {
+  local optimizer=("$python" benchmarks/optimizer_step.py --csv "$out/optimizer_step.csv")
+  if [[ -n $quick ]]; then
+    run optimizer.log "${optimizer[@]}" --quick --device cpu --rounds 1
+    return
+  fi
+  # H16 would need more than 80 GB for all contenders at once.
+  run optimizer.log "${optimizer[@]}" --device cuda --max-seconds 5 --size S16 B16 L16
+}
+
+step_monitors() {
+  local monitors=("$python" benchmarks/monitor_overhead.py --csv "$out/monitor_overhead.csv")
+  if [[ -n $quick ]]; then
+    run monitors.log "${monitors[@]}" --quick --device cpu
+    return
+  fi
+  run monitors.log "${monitors[@]}" --device cuda --batch 64 --tokens 512 --pairs 5
 }
 
 write_environment 2>&1 | tee "$out/environment.txt"

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import lightning_mp
+import lightning_mp.callbacks
 from lightning_mp.cli import main
 from tests.strategies.models import TinyCLIP, loader
 
@@ -137,3 +138,62 @@ def test_cli_without_jsonargparse_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"lightning-mp\[cli\]"):
         main([])
+
+
+CALLBACKS = {
+    "LossScaleMonitor": {"min_scale": 2.0},
+    "GradientUnderflowMonitor": {"every_n_steps": 5},
+    "ActivationRangeMonitor": {"modules": ["Linear"], "backward": True},
+    "AdamStateMonitor": {"max_update_rms": 3.0},
+    "SpikeGuard": {"action": "warn", "window_steps": 64, "judge_after_steps": 32},
+    "NonFiniteLocator": {"action": "warn"},
+    "InstabilityReport": {"every_n_steps": 1, "max_tensors": 7},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cli_fit_with_all_callbacks_and_report_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callbacks = [
+        {"class_path": f"lightning_mp.callbacks.{name}", "init_args": arguments}
+        for name, arguments in CALLBACKS.items()
+    ]
+    # What is exported can be used, but for what is none.
+    others = {"Alarm", "InstabilityMonitor", "InstabilityWarning"}
+    assert set(CALLBACKS) == set(lightning_mp.callbacks.__all__) - others
+    plugin = {"class_path": "BalancedAMP"}
+    run = tmp_path / "run"
+    config = _config(
+        tmp_path, "inf_cl", plugins=[plugin], callbacks=callbacks, default_root_dir=str(run)
+    )
+    main(["fit", "--config", config])
+    written = (run / "instability.html").read_text()
+    (run / "instability.html").unlink()
+    capsys.readouterr()
+    main(["report", str(run)])
+    assert capsys.readouterr().out == f"Report: {run / 'instability.html'}\n"
+    assert (run / "instability.html").read_text() == written
+    names = [name for name in CALLBACKS if name != "InstabilityReport"]
+    assert all(name in written for name in names)
+
+
+def test_cli_report_of_a_folder_without_data_says_what_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no report's data.*InstabilityReport"):
+        main(["report", str(tmp_path)])
+
+
+def test_cli_report_help_names_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", "--help"])
+    printed = capsys.readouterr().out
+    assert "lightning-mp report" in printed
+    assert "RUN_DIR" in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cli_help_mentions_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "lightning-mp report RUN_DIR" in capsys.readouterr().out

@@ -5,8 +5,10 @@ Legend: ``N`` pairs, ``D`` feature width.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +20,14 @@ from examples.glyph_clip.memory import MemoryEstimate
 from examples.glyph_clip.model import GlyphCLIP
 from examples.glyph_clip.sampler import RowSampler
 
-__all__ = ["drawing_ceilings", "encode", "memory_lines", "novelty_line", "recall_lines"]
+__all__ = [
+    "drawing_ceilings",
+    "encode",
+    "instability_line",
+    "memory_lines",
+    "novelty_line",
+    "recall_lines",
+]
 
 DIRECTIONS = {"image_to_text": "glyph to name", "text_to_image": "name to glyph"}
 TOP_K = (1, 5, 10)
@@ -100,3 +109,10 @@ def memory_lines(
     ):
         lines.append(f"  {label:32}" + "".join(f"{_size(of_batch(b)):>16}" for b in batch_sizes))
     return lines
+
+
+def instability_line(page: Path) -> str:
+    """Say where the monitors' report of the training is, and how many alarms are in it."""
+    counts = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["counts"]
+    alarms = counts["error"] + counts["warning"]
+    return f"Report of the monitors, {alarms or 'no'} alarm{'s' * (alarms != 1)}: {page}"

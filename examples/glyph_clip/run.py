@@ -25,6 +25,7 @@ from examples.glyph_clip.model import GlyphCLIP  # noqa: E402
 from examples.glyph_clip.picture import draw_retrieval  # noqa: E402
 from examples.glyph_clip.report import (  # noqa: E402
     encode,
+    instability_line,
     memory_lines,
     novelty_line,
     recall_lines,
@@ -34,6 +35,7 @@ CONFIG = Path("examples/glyph_clip/config.yaml")
 OUTPUT = ROOT / "examples" / "glyph_clip" / "output"
 CHECKPOINT = OUTPUT / "checkpoints" / "glyph_clip.ckpt"
 PICTURE = OUTPUT / "retrieval.png"
+INSTABILITY = OUTPUT / "instability.html"  # written by the InstabilityReport of the config
 MICRO_BATCH = 256
 LARGE_BATCH = 65536  # where b x b logits stop fitting anywhere
 
@@ -81,6 +83,7 @@ def main() -> int:
     lines = ["", novelty_line(train, test), "", *recall_lines(scores, test), ""]
     lines += [*memory_lines(estimate, (data.batch_size, LARGE_BATCH), peak_bytes), ""]
     lines.append(f"Picture: {PICTURE}")
+    lines.append(instability_line(INSTABILITY))
     lines.append(
         f"Rendering and training {trained - start:.0f} s "
         f"({usage.ru_utime + usage.ru_stime:.0f} s of CPU), "

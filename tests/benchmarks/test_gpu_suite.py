@@ -54,6 +54,8 @@ def test_rehearsal_leaves_figures_and_logs(tmp_path):
         "bench",
         "million",
         "precision",
+        "optimizer",
+        "monitors",
         python=sys.executable,
         out=out,
         OMP_NUM_THREADS="1",
@@ -61,7 +63,8 @@ def test_rehearsal_leaves_figures_and_logs(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in out.iterdir()} == {
         "bench.log", "contrastive_loss.csv", "environment.txt", "million.csv", "million.log",
-        "precision.csv", "precision.log",
+        "precision.csv", "precision.log", "optimizer_step.csv", "optimizer.log",
+        "monitor_overhead.csv", "monitors.log",
     }  # fmt: skip
     with (out / "contrastive_loss.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -93,7 +96,7 @@ def test_failing_step_does_not_keep_the_next_from_running(tmp_path):
     assert "million.py --csv" in (out / "million.log").read_text()
     assert "--size H16 --batch 64" in (out / "precision.log").read_text()
     assert "-m gpu" in (out / "tests.log").read_text()
-    assert len(list(out.iterdir())) + len(["the CSV files"] * 3) <= 8
+    assert len(list(out.iterdir())) + len(["the CSV files"] * 5) <= 12
     assert set((tmp_path / "paths").read_text().split()) == {f"{ROOT}:/elsewhere"}
 
 
@@ -121,5 +124,8 @@ def test_step_that_hangs_is_stopped(tmp_path):
 def test_unknown_step_is_refused(tmp_path):
     done = run_suite("dance", python=sys.executable, out=tmp_path / "out")
     assert done.returncode == 2
-    assert "Passed 'dance'. Steps are tests, bench, million and precision" in done.stderr
+    assert (
+        "Passed 'dance'. Steps are tests, bench, million, precision, optimizer and monitors"
+        in done.stderr
+    )
     assert not (tmp_path / "out").exists()

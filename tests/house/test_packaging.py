@@ -40,7 +40,7 @@ def _tree() -> set[str]:
         for path in (ROOT / folder).rglob("*"):
             inside = path.relative_to(ROOT)
             through_symlink = inside.parts[:2] in (("lightning_mp", name) for name in INSTALLED_AS)
-            if path.suffix in (".py", ".typed", ".json") and not through_symlink:
+            if path.suffix in (".py", ".typed", ".json", ".css", ".js") and not through_symlink:
                 parts = (INSTALLED_AS.get(inside.parts[0], inside.parts[0]), *inside.parts[1:])
                 files.add("/".join(parts))
     return files

@@ -1,0 +1,133 @@
+r"""What one step of Adam is about to do to each parameter, in a few numbers.
+
+Legend: `N` parameters, `K` columns of `AdamField`.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["AdamField", "adam_statistics", "has_second_moments"]
+
+_BLOCK = 2**16
+_SMALLEST = 1e-18  # its square is still normal in fp32
+
+
+class AdamField(IntEnum):
+    """The columns of `adam_statistics`; sums, so that those of shards add up."""
+
+    NUMEL = 0
+    NON_ZERO = 1
+    """How many gradients are not exactly 0."""
+    SQUARED_RATIO = 2
+    r"""The sum of `g^2 / max(v_hat, eps^2)`."""
+    BELOW_EPSILON = 3
+    """Where the gradient is not 0: how many `sqrt(v_hat)` are below epsilon."""
+    SQUARED_UPDATE = 4
+    r"""The sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`."""
+    SQUARED_WEIGHT = 5
+    NON_FINITE = 6
+    """1 where a sum is NaN or inf; all others are then 0."""
+
+
+def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether an optimizer keeps Adam's moments of a parameter, and has taken a step."""
+    state = optimizer.state.get(parameter, {})
+    return "exp_avg" in state and "exp_avg_sq" in state
+
+
+@torch.no_grad()
+def adam_statistics(
+    optimizer: Optimizer,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    unscale: float | Tensor,
+) -> Tensor:
+    r"""Work out, ahead of a step and without changing anything, what it will do.
+
+    .. math::
+        v = \beta_2 v + (1 - \beta_2) g^2, \quad \hat v = v / (1 - \beta_2^t), \quad
+        m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
+
+    In fp32 and parameter by parameter, so that beside one parameter's copies nothing is held; a
+    non-finite sum of squares counts as non-finite.
+
+    Args:
+        optimizer: Adam, or one with its states `exp_avg`, `exp_avg_sq` and `step`.
+        parameters: Those of its parameters to look at, with state.
+        gradients: Of each parameter; an empty one for none.
+        unscale: What gradients are to be multiplied by.
+
+    Returns:
+        sums_NK: float64 (fp32 on MPS), on the device of the parameters; one row a parameter.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rows = [
+        _row(groups[id(p)], optimizer.state[p], p, gradient, unscale)
+        for p, gradient in zip(parameters, gradients, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _row(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    unscale: float | Tensor,
+) -> Tensor:
+    tensors = [_local(t) for t in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    if not tensors[1].numel():
+        return torch.zeros(len(AdamField), dtype=wide, device=tensors[0].device)
+    if tensors[1].is_sparse:
+        tensors[1] = tensors[1].to_dense()
+    step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
+    # On a CPU the dozen passes over a block find it in the cache.
+    size = _BLOCK if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
+    blocks = zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)
+    parts = [_block_sums(group, step, unscale, *block) for block in blocks]
+    sums = torch.stack(parts).sum(dim=0, dtype=wide)
+    is_bad = ~sums.isfinite().all()
+    sums = torch.where(is_bad, 0, sums)
+    count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
+    return torch.stack([torch.where(is_bad, 0, count), *sums, is_bad.to(wide)])
+
+
+def _block_sums(
+    group: dict[str, Any],
+    step: Tensor,
+    unscale: float | Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Return the columns from `NON_ZERO` to `SQUARED_WEIGHT` of a part of a parameter, in fp32."""
+    beta1, beta2 = (float(b) for b in group["betas"])
+    weight, g, m, v = weight.float(), gradient.float(), m.float(), v.float()
+    if isinstance(unscale, Tensor) or unscale != 1:
+        g = g * unscale
+    root = torch.addcmul(v * beta2, g, g, value=1 - beta2).div_(1 - beta2**step).sqrt_()
+    update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
+    factor = group["lr"] / (1 - beta1**step)
+    is_moving = g != 0
+    below = (root < max(group["eps"], _SMALLEST)).logical_and_(is_moving)
+    ratio = g.div(root.clamp_(min=max(group["eps"], _SMALLEST)))
+    sums = [
+        is_moving.count_nonzero(),
+        torch.dot(ratio, ratio),
+        below.count_nonzero(),
+        torch.dot(update, update) * factor**2,
+        torch.dot(weight, weight),
+    ]
+    return torch.stack([each.to(torch.float32) for each in sums])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the shard that this rank holds of a DTensor, other tensors as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

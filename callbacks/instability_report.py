@@ -1,0 +1,230 @@
+"""`InstabilityReport`: one page that shows what the monitors have seen, also of a run that died."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks.report_data import report_data
+from lightning_mp.callbacks.report_files import write_atomically
+from lightning_mp.callbacks.report_page import report_page
+from lightning_mp.callbacks.run_facts import now, run_facts
+from lightning_mp.callbacks.run_recorder import RunRecorder
+from lightning_mp.callbacks.training_state import step_of
+
+__all__ = ["InstabilityReport"]
+
+
+class InstabilityReport(InstabilityMonitor):
+    """Writes one HTML page: time lines, tensors by steps, alarms with remedies.
+
+    A run that dies at 3 o'clock leaves a traceback and a wall of metrics; which of 300 tensors
+    began to fail 2000 steps before, no logger shows. The page needs no network and no other file.
+    It has loss, gradient norm, loss scale and skipped steps over time, heat maps of zero share,
+    headroom and update RMS, and every alarm with its remedy; both from all monitors among the
+    trainer's callbacks. Without any, it has what it records itself: the loss of every step (rank
+    zero's), the norm of all gradients where no `SpikeGuard` or `GradientUnderflowMonitor` measures
+    it, loss scale and skipped steps. No host sync.
+
+    The page is written when training ends, on an exception, and by `write`. Its data, in a JSON
+    file beside it, is written every `every_n_steps` steps too, so that a killed run leaves it:
+    `lightning-mp report RUN_DIR` makes the page of it. A resumed run goes on with the page of the
+    run that saved the checkpoint. Page and data take 5 MB each at the most, mostly below 1 MB: heat
+    maps have 25600 cells each, the alarms shown are at most 500. Rank zero writes. A page that
+    cannot be written is warned of; training goes on. With `fast_dev_run` only `write` writes.
+
+    Args:
+        dirpath: The folder to write to; the logger's, or `default_root_dir` without a logger.
+        filename: Of the page; the data has the same with `.json`.
+        every_n_steps: Steps between two times that the data is written.
+        max_tensors: Rows of each heat map, at most 500. Tensors with an alarm come first, then
+            those with the largest rise in zeros, the least headroom, or the largest update RMS.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        dirpath: str | None = None,
+        filename: str = "instability.html",
+        every_n_steps: int = 500,
+        max_tensors: int = 100,
+    ) -> None:
+        super().__init__()
+        is_name = type(filename) is str and Path(filename).name == filename
+        if not is_name or Path(filename).suffix not in (".html", ".htm"):
+            raise ValueError(
+                f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
+                "name that ends in .html, without a folder. Pass the folder as `dirpath`."
+            )
+        for name, value, most in (
+            ("every_n_steps", every_n_steps, None),
+            ("max_tensors", max_tensors, 500),
+        ):
+            if type(value) is not int or value < 1 or (most and value > most):
+                limit = f"an integer from 1 to {most}" if most else "an integer of at least 1"
+                raise ValueError(
+                    f"Passed `InstabilityReport({name}={value!r})`. `{name}` must be {limit}. "
+                    "Leave it out for the default."
+                )
+        self.dirpath = dirpath
+        self.filename = filename
+        self.every_n_steps = every_n_steps
+        self.max_tensors = max_tensors
+        self.path: Path | None = None  # of the page, once training has begun
+        self._recorder = RunRecorder(self.history)
+        self._sessions: list[dict[str, Any]] = []  # when the run was started and resumed
+        self._is_started = False  # the session of now is among them
+        self._steps = 0
+        self._end: dict[str, str] = {"how": "running"}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find out where to write, and go behind all callbacks that may raise a last alarm."""
+        if stage != "fit":
+            return
+        self.path = self._page_path(trainer)
+        self._end, self._is_started = {"how": "running"}, False
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        before = [c for c in callbacks if c is not self and not isinstance(c, Checkpoint)]
+        last = [c for c in callbacks if isinstance(c, Checkpoint)]
+        trainer.callbacks = [*before, self, *last]  # type: ignore[attr-defined]
+
+    def _page_path(self, trainer: pl.Trainer) -> Path:
+        # `log_dir` is the same on all ranks, as it is broadcast.
+        folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        return Path(folder) / self.filename
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Get ready to record."""
+        self._recorder.start(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Before the first step, drop what lies beyond it, and leave a first file."""
+        if not self._is_started:
+            self._is_started = True
+            self._recorder.on_batch_start(trainer)
+            step = step_of(trainer)
+            # In a run from the start the sessions of another one mean nothing.
+            self._sessions = [each for each in self._sessions if each["step"] < step]
+            self._sessions.append({"step": step, "time": now()})
+            self._steps = step
+            self._write(trainer, with_page=False)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Record what there is to see before a step."""
+        self._recorder.on_optimizer_step(trainer, optimizer)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Record the batch's loss, and write the data when it is time."""
+        self._recorder.on_batch_end(trainer, args[1])
+        if not trainer.fit_loop._should_accumulate():
+            self._steps = step_of(trainer) + 1
+            if self._steps % self.every_n_steps == 0:
+                self._write(trainer, with_page=False)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the page, after `on_train_end` of all callbacks."""
+        self._end = {"how": "finished", "time": now()}
+        if trainer.interrupted:
+            self._end["how"] = "interrupted"
+        self._write(trainer, with_page=True)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Write the page of a run that failed, and why."""
+        if self.path is None or self._end["how"] == "finished":
+            return
+        text = str(exception).strip()
+        first_line = text.splitlines()[0][:500] if text else ""
+        self._end = {
+            "how": "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed",
+            "time": now(),
+            "exception": f"{type(exception).__name__}: {first_line}".removesuffix(": "),
+        }
+        self._write(trainer, with_page=True)
+
+    def write(self, trainer: pl.Trainer) -> Path | None:
+        """Write page and data now; to be called on all ranks.
+
+        Args:
+            trainer: The trainer that this is a callback of.
+
+        Returns:
+            Where the page is, or `None` on other ranks than zero and where it cannot be written.
+        """
+        if self.path is None:
+            self.path = self._page_path(trainer)
+        return self._write(trainer, with_page=True, is_wanted=True)
+
+    def _write(
+        self, trainer: pl.Trainer, *, with_page: bool, is_wanted: bool = False
+    ) -> Path | None:
+        is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
+        if self.path is None or is_trial or not trainer.is_global_zero:
+            return None
+        try:
+            if with_page:
+                with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
+                    self._recorder.finish()
+            data = self._data(trainer)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path.with_suffix(".json"), json.dumps(data, allow_nan=False))
+            if with_page:
+                write_atomically(self.path, report_page(data))
+        except Exception as error:  # a report is never worth a run
+            rank_zero_warn(
+                f"`InstabilityReport` could not write {str(self.path)!r}: {type(error).__name__}: "
+                f"{error}. Training goes on. Pass a `dirpath` that can be written to."
+            )
+            return None
+        return self.path
+
+    def _data(self, trainer: pl.Trainer) -> dict[str, Any]:
+        run: dict[str, Any] = {
+            "title": type(trainer.lightning_module).__name__,
+            "steps": self._steps,
+            "sessions": self._sessions,
+            "written": now(),
+            "end": self._end,
+            "has_loss_scale": getattr(trainer.precision_plugin, "scaler", None) is not None,
+            "facts": run_facts(trainer),
+        }
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [c for c in callbacks if isinstance(c, InstabilityMonitor) and c is not self]
+        run["monitors"] = [type(monitor).__name__ for monitor in monitors]
+        others = [monitor.history for monitor in monitors]
+        return report_data(self.history, others, run, self.max_tensors)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was recorded, and when the run was started."""
+        self._recorder.finish()
+        return {**super().state_dict(), "sessions": list(self._sessions)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        super().load_state_dict(state_dict)
+        self._recorder.history = self.history
+        self._sessions = list(state_dict["sessions"])

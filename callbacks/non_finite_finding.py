@@ -1,0 +1,266 @@
+"""Where values that are not finite were made: the judgement on a replayed step, in words."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_mp.callbacks.non_finite_suspects import (
+    name_prefix,
+    own_tensors,
+    suspects_before,
+    with_suspects,
+)
+from lightning_mp.callbacks.replay_trace import Call, Role, Seen, Trace
+
+__all__ = ["Finding", "find_source", "headroom"]
+
+Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The first producer of values that are not finite.
+
+    Args:
+        source: A tensor of the batch, a parameter, or a module in its forward or backward;
+            `"nowhere"` where the replay came out finite, `"failed"` where it raised.
+        name: The dotted name of the tensor or module; that of its class for the root.
+        sentence: What happened, without its full stop.
+        dtype: Of what is not finite, such as `"float16"`.
+        amax: The largest magnitude that went in.
+        limit: The largest number of the dtype.
+        suspects: Dotted names of modules near the limit before it, the nearest in time first.
+        is_root: Whether no submodule made it, but code of the LightningModule.
+        loss_scale: The scale that the backward ran at.
+        fitting_scale: A loss scale at which the replayed backward was finite.
+    """
+
+    source: Source
+    name: str
+    sentence: str
+    dtype: str = ""
+    amax: float = 0.0
+    limit: float = 0.0
+    suspects: tuple[str, ...] = ()
+    is_root: bool = False
+    loss_scale: float | None = None
+    fitting_scale: float | None = None
+
+    def at_fitting_scale(self, fitting: float) -> "Finding":
+        """Say which loss scale cures it."""
+        words = f"at a loss scale of {fitting:g} all gradients of this batch are finite"
+        return replace(self, sentence=f"{self.sentence}; {words}", fitting_scale=fitting)
+
+
+def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
+    """Return the first producer, or `None` where all was finite.
+
+    A producer takes finite inputs, with finite parameters, and gives what is not finite; what gets
+    it from its inputs only passes it on. Modules inside a module end before it, so that the
+    innermost producer is the first.
+
+    Args:
+        trace: A replayed step.
+        near_limit: The share of a dtype's largest number from which on a module is a suspect.
+        scale: The loss scale of the replay.
+    """
+    ended = sorted((c for c in trace.calls if c.ended is not None), key=lambda c: c.ended or 0)
+    parameter = _first_bad(trace.group("parameters"))
+    if parameter is not None:
+        return Finding(
+            source="parameter",
+            name=parameter.path,
+            sentence=f"parameter `{parameter.path}` held {_kind(parameter)} before the step",
+            **_numbers([parameter], parameter),
+        )
+    producer = next((c for c in ended if _makes(trace, c, "input", "output")), None)
+    if producer is not None:
+        return _in_forward(trace, producer, ended, near_limit)
+    entry = _first_tainted(trace.group("batch"))
+    if entry is not None:
+        return Finding(
+            source="batch",
+            name=entry.path,
+            sentence=f"`{entry.path}` held {_kind(entry)} when it came from the data loader",
+            **_numbers([entry], entry),
+        )
+    return _outside(trace, ended, near_limit) or _in_backward(trace, near_limit, scale)
+
+
+def headroom(trace: Trace) -> float:
+    """Return by what all gradients could be multiplied; 0 where one is not finite now."""
+    roles: tuple[Role, ...] = ("grad_output", "grad_input")
+    seen = [s for call in trace.calls for role in roles for s in trace.seen(call, role)]
+    seen += trace.group("gradients")
+    if _first_bad(seen) is not None or _first_bad(trace.group("loss")) is not None:
+        return 0.0
+    narrowest = min((s.limit for s in seen), default=0.0)
+    return min((narrowest / s.amax for s in seen if s.amax), default=0.0)
+
+
+# --- the forward ---------------------------------------------------------------------------------
+
+
+def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
+    inputs, outputs = trace.seen(call, "input"), trace.seen(call, "output")
+    before = [c for c in ended if (c.ended or 0) < (call.ended or 0)]
+    inside = [c for c in before if c is not call and c.name.startswith(name_prefix(call))]
+    given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
+    seen = trace.seen(given, "input") if given else outputs
+    bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
+    where = f" (`{bad.path}` of its output)" if bad.path and not given else ""
+    if given is not None:
+        where = f", which it passed to `{given.name}`"
+        before = [c for c in before if (c.ended or 0) < (given.ended or 0)]
+    suspects = suspects_before(trace, before, call, near_limit)
+    buffer = _first_bad(own_tensors(trace.group("buffers"), call))
+    if buffer is not None:
+        why = f"its buffer `{buffer.path}` held {_kind(buffer)}"
+    else:
+        why = f"its inputs are finite{_up_to([s for s in inputs if not s.is_mask])}"
+        masks = [f"`{s.path}`" for s in inputs if s.is_mask]
+        why += f", but for a mask of -inf, {masks[0]}" if masks else ""
+    if inside and buffer is None:
+        why += ", and no submodule of it made it"
+    sentence = f"{_title(trace, call)} made {_kind(bad)} in the forward{where}: {why}"
+    return Finding(
+        source="forward",
+        name=call.name or type(trace.root).__name__,
+        sentence=with_suspects(sentence, suspects),
+        suspects=tuple(name for name, _ in suspects),
+        is_root=not call.name,
+        **_numbers(inputs, bad),
+    )
+
+
+def _outside(trace: Trace, ended: list[Call], near_limit: float) -> Finding | None:
+    """Look for what code of the LightningModule made between its modules, or after them."""
+    tainted = (c for c in ended if _first_tainted(trace.seen(c, "input")))
+    bad_input = next((c for c in tainted if _first_bad(trace.seen(c, "output"))), None)
+    loss = _first_bad(trace.group("loss"))
+    if bad_input is None and loss is None:
+        return None
+    root = type(trace.root).__name__
+    if bad_input is not None:
+        bad = _first_tainted(trace.seen(bad_input, "input"))
+        what = f"{_kind(bad)}, which it passed to `{bad_input.name}`" if bad else ""
+        before = [c for c in ended if (c.ended or 0) < (bad_input.ended or 0)]
+    else:
+        bad, before = loss, ended
+        what = f"a loss of {_kind(loss)}" if loss else ""
+    outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
+    suspects = suspects_before(trace, before, None, near_limit)
+    sentence = (
+        f"`training_step` of the root `{root}` made {what} in the forward, outside of any "
+        f"submodule: what submodules gave it is finite{_up_to(outputs)}"
+    )
+    return Finding(
+        source="forward",
+        name=root,
+        sentence=with_suspects(sentence, suspects),
+        suspects=tuple(name for name, _ in suspects),
+        is_root=True,
+        **_numbers(outputs, bad),
+    )
+
+
+# --- the backward --------------------------------------------------------------------------------
+
+
+def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
+    reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached or 0)
+    producers = [c for c in reached if _makes_gradient(trace, c)]
+    # A module's first gradient of an input comes after those of all modules inside it.
+    producer = min(producers, key=lambda c: c.left or c.reached or 0, default=None)
+    bad_outputs = [s for c in reached for s in trace.seen(c, "grad_output") if not s.is_finite]
+    bad_parameters = [s for s in trace.group("gradients") if not s.is_finite]
+    if producer is None and not bad_outputs and not bad_parameters:
+        return None
+    at = "" if scale is None else f" at a loss scale of {scale:g}"
+    root = type(trace.root).__name__
+    if producer is None:
+        bad = (bad_outputs or bad_parameters)[0]
+        came = trace.group("loss")
+        sentence = (
+            f"the loss computation in `training_step` of the root `{root}` made {_kind(bad)} in "
+            f"the backward{at}: no submodule did, and the loss is finite"
+        )
+        suspects: list[tuple[str, str]] = []
+    else:
+        came = trace.seen(producer, "grad_output")
+        leaving = [*trace.seen(producer, "grad_input"), *_own_gradients(trace, producer)]
+        bad = _first_bad(leaving) or leaving[0]
+        what = f"that of `{bad.path}`" if bad in _own_gradients(trace, producer) else "its input's"
+        sentence = (
+            f"{_title(trace, producer)} made {_kind(bad)} in the backward{at}: the gradient of its "
+            f"output is finite{_up_to(came)}, {what} is not"
+        )
+        earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
+        suspects = suspects_before(trace, earlier, producer, near_limit, "grad_output")
+    return Finding(
+        source="backward",
+        name=root if producer is None else producer.name or root,
+        sentence=with_suspects(sentence, suspects),
+        suspects=tuple(name for name, _ in suspects),
+        is_root=producer is None or not producer.name,
+        loss_scale=scale,
+        **_numbers(came, bad, is_gradient=True),
+    )
+
+
+def _makes_gradient(trace: Trace, call: Call) -> bool:
+    makes = _makes(trace, call, "grad_output", "grad_input")
+    is_given_finite = all(s.is_finite for s in trace.seen(call, "grad_output"))
+    return makes or (is_given_finite and _first_bad(_own_gradients(trace, call)) is not None)
+
+
+def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
+    return own_tensors(trace.group("gradients"), call)
+
+
+# --- what both share -----------------------------------------------------------------------------
+
+
+def _makes(trace: Trace, call: Call, before: Role, after: Role) -> bool:
+    is_given_finite = _first_tainted(trace.seen(call, before)) is None
+    return is_given_finite and _first_bad(trace.seen(call, after)) is not None
+
+
+def _numbers(went_in: list[Seen], bad: Seen | None, is_gradient: bool = False) -> dict[str, Any]:
+    if bad is None:
+        return {}
+    # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
+    narrow = min((s for s in (*went_in, bad)), key=lambda s: s.limit) if is_gradient else bad
+    return {
+        "dtype": str(narrow.dtype).removeprefix("torch."),
+        "amax": max((s.amax for s in went_in), default=0.0),
+        "limit": narrow.limit,
+    }
+
+
+def _up_to(seen: list[Seen]) -> str:
+    if not seen:
+        return ""
+    largest = max(seen, key=lambda s: s.amax / s.limit)
+    dtype = str(largest.dtype).removeprefix("torch.")
+    return f" (up to {largest.amax:.5g} in {dtype}, limit {largest.limit:g})"
+
+
+def _first_bad(seen: Iterable[Seen]) -> Seen | None:
+    return next((s for s in seen if not s.is_finite), None)
+
+
+def _first_tainted(seen: Iterable[Seen]) -> Seen | None:
+    return next((s for s in seen if not s.is_finite and not s.is_mask), None)
+
+
+def _kind(seen: Seen) -> str:
+    if seen.nan and seen.inf:
+        return "NaN and inf"
+    return "NaN" if seen.nan else "inf"
+
+
+def _title(trace: Trace, call: Call) -> str:
+    if not call.name:
+        return f"the root `{type(trace.root).__name__}` itself"
+    return f"`{call.name}` ({type(call.module).__name__})"

@@ -1,0 +1,116 @@
+"""The search for the first producer: replays of the batches of a step, on all ranks together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_mp.callbacks.non_finite_finding import Finding, find_source, headroom
+from lightning_mp.callbacks.replay import Record, can_replay, replay
+from lightning_mp.callbacks.replay_trace import Trace
+
+__all__ = ["gather_objects", "search"]
+
+_LOWERINGS = 6  # of a loss scale that is tried
+
+
+def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return the values of all ranks; every rank must call it."""
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def search(
+    trainer: pl.Trainer,
+    records: Sequence[Record],
+    *,
+    scale: float | None,
+    optimizer_steps: int,
+    near_limit: float,
+) -> tuple[int, int, Finding]:
+    """Replay batches one by one until one of them shows where it began.
+
+    Args:
+        trainer: The trainer.
+        records: The batches to look at, as many on every rank.
+        scale: The loss scale of the step.
+        optimizer_steps: Where a replay ends in manual optimization, see `replay`.
+        near_limit: The share of a dtype's largest number that makes a suspect.
+
+    Returns:
+        Index of the batch, rank and finding, the same on all ranks.
+    """
+    if not can_replay(trainer):
+        what = "`training_step(dataloader_iter)` fetches its batches, which cannot be run again"
+        return 0, 0, Finding(source="failed", name="", sentence=what)
+    for index, record in enumerate(records):
+        trace = _try(trainer, record, scale, optimizer_steps)
+        local = trace if isinstance(trace, Finding) else find_source(trace, near_limit, scale)
+        del trace
+        for rank, finding in enumerate(gather_objects(trainer, local)):
+            if finding is None:
+                continue
+            if finding.source == "backward" and scale is not None:
+                rank, finding = _at_lower_scales(
+                    trainer, record, (rank, finding), optimizer_steps, near_limit
+                )
+            return index, rank, finding
+    sentence = "the step came out finite when it was run again"
+    if len(records) > 1:
+        sentence = f"each of the {len(records)} accumulated batches is finite by itself"
+    return 0, 0, Finding(source="nowhere", name="", sentence=sentence)
+
+
+def _at_lower_scales(
+    trainer: pl.Trainer,
+    record: Record,
+    found: tuple[int, Finding],
+    optimizer_steps: int,
+    near_limit: float,
+) -> tuple[int, Finding]:
+    """Tell a loss scale that is too high from a gradient that is not finite at any.
+
+    Returns:
+        Rank and finding: that at a loss scale of 1 if there is one, else that of before with the
+        largest power of two, or nearly so, at which gradients are finite.
+    """
+
+    def run(tried: float) -> tuple[list[Finding | None], float]:
+        trace = _try(trainer, record, tried, optimizer_steps)
+        own: Finding | None
+        if isinstance(trace, Finding):
+            own, room = trace, 0.0
+        else:
+            own, room = find_source(trace, near_limit, tried), headroom(trace)
+        shared = gather_objects(trainer, (own, room))
+        return [each for each, _ in shared], float(min(room for _, room in shared))
+
+    rank, finding = found
+    findings, room = run(1.0)
+    for other, each in enumerate(findings):
+        if each is not None:
+            return other, each
+    fitting = 1.0
+    while fitting * 2 <= room and fitting * 2 < (finding.loss_scale or 1.0):
+        fitting *= 2
+    for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
+        if fitting <= 1 or run(fitting)[1] > 0:
+            return rank, finding.at_fitting_scale(fitting)
+        fitting = max(fitting / 4, 1.0)
+    return rank, finding.at_fitting_scale(1.0)
+
+
+def _try(
+    trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int
+) -> Trace | Finding:
+    try:
+        return replay(trainer, record, scale, optimizer_steps)
+    except Exception as error:
+        # Without memory for a second backward, say: no reason to end a run that goes on without.
+        first = (str(error).splitlines() or [""])[0]
+        sentence = f"the replay failed with {type(error).__name__}: {first[:200]}"
+        return Finding(source="failed", name="", sentence=sentence)

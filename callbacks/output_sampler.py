@@ -1,0 +1,134 @@
+"""Statistics of what modules return, by hooks that are there only while a step is sampled."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.callbacks.sampling import pack_stats
+from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.tensor_stats import StatField
+
+__all__ = ["OutputKey", "OutputSampler", "eager_modules", "tensors_in"]
+
+
+class OutputKey(NamedTuple):
+    """What one row of a sample is about.
+
+    Args:
+        name: The module's dotted name.
+        kind: `"activation"`, or `"output_gradient"` for the gradient with respect to it.
+        dtype: What it is stored in.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+
+
+class OutputSampler:
+    """Gathers statistics of the outputs of modules over one training step.
+
+    A module that runs several times, as with micro-batches, has one row for all of them.
+
+    Args:
+        modules: Dotted name -> module.
+        backward: Whether to look at gradients with respect to outputs as well.
+        max_calls: Calls of a module to look at, the first ones.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, backward: bool, max_calls: int) -> None:
+        self.modules = modules
+        self.backward = backward
+        self.max_calls = max_calls
+        self._calls: Counter[str] = Counter()
+        self._handles: list[RemovableHandle] = []
+        self._rows: dict[OutputKey, list[Tensor]] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether hooks are in place."""
+        return bool(self._handles)
+
+    def start(self) -> None:
+        """Hook the modules."""
+        self.stop()
+        for name, module in self.modules.items():
+            self._handles.append(module.register_forward_hook(self._look(name)))
+
+    def stop(self) -> tuple[list[OutputKey], Tensor] | None:
+        """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+        rows, self._rows = self._rows, {}
+        if not rows:
+            return None
+        return list(rows), torch.stack([_merged(torch.cat(each)) for each in rows.values()])
+
+    def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            self._calls[name] += 1
+            if self._calls[name] > self.max_calls:
+                return
+            tensors = [t for t in tensors_in(output) if t.dtype in FLOAT_DTYPES and t.numel()]
+            self._add(name, "activation", tensors)
+            if self.backward:
+                for tensor in tensors:
+                    if tensor.requires_grad:
+                        tensor.register_hook(self._look_back(name))
+
+        return look
+
+    def _look_back(self, name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self._add(name, "output_gradient", [gradient])
+
+    def _add(self, name: str, kind: str, tensors: Sequence[Tensor]) -> None:
+        if not self._handles:
+            return  # a backward after the step that was sampled
+        for tensor in tensors:
+            rows = self._rows.setdefault(OutputKey(name, kind, tensor.dtype), [])
+            rows.append(pack_stats([tensor.detach()]))
+
+
+def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose hooks run outside of compiled code, under their dotted names.
+
+    `torch.compile` would trace the hooks of what is inside with it. Of a module that it wraps, the
+    wrapper itself is yielded; of one compiled in place by `module.compile()`, nothing.
+    """
+    if root._compiled_call_impl is not None:
+        return
+    yield path.rstrip("."), root
+    if not hasattr(root, "_orig_mod"):
+        for name, child in root.named_children():
+            yield from eager_modules(child, f"{path}{name}.")
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, dicts, and dataclasses such as a `ModelOutput`."""
+    if isinstance(output, Tensor):
+        yield output
+    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
+        for name in output.__dataclass_fields__:
+            yield from tensors_in(getattr(output, name, None))
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors_in(value)
+    else:
+        yield from (leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+def _merged(rows_RK: Tensor) -> Tensor:
+    merged_K = rows_RK.sum(dim=0)
+    merged_K[StatField.AMAX] = rows_RK[:, StatField.AMAX].amax()
+    merged_K[StatField.SMALLEST] = rows_RK[:, StatField.SMALLEST].amin()
+    return merged_K

@@ -1,0 +1,242 @@
+"""Runs a training step once more with hooks, and leaves everything as it was."""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from lightning_mp.callbacks.replay_trace import Trace, named_tensors
+from lightning_mp.callbacks.training_state import plain_name
+from lightning_mp.contrastive.replay_state import BufferState, RngState
+from lightning_mp.numerics.floats import accumulation_dtype
+from lightning_mp.precision.master_precision import MasterPrecision
+
+__all__ = ["Record", "can_replay", "replay"]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What it takes to run a batch again.
+
+    Args:
+        batch: As `training_step` got it; a reference, not a copy.
+        batch_idx: Its number in the epoch.
+        rng: The generators before the step.
+    """
+
+    batch: Any
+    batch_idx: int
+    rng: RngState
+
+
+class _ReachedStepError(Exception):
+    """Ends a replay in manual optimization, at the optimizer step that the real run stands at."""
+
+
+def can_replay(trainer: pl.Trainer) -> bool:
+    """Return whether batches are handed to `training_step`, which does not fetch them itself."""
+    step = trainer.lightning_module.training_step
+    return not is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:
+    """Run a batch again, forward and backward, and return what was seen.
+
+    Generators start where they started, under the precision plugin's contexts. Afterwards
+    generators, buffers, gradients, the states of torchmetrics, logged values and counts of clamped
+    values are as before. Optimizers and schedules do not step. Compiled code runs eagerly.
+
+    DDP neither reduces gradients nor broadcasts buffers, but what `training_step` itself sends to
+    other ranks is sent again: all ranks must replay together.
+
+    Args:
+        trainer: The trainer.
+        record: The batch.
+        scale: What to scale losses by; `None` for no loss scale.
+        optimizer_steps: In manual optimization, the step of an optimizer to end before, counted
+            from 1 within the batch; 0 to run to the end.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    trace = Trace(module)
+    trace.note("batch", named_tensors(record.batch, "batch"))
+    trace.note("parameters", ((plain_name(n), p) for n, p in module.named_parameters()))
+    trace.note("buffers", ((plain_name(n), b) for n, b in module.named_buffers()))
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        trace.note("loss", iter([("loss", loss)]))
+        is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # it keeps gradients
+        has_backward = loss.requires_grad and not is_off and not _is_stepped_by_hooks(module)
+        if not has_backward or not bool(torch.isfinite(loss).all()):
+            return loss.detach()
+        if scale is not None:
+            loss = loss.to(accumulation_dtype(loss.dtype)) * scale
+        trainer.precision_plugin.backward(loss, module, *(args or (None,)), **kwargs)
+        return loss.detach()
+
+    with ExitStack() as stack:
+        stack.enter_context(_undisturbed(trainer, record.batch))
+        stack.enter_context(_without_steps(trainer, backward, optimizer_steps))
+        if isinstance(strategy.model, DistributedDataParallel):
+            stack.enter_context(_no_sync(strategy.model))
+        if "torch._dynamo" in sys.modules:  # code may be compiled, and takes no hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(trace)
+        record.rng.restore()
+        loss = None
+        with suppress(_ReachedStepError):
+            loss = _loss_of(_training_step(trainer, record))
+        if module.automatic_optimization and loss is not None:
+            backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        gradients = ((plain_name(n), p.grad) for n, p in module.named_parameters())
+        trace.note("gradients", ((n, g) for n, g in gradients if g is not None))
+        trace.read()
+    return trace
+
+
+def _training_step(trainer: pl.Trainer, record: Record) -> Any:
+    strategy, module = trainer.strategy, trainer.lightning_module
+    kwargs = trainer.fit_loop.epoch_loop._build_kwargs(
+        OrderedDict(), record.batch, record.batch_idx
+    )
+    is_plain_ddp = isinstance(strategy.model, DistributedDataParallel) and (
+        type(strategy).training_step is Strategy.training_step
+    )
+    if not is_plain_ddp:  # sharded, or in micro-batches: the strategy knows how
+        return strategy.training_step(*kwargs.values())
+    with trainer.precision_plugin.train_step_context():
+        return module.training_step(*kwargs.values())
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
+
+
+# --- what is put back ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
+    """Put back what a step changes beside its result."""
+    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    connector, plugin = trainer._logger_connector, trainer.precision_plugin
+    rng, buffers = RngState(trainer.strategy.root_device), BufferState(module)
+    parameters = _parameters(trainer)
+    gradients = [(p, p.grad, p.requires_grad) for p in parameters]
+    metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]
+    names = (module._current_fx_name, connector._current_fx)
+    toggled = module._param_requires_grad_state
+    results = loop._results
+    clamped = plugin.inf_clamp.state_dict() if isinstance(plugin, MasterPrecision) else None
+    try:
+        loop._results = _ResultCollection(training=True)
+        loop._results.batch = batch
+        module._current_fx_name = "training_step"
+        for p in parameters:
+            p.grad = None
+        yield
+    finally:
+        loop._results = results
+        module._current_fx_name, connector._current_fx = names
+        module._param_requires_grad_state = toggled
+        for p, gradient, requires_grad in gradients:
+            p.grad = gradient
+            p.requires_grad_(requires_grad)
+        for metric, state in metrics:
+            vars(metric).update(state)
+        if clamped is not None and isinstance(plugin, MasterPrecision):
+            plugin.inf_clamp.load_state_dict(clamped)
+        buffers.restore()
+        rng.restore()
+
+
+def _parameters(trainer: pl.Trainer) -> list[Tensor]:
+    """Return the model's parameters, and the masters that stand in for them at this moment."""
+    stepped = [g["params"] for opt in trainer.optimizers for g in opt.param_groups]
+    own = list(trainer.lightning_module.parameters())
+    return list(dict.fromkeys([*own, *(p for group in stepped for p in group)]))
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    state: dict[str, Any] = metric._copy_state_dict()
+    for name in ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced"):
+        if name in vars(metric):
+            state[name] = vars(metric)[name]
+    return state
+
+
+def _is_stepped_by_hooks(module: nn.Module) -> bool:
+    """Return whether a backward steps parameters, which would train."""
+    return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
+
+
+@contextmanager
+def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
+    before = model.require_forward_param_sync
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        model.require_forward_param_sync = before
+
+
+@contextmanager
+def _without_steps(
+    trainer: pl.Trainer, backward: Callable[..., Tensor], optimizer_steps: int
+) -> Iterator[None]:
+    """Take over what `training_step` does itself in manual optimization."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if module.automatic_optimization:
+        yield
+        return
+    steps = 0
+
+    def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        nonlocal steps
+        result = None if closure is None else closure()
+        steps += 1
+        if steps == optimizer_steps:
+            raise _ReachedStepError
+        return result
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(strategy, "backward", backward))
+        stack.enter_context(_replaced(module, "clip_gradients", nothing))
+        for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
+            stack.enter_context(_replaced(optimizer, "step", step))
+        for config in strategy.lr_scheduler_configs:
+            stack.enter_context(_replaced(config.scheduler, "step", nothing))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Put something in the place of a method of one object, for a while."""
+    attributes = vars(owner)
+    before = attributes.get(name, _MISSING)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = before

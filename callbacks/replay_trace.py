@@ -1,0 +1,263 @@
+"""What a replayed step shows: every module's inputs, outputs and gradients, in the order made."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.callbacks.training_state import plain_name
+from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.stat_fields import StatField
+from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
+
+__all__ = ["Call", "Seen", "Trace", "module_path", "named_tensors"]
+
+Role = Literal["input", "output", "grad_output", "grad_input"]
+
+_DEEPEST = 8  # levels of nesting that are looked into
+
+
+class Seen(NamedTuple):
+    """One tensor as it was at one moment.
+
+    Args:
+        path: Where it is in what was passed, such as `[0]["hidden"]`; or its dotted name.
+        dtype: Its dtype.
+        amax: The largest finite magnitude.
+        nan: How many values are NaN.
+        inf: How many are +inf or -inf.
+        positive: How many are +inf.
+    """
+
+    path: str
+    dtype: torch.dtype
+    amax: float
+    nan: int
+    inf: int
+    positive: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values are."""
+        return not self.nan and not self.inf
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it holds 0 and -inf only, as masks of attention do: nothing to worry about."""
+        return self.inf > 0 and not self.nan and not self.positive and self.amax == 0
+
+    @property
+    def limit(self) -> float:
+        """The largest number of its dtype."""
+        return torch.finfo(self.dtype).max
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module.
+
+    Args:
+        name: The module's dotted name, `""` for the root.
+        module: The module.
+        ended: When the forward ended, on the clock of the trace; `None` for one that did not.
+        reached: When the first gradient of an output came, and `left` when one of an input did.
+        tensors: What was seen, by role; each an index of the trace's tensors.
+    """
+
+    name: str
+    module: nn.Module
+    ended: int | None = None
+    reached: int | None = None
+    left: int | None = None
+    tensors: dict[Role, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+
+
+class Trace:
+    """Hooks on all modules of a model that note statistics of tensors, for one step.
+
+    Nothing is read until the step is over: statistics stay on the device, and the host waits once.
+
+    Gradients are caught by hooks on tensors, as module hooks overlook those in dicts. A tensor that
+    two modules take has one gradient, their sum; each module is therefore given a view of its own.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.calls: list[Call] = []
+        self._named: list[tuple[str, torch.dtype]] = []
+        self._rows: list[Tensor] = []
+        self._read: list[Seen] = []
+        self._clock = 0
+        self._open: dict[nn.Module, list[Call]] = defaultdict(list)
+        self._groups: dict[str, list[int]] = defaultdict(list)
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> "Trace":
+        """Put the hooks on."""
+        for path, module in self.root.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule) and not _is_metric(module):
+                name = module_path(path)
+                self._handles += [
+                    module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                    module.register_forward_hook(self._after),
+                ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open.clear()
+
+    # --- what is noted -----------------------------------------------------------------------
+
+    def note(self, group: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Note tensors that belong to no call, such as `"batch"` or `"parameters"`."""
+        self._groups[group] += self._take(tensors)
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = Call(name, module)
+            self.calls.append(call)
+            self._open[module].append(call)
+            if torch.is_grad_enabled():
+                views: dict[int, Tensor] = {}
+                args = tuple(_views(each, views) for each in args)
+                kwargs = {key: _views(each, views) for key, each in kwargs.items()}
+            inputs = [*named_tensors(args), *named_tensors(kwargs)]
+            call.tensors["input"] = self._take(iter(inputs))
+            for path, tensor in inputs:
+                self._catch(call, "grad_input", path, tensor)
+            return args, kwargs
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        calls = self._open[module]
+        if not calls:
+            return
+        call = calls.pop()
+        outputs = list(named_tensors(output))
+        call.tensors["output"] = self._take(iter(outputs))
+        call.ended = self._tick()
+        for path, tensor in outputs:
+            self._catch(call, "grad_output", path, tensor)
+
+    def _catch(self, call: Call, role: Role, path: str, tensor: Tensor) -> None:
+        """Note the gradient of a tensor when there is one."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return
+
+        def hook(gradient: Tensor) -> None:
+            call.tensors[role] += self._take(iter([(path, gradient)]))
+            now = self._tick()
+            if role == "grad_output" and call.reached is None:
+                call.reached = now
+            if role == "grad_input" and call.left is None:
+                call.left = now
+
+        tensor.register_hook(hook)
+
+    def _take(self, tensors: Iterator[tuple[str, Tensor]]) -> list[int]:
+        kept = [(path, t.detach()) for path, t in tensors if t.dtype in FLOAT_DTYPES]
+        kept = [(path, t) for path, t in kept if not t.is_meta]
+        if not kept:
+            return []
+        # Of a DTensor, the shard that this rank holds.
+        values = [t.to_local() if hasattr(t, "to_local") else t for _, t in kept]
+        amax = tensor_stats(values)[:, StatField.AMAX].float()
+        counts = count_non_finite(values).to(amax)
+        first = len(self._named)
+        self._named += [(path, t.dtype) for path, t in kept]
+        positive = torch.stack([torch.isposinf(stored_values(v)).sum().to(amax) for v in values])
+        self._rows.append(torch.column_stack([amax, counts, positive]))
+        return list(range(first, len(self._named)))
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # --- what is read, when the step is over -----------------------------------------------------
+
+    def read(self) -> None:
+        """Bring everything to the host."""
+        if self._rows:
+            device = self._rows[-1].device
+            rows = torch.cat([row.to(device) for row in self._rows]).tolist()
+            self._read = [
+                Seen(path, dtype, amax, *map(int, counts))
+                for (path, dtype), (amax, *counts) in zip(self._named, rows, strict=True)
+            ]
+
+    def seen(self, call: Call, role: Role) -> list[Seen]:
+        """Return what was seen of a call."""
+        return [self._read[i] for i in call.tensors.get(role, ())]
+
+    def group(self, group: str) -> list[Seen]:
+        """Return what was noted under a name."""
+        return [self._read[i] for i in self._groups.get(group, ())]
+
+
+def module_path(path: str) -> str:
+    """Return a module's name without what wrappers put into it, also at its end."""
+    return plain_name(path + ".")[:-1] if path else path
+
+
+def named_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in tuples, lists, mappings, dataclasses, and batches that know `to`.
+
+    Args:
+        value: What a module takes or returns, or a batch.
+        path: What stands before every name.
+        depth: How deep `value` is nested.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth < _DEEPEST:
+        for step, each in _members(value):
+            yield from named_tensors(each, path + step, depth + 1)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):  # so are the outputs of Hugging Face models
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", None)
+        for index, each in enumerate(value):
+            yield (f".{names[index]}" if names else f"[{index}]"), each
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield f".{field.name}", getattr(value, field.name, None)
+    elif hasattr(value, "to") and not isinstance(value, nn.Module):
+        yield from ((f".{key}", each) for key, each in getattr(value, "__dict__", {}).items())
+
+
+def _views(value: Any, views: dict[int, Tensor]) -> Any:
+    """Give a module views of the tensors that it takes; the same view for the same tensor.
+
+    Lists and dicts stay as they are, as a module may put something into them.
+    """
+    if isinstance(value, Tensor):
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        if not (value.requires_grad and is_plain):
+            return value
+        if id(value) not in views:
+            views[id(value)] = value.view_as(value)
+        return views[id(value)]
+    if isinstance(value, tuple):
+        items = [_views(each, views) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _is_metric(module: nn.Module) -> bool:
+    # Metrics are no part of the loss.
+    return any(cls.__module__.split(".")[0] == "torchmetrics" for cls in type(module).__mro__)

@@ -1,0 +1,221 @@
+"""Turns the histories of all monitors into the data of a report: plain, bounded, JSON.
+
+Legend: `R` rows (tensors) and `C` columns (steps) of a heat map.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_mp.callbacks.history import Alarm, History
+
+__all__ = ["FORMAT", "report_data"]
+
+FORMAT = "lightning-mp instability report 1"
+MAX_ALARMS = 500
+_MAX_CURVES, _MAX_POINTS = 40, 1500
+_MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
+_MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
+_NON_FINITE = " not finite"
+_OWN = ("loss", "loss_scale", "skipped")
+
+_Cells = npt.NDArray[np.float64]
+_Points = list[tuple[int, float]]
+
+
+def report_data(
+    own: History, others: Iterable[History], run: dict[str, Any], max_tensors: int
+) -> dict[str, Any]:
+    """Return what a page shows, in at most a few MB.
+
+    Args:
+        own: What the report recorded itself.
+        others: The histories of the monitors.
+        run: Facts about the run.
+        max_tensors: Rows of a heat map.
+    """
+    histories = [own, *others]
+    alarms = sorted((a for h in histories for a in h.alarms), key=lambda alarm: alarm.step)
+    curves = _pick_curves(histories)
+    alarmed = {alarm.tensor for alarm in alarms if alarm.tensor}
+    maps = {name: heat for history in histories for name, heat in history.maps.items()}
+    counts = {s: sum(a.severity == s for a in alarms) for s in ("error", "warning", "info")}
+    first = next((alarm for alarm in alarms if alarm.severity != "info"), None)
+    return {
+        "format": FORMAT,
+        "run": run,
+        "counts": counts,
+        "first": None if first is None else _alarm(first),
+        "alarms": [_alarm(alarm) for alarm in _choose_alarms(alarms)],
+        "curves": dict(list(_plain_curves(curves).items())[:_MAX_CURVES]),
+        "maps": [
+            _plain_map(name, heat, max_tensors, alarmed)
+            for name, heat in list(maps.items())[:_MAX_MAPS]
+        ],
+    }
+
+
+def _choose_alarms(alarms: list[Alarm]) -> list[Alarm]:
+    """Return the first and the newest of too many; errors go before warnings."""
+    if len(alarms) <= MAX_ALARMS:
+        return alarms
+    errors = [alarm for alarm in alarms if alarm.severity == "error"]
+    rest = [alarm for alarm in alarms if alarm.severity != "error"]
+    chosen = _ends(errors, MAX_ALARMS // 2 if rest else MAX_ALARMS)
+    chosen += _ends(rest, MAX_ALARMS - len(chosen))
+    return sorted(chosen, key=lambda alarm: alarm.step)
+
+
+def _ends(alarms: list[Alarm], count: int) -> list[Alarm]:
+    if len(alarms) <= count:
+        return list(alarms)
+    return alarms[: count // 2] + alarms[len(alarms) - (count - count // 2) :]
+
+
+def _alarm(alarm: Alarm) -> dict[str, Any]:
+    message = alarm.message.removeprefix(f"Step {alarm.step}: ")
+    if alarm.remedy:
+        message = message.removesuffix(alarm.remedy)
+    return {
+        "step": alarm.step,
+        "monitor": _cut(alarm.monitor, _MAX_NAME),
+        "kind": _cut(alarm.kind, _MAX_NAME),
+        "severity": alarm.severity,
+        "message": _cut(message.strip(), _MAX_MESSAGE),
+        "remedy": _cut(alarm.remedy, _MAX_MESSAGE),
+        "tensor": _cut(alarm.tensor, _MAX_NAME) if alarm.tensor else None,
+    }
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+# --- curves --------------------------------------------------------------------------------------
+
+
+def _pick_curves(histories: Sequence[History]) -> dict[str, _Points]:
+    """Return each curve once: of those under one name the one with most points.
+
+    The history of the report itself comes first, and what it always records is taken from it.
+    """
+    curves: dict[str, _Points] = {}
+    for index, history in enumerate(histories):
+        for name, points in history.curves.items():
+            if index > 0 and name in _OWN:
+                continue
+            if name not in curves or len(points) > len(curves[name]):
+                curves[name] = _in_order(points)
+    return curves
+
+
+def _in_order(points: _Points) -> _Points:
+    """Drop points that a later one of the same or a lower step has overtaken, as after a resume."""
+    kept: _Points = []
+    for step, value in reversed(points):
+        if not kept or step < kept[-1][0]:
+            kept.append((step, value))
+    return kept[::-1]
+
+
+def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
+    plain = {}
+    for name, points in curves.items():
+        if name.endswith(_NON_FINITE):
+            continue
+        bad = dict(curves.get(name + _NON_FINITE, []))
+        bad |= {step: value for step, value in points if not math.isfinite(value)}
+        digits = 9 if name == "loss_scale" else 5  # powers of two, to 2^29 in full
+        good = _thin([point for point in points if math.isfinite(point[1])])
+        chosen = sorted(bad.items())
+        chosen = chosen[:: math.ceil(len(chosen) / _MAX_POINTS) or 1]
+        plain[_cut(name, _MAX_NAME)] = {
+            "steps": [step for step, _ in good],
+            "values": [_digits(value, digits) for _, value in good],
+            "bad": [[step, str(value)] for step, value in chosen],
+            "bad_count": len(bad),
+        }
+    return plain
+
+
+def _thin(points: _Points) -> _Points:
+    """Keep the lowest and the highest of each bucket of steps, so that no spike is lost."""
+    if len(points) <= _MAX_POINTS:
+        return points
+    kept: set[int] = {0, len(points) - 1}
+    values = np.array([value for _, value in points])
+    for bucket in np.array_split(np.arange(len(points)), _MAX_POINTS // 2 - 1):
+        kept |= {int(bucket[values[bucket].argmin()]), int(bucket[values[bucket].argmax()])}
+    return [points[index] for index in sorted(kept)]
+
+
+def _digits(value: float, digits: int) -> float:
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+# --- heat maps -----------------------------------------------------------------------------------
+
+
+def _plain_map(
+    name: str, heat: dict[str, Any], max_tensors: int, alarmed: set[str]
+) -> dict[str, Any]:
+    names = heat["names"]
+    steps, cells_RC = _cells_of(heat["columns"], len(names))
+    interest_R = _interest(name, cells_RC)
+    # Those that an alarm named come first.
+    interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
+    rows = np.argsort(-interest_R, kind="stable")[:max_tensors]
+    most = max(_MAX_CELLS // max(len(rows), 1), 2)
+    columns = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
+    return {
+        "name": _cut(name, _MAX_NAME),
+        "rows": [_cut(names[row], _MAX_NAME) for row in rows],
+        "positions": rows.tolist(),  # in the order of the model
+        "of": len(names),
+        "steps": [steps[column] for column in columns],
+        "cells": [[_cell(cells_RC[row, column]) for column in columns] for row in rows],
+    }
+
+
+def _cells_of(columns: list[tuple[int, list[float]]], rows: int) -> tuple[list[int], _Cells]:
+    """Return steps and cells; columns of one step, of several optimizers, become one."""
+    merged: dict[int, _Cells] = {}
+    for step, column in columns:
+        while merged and next(reversed(merged)) > step:  # overtaken, as after a resume
+            merged.popitem()
+        cells_R = merged.setdefault(step, np.full(rows, math.nan))
+        new_R = np.array(column)  # rows that came later have no value yet
+        cells_R[: len(column)] = np.where(np.isnan(new_R), cells_R[: len(column)], new_R)
+    cells_RC = np.array(list(merged.values())).reshape(len(merged), rows).T
+    return list(merged), cells_RC
+
+
+def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
+    """Return how much there is to see in each row.
+
+    Zeros: their rise above the first samples. Headroom: its lack. Update RMS: the largest.
+    """
+    if not cells_RC.size:
+        return np.zeros(len(cells_RC))
+    lacks = np.isnan(cells_RC)
+    highest = np.where(np.isfinite(cells_RC), cells_RC, -np.inf).max(axis=1)
+    lowest = np.where(lacks, np.inf, cells_RC).min(axis=1)
+    if "headroom" in name:
+        interest = -lowest
+    elif "zero share" in name:
+        usual = np.where(lacks[:, :5], -np.inf, cells_RC[:, :5]).max(axis=1)
+        interest = highest - np.where(np.isfinite(usual), usual, 0) + 0.01 * highest
+    else:
+        interest = highest + 100.0 * np.isinf(cells_RC).any(axis=1)
+    filled: _Cells = np.nan_to_num(interest, nan=-1e3, posinf=1e3, neginf=-1e3)
+    return filled
+
+
+def _cell(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
+    return _digits(float(value), 3) if math.isfinite(value) else str(float(value))

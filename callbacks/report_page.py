@@ -1,0 +1,253 @@
+"""Turns the data of a report into one HTML page that needs nothing else."""
+
+import base64
+import hashlib
+import json
+import re
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+__all__ = ["report_page"]
+
+# Name of a curve -> title, how the numbers are written, and the axis.
+_TIME_LINES = {
+    "loss": ("Loss", "number", "auto"),
+    "gradient_norm": ("Gradient norm, before clipping", "number", "log"),
+    "loss_scale": ("Loss scale", "number", "log2"),
+    "skipped": ("Skipped steps, in all", "number", "count"),
+}
+_TITLES = {
+    "gradient zero share": "Gradients: share of values that are exactly zero",
+    "gradient headroom (bits)": "Gradients: headroom up to the largest fp16 number, in bits",
+    "update RMS": "Adam: next update against what the second moment expects (RMS)",
+    "activation zero share": "Activations: share of values that are exactly zero",
+    "activation headroom (bits)": "Activations: headroom up to the largest number, in bits",
+    "output_gradient zero share": "Gradients of outputs: share that is exactly zero",
+}
+_SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
+_SHOWN_ALARMS = 20
+_WIDE = ' class="wide"'
+
+
+def report_page(data: dict[str, Any]) -> str:
+    """Return the page.
+
+    Names and messages come from users' code: they are escaped here, and the script writes them
+    as text. A content security policy forbids all other scripts and any request.
+
+    Args:
+        data: What `report_data` returned, also after a trip through JSON.
+    """
+    run = data["run"]
+    style, script = _asset("css"), _asset("js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    title = escape(f"{run['title']}: instability report")
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>",
+            _head(data),
+            "<main>",
+            '<section id="timelines"><h2>Over time</h2>',
+            "<noscript><p>The charts need JavaScript; alarms and facts do not.</p></noscript>",
+            '<div id="charts"></div></section>',
+            _alarms(data),
+            '<section id="tensors"><h2>Tensors by steps</h2><div id="heatmaps">'
+            f"{_without_maps(data)}</div></section>",
+            "</main>",
+            f'<script type="application/json" id="data">{_json(_chart_data(data))}</script>',
+            f"<script>{script}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _asset(suffix: str) -> str:
+    folder = files("lightning_mp.callbacks")
+    names = ["report_page"] if suffix == "css" else ["report_base", "report_lines", "report_heat"]
+    return "".join(folder.joinpath(f"{n}.{suffix}").read_text(encoding="utf-8") for n in names)
+
+
+def _json(value: Any) -> str:
+    """Return JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+# --- the head ------------------------------------------------------------------------------------
+
+
+def verdict(data: dict[str, Any]) -> str:
+    """Return the run in one line, not escaped."""
+    counts, first, steps = data["counts"], data["first"], data["run"]["steps"]
+    named = [_count(counts[kind], kind) for kind in ("error", "warning") if counts[kind]]
+    if first is None:
+        return f"No alarms in {_count(steps, 'step')}."
+    return f"{', '.join(named)}; first at step {first['step']:,}: {first['message']}"
+
+
+def _text(message: str) -> str:
+    """Return escaped text in which names in backticks are code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _head(data: dict[str, Any]) -> str:
+    run, counts = data["run"], data["counts"]
+    level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
+    how = run["end"]["how"]
+    lines = [
+        '<header>\n<p class="kicker">lightning-mp instability report</p>',
+        f"<h1>{escape(run['title'])}</h1>",
+        f'<p class="verdict {level}"><span aria-hidden="true">{_SIGNS.get(level, "✓")}</span> '
+        f"{_text(verdict(data))}</p>",
+    ]
+    if how == "failed":
+        lines.append(
+            f'<p class="verdict error"><span aria-hidden="true">◆</span> Ended by '
+            f"<code>{escape(run['end']['exception'])}</code></p>"
+        )
+    links = {"timelines": "Over time", "alarms": "Alarms", "tensors": "Tensors by steps"}
+    lines.append(
+        "<nav>"
+        + " ".join(f'<a href="#{target}">{text}</a>' for target, text in links.items())
+        + '</nav>\n<dl class="facts">'
+    )
+    lines += [
+        f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
+        f"<dd>{escape(value)}</dd></div>"
+        for label, value in [*_times(run), *run["facts"], _monitors(run)]
+    ]
+    return "\n".join([*lines, "</dl>\n</header>"])
+
+
+def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
+    started, *resumed = run["sessions"] or [{"step": 0, "time": "not yet"}]
+    end = run["end"]
+    ended = {
+        "running": f"No: still running or killed; this is from {run['written']}",
+        "finished": f"Finished, {end.get('time')}",
+        "interrupted": f"Interrupted, {end.get('time')}",
+        "failed": f"Failed, {end.get('time')}",
+    }[end["how"]]
+    times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
+    times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]
+    return [*times, ("Ended", ended)]
+
+
+def _monitors(run: dict[str, Any]) -> tuple[str, str]:
+    return "Monitors", ", ".join(run["monitors"]) or "none beside this report"
+
+
+# --- alarms --------------------------------------------------------------------------------------
+
+
+def _alarms(data: dict[str, Any]) -> str:
+    alarms, counts = data["alarms"], data["counts"]
+    total = sum(counts.values())
+    lines = ['<section id="alarms"><h2>Alarms</h2>']
+    if not alarms:
+        return lines[0] + '<p class="none">There are none.</p></section>'
+    lines.append('<div class="filters" role="group" aria-label="Show alarms of these levels">')
+    lines += [
+        f'<button type="button" class="{kind}" data-level="{kind}" aria-pressed="true">'
+        f'<span aria-hidden="true">{_SIGNS[kind]}</span> {_count(count, _NOUNS[kind])}</button>'
+        for kind, count in counts.items()
+        if count
+    ]
+    lines.append("</div>")
+    if total > len(alarms):
+        lines.append(f"<p>Shown are {len(alarms)} of {total:,}: the first and the newest.</p>")
+    lines.append('<ol class="alarms">')
+    lines += [_alarm(index, alarm) for index, alarm in enumerate(alarms)]
+    lines.append("</ol>")
+    if len(alarms) > _SHOWN_ALARMS:
+        lines.append(f'<button type="button" id="unfold">Show all {len(alarms)}</button>')
+    return "\n".join([*lines, "</section>"])
+
+
+_NOUNS = {"error": "error", "warning": "warning", "info": "note"}
+
+
+def _alarm(index: int, alarm: dict[str, Any]) -> str:
+    level = alarm["severity"]
+    tensor = ""
+    if alarm["tensor"]:
+        name = escape(alarm["tensor"])
+        tensor = f'<code class="tensor" tabindex="0" title="{name}"><bdi>{name}</bdi></code>'
+    fold = " later" if index >= _SHOWN_ALARMS else ""
+    return (
+        f'<li id="alarm-{index}" class="alarm {level}{fold}" data-level="{level}">'
+        f'<p class="what"><span class="level">{_SIGNS[level]} {_NOUNS[level]}</span> '
+        f'<a href="#timelines" data-step="{alarm["step"]}">Step {alarm["step"]:,}</a> '
+        f'<span class="kind">{escape(alarm["kind"].replace("_", " "))}</span>{tensor}'
+        f'<span class="by">{escape(alarm["monitor"])}</span></p>'
+        f"<p>{_text(alarm['message'])}</p>"
+        + (f'<p class="remedy">{_text(alarm["remedy"])}</p>' if alarm["remedy"] else "")
+        + "</li>"
+    )
+
+
+# --- what the script draws -----------------------------------------------------------------------
+
+
+def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
+    curves, run = data["curves"], data["run"]
+    others = [name for name in curves if name not in _TIME_LINES]
+    lines = [
+        {"title": title, "unit": unit, "axis": axis, "curve": curves.get(name), "name": name}
+        for name, (title, unit, axis) in _TIME_LINES.items()
+    ]
+    absent = {
+        "loss": "No loss has been recorded.",
+        "gradient_norm": "No gradient norm has been recorded.",
+        "loss_scale": "This run has no loss scale.",
+        "skipped": f"No step of {run['steps']:,} was skipped for overflow.",
+    }
+    if not run["has_loss_scale"]:
+        absent["skipped"] = "Without a loss scale, no step is skipped for overflow."
+    elif run["steps"]:
+        absent["loss_scale"] = "No loss scale has been recorded."
+    more = [
+        {
+            "title": _sentence(name),
+            "unit": "share" if name.endswith("share") else "number",
+            "axis": "auto",
+            "curve": curves[name],
+            "name": name,
+        }
+        for name in sorted(others)
+    ]
+    alarms = [
+        [a["step"], a["severity"], f"{a['kind']}: {a['message']}"[:90]] for a in data["alarms"]
+    ]
+    maps = [{**each, "title": _TITLES.get(each["name"], each["name"])} for each in data["maps"]]
+    return {
+        "steps": run["steps"],
+        "absent": absent,
+        "lines": lines,
+        "more": more,
+        "alarms": alarms,
+        "maps": maps,
+    }
+
+
+def _sentence(name: str) -> str:
+    text = name.replace("_", " ")
+    return text[:1].upper() + text[1:]
+
+
+def _without_maps(data: dict[str, Any]) -> str:
+    if data["maps"]:
+        return ""
+    return (
+        '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
+        "AdamStateMonitor record them.</p>"
+    )

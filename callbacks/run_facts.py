@@ -1,0 +1,103 @@
+"""What a report's head says about a run: model, precision, optimizers, versions, times."""
+
+import dataclasses
+import datetime
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+
+from lightning_mp.precision.loss_scaler import LossScaler
+
+__all__ = ["now", "run_facts"]
+
+_MAX_GROUPS = 8
+_GROUP_KEYS = ("lr", "betas", "eps", "momentum", "weight_decay")
+
+
+def now() -> str:
+    """Return the time, to the second, with its zone."""
+    return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def run_facts(trainer: pl.Trainer) -> list[list[str]]:
+    """Return [label, value] pairs; reads learning rates, so it waits where they are on a GPU."""
+    import lightning_mp
+
+    module = trainer.lightning_module
+    parameters = sum(p.numel() for p in module.parameters())
+    plugin = trainer.precision_plugin
+    device = str(trainer.strategy.root_device)
+    if torch.cuda.is_available() and trainer.strategy.root_device.type == "cuda":
+        device = torch.cuda.get_device_name(trainer.strategy.root_device)
+    facts = [
+        ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
+        ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
+    ]
+    facts += [["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]]
+    facts += [
+        ["Accumulation", _accumulation(trainer)],
+        ["Clipping", _clipping(trainer)],
+        ["Strategy", f"{type(trainer.strategy).__name__}, world size {trainer.world_size}"],
+        ["Device", device],
+        [
+            "Versions",
+            f"lightning-mp {lightning_mp.__version__}, torch {torch.__version__}, "
+            f"lightning {lightning.__version__}, Python {platform.python_version()}",
+        ],
+    ]
+    return facts
+
+
+def _accumulation(trainer: pl.Trainer) -> str:
+    batches = trainer.accumulate_grad_batches
+    return "none" if batches == 1 else f"{batches} batches a step"
+
+
+def _clipping(trainer: pl.Trainer) -> str:
+    if not trainer.gradient_clip_val:
+        return "none"
+    how = trainer.gradient_clip_algorithm or "norm"
+    return f"{trainer.gradient_clip_val:g} by {getattr(how, 'value', how)}"
+
+
+def _settings(plugin: object) -> str:
+    """Return the public attributes of plain types, and how the loss scale is set."""
+    found: dict[str, object] = {"precision": getattr(plugin, "precision", "unknown")}
+    found |= {k: v for k, v in vars(plugin).items() if not k.startswith("_") and _is_plain(v)}
+    text = _join(found.items())
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, LossScaler):
+        text += f"; loss scale: {_join(dataclasses.asdict(scaler.config).items())}"
+    elif scaler is not None:
+        text += f"; loss scale: {type(scaler).__name__}"
+    return text
+
+
+def _optimizer(optimizer: Any) -> str:
+    groups = optimizer.param_groups
+    texts = [_join((key, group[key]) for key in _GROUP_KEYS if key in group) for group in groups]
+    texts = list(dict.fromkeys(texts))
+    more = f"; {len(texts) - _MAX_GROUPS} more kinds" if len(texts) > _MAX_GROUPS else ""
+    return f"{type(optimizer).__name__}({'; '.join(texts[:_MAX_GROUPS])}{more})"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(each, str | int | float) for each in value)
+    return isinstance(value, str | int | float)
+
+
+def _join(items: Iterable[tuple[str, object]] | Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in dict(items).items())
+
+
+def _short(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        value = float(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_short(each) for each in value)}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,136 @@
+"""Monitors that look at tensors every so many steps and judge what they saw a little later."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks.training_state import gather_ranks, step_of
+from lightning_mp.numerics.async_readback import AsyncReadback, Readback
+from lightning_mp.numerics.tensor_stats import (
+    StatField,
+    TensorStats,
+    stored_numels,
+    tensor_stats,
+)
+
+__all__ = ["SamplingMonitor", "merge_ranks", "pack_stats"]
+
+
+class SamplingMonitor(InstabilityMonitor):
+    """Samples at some steps, without a host sync, and judges samples when they have arrived.
+
+    Samples are taken every `every_n_steps` steps, and five times as often until there are
+    `baseline_samples` of them, from which a monitor learns what is normal for each tensor.
+
+    Args:
+        every_n_steps: Steps between two samples.
+        baseline_samples: Samples at the start that tell what is normal.
+        repeat_after_steps: Steps until the same alarm may be raised again.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 50,
+        baseline_samples: int = 10,
+        repeat_after_steps: int = 1000,
+    ) -> None:
+        super().__init__(repeat_after_steps=repeat_after_steps)
+        for name, value in (
+            ("every_n_steps", every_n_steps),
+            ("baseline_samples", baseline_samples),
+        ):
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"Passed `{type(self).__name__}({name}={value!r})`. `{name}` must be an "
+                    "integer of at least 1. Leave it out for the default."
+                )
+        self.every_n_steps = every_n_steps
+        self.baseline_samples = baseline_samples
+        self.samples = 0  # judged so far
+        self._taken = 0
+        self._readback = AsyncReadback()
+
+    def is_due(self, trainer: pl.Trainer) -> bool:
+        """Return whether the step of now is one to sample at."""
+        every = self.every_n_steps
+        if self._taken < self.baseline_samples:
+            every = max(every // 5, 1)
+        return step_of(trainer) % every == 0
+
+    def submit(self, trainer: pl.Trainer, packed: Tensor, *, gather: bool, **context: Any) -> None:
+        """Send a sample on its way to the host.
+
+        Args:
+            trainer: The trainer.
+            packed: The sample of this rank.
+            gather: Whether the ranks have different samples, and all are to be sent.
+            context: Handed to `judge` with the sample.
+        """
+        self._taken += 1
+        sample = gather_ranks(packed) if gather else packed[None]
+        self._readback.submit(step_of(trainer), sample, **context)
+
+    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
+        """Look at a sample: `sample.array` has one entry a rank along its first dimension."""
+        raise NotImplementedError
+
+    def _judge_all(self, trainer: pl.Trainer, samples: Sequence[Readback]) -> None:
+        for sample in samples:
+            self.judge(trainer, sample)
+            self.samples += 1
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Judge the samples that have arrived."""
+        self._judge_all(trainer, self._readback.ready())
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the samples that are left."""
+        self._judge_all(trainer, self._readback.drain())
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Judge the samples that are left: they may say why training ended."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
+            self._judge_all(trainer, self._readback.drain())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with."""
+        return {**super().state_dict(), "samples": self.samples}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        super().load_state_dict(state_dict)
+        self.samples = self._taken = state_dict["samples"]
+
+
+def pack_stats(
+    tensors: Sequence[Tensor], *, scale: float | Tensor = 1.0, unscale: float | Tensor = 1.0
+) -> Tensor:
+    """Return `tensor_stats` with one more column: how many values each tensor stores."""
+    stats_NK = tensor_stats(tensors, scale=scale, unscale=unscale)
+    numels_N = torch.tensor(stored_numels(tensors), dtype=stats_NK.dtype)
+    if stats_NK.device.type == "cuda":
+        numels_N = numels_N.pin_memory()
+    return torch.cat([stats_NK, numels_N.to(stats_NK.device, non_blocking=True)[:, None]], dim=1)
+
+
+def merge_ranks(names: Sequence[str], packed_WNK: np.ndarray[Any, Any]) -> TensorStats:
+    """Merge what all ranks have packed, as if they held the parts of one tensor."""
+    merged = packed_WNK.sum(axis=0)
+    merged[:, StatField.AMAX] = packed_WNK[:, :, StatField.AMAX].max(axis=0)
+    merged[:, StatField.SMALLEST] = packed_WNK[:, :, StatField.SMALLEST].min(axis=0)
+    return TensorStats(names, merged[:, -1].astype(int).tolist(), merged[:, :-1])

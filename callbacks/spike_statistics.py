@@ -1,0 +1,199 @@
+"""Judges losses and gradient norms against a robust window that lives on their device.
+
+Legend: K signals, N places in the window, F columns of a report.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Column", "RobustWindow", "Verdict"]
+
+# The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
+_SIGMA_PER_MAD = 1.4826
+_REACH = 2.0  # how far above the median a spike is, in distances of the highest healthy value
+_MAX_Z = 1e4  # so that a plot of z keeps its scale
+
+
+class Column(IntEnum):
+    """What a report holds about a signal."""
+
+    VALUE = 0
+    MEDIAN = 1
+    LIMIT = 2
+    HIGHEST = 3
+    Z = 4
+    IS_SPIKE = 5
+    IS_FINITE = 6
+    IS_NEW_LEVEL = 7
+
+
+class Verdict(NamedTuple):
+    """What a window says about one signal at one step.
+
+    Args:
+        value: What was measured.
+        median: Of the window; NaN while it is empty.
+        limit: Above it, a value is a spike.
+        highest: The highest value in the window.
+        z: How far the value is above the median, in robust standard deviations; NaN where the
+            window holds too little to say.
+        is_spike: Whether it is refused.
+        is_finite: Whether it is a number.
+        is_new_level: Whether it is the last of so many spikes in a row that the window starts anew.
+    """
+
+    value: float
+    median: float
+    limit: float
+    highest: float
+    z: float
+    is_spike: bool
+    is_finite: bool
+    is_new_level: bool
+
+    @classmethod
+    def from_row(cls, row: npt.NDArray[Any]) -> "Verdict":
+        """Make a verdict of a row of a report that has arrived on the host."""
+        return cls(
+            value=float(row[Column.VALUE]),
+            median=float(row[Column.MEDIAN]),
+            limit=float(row[Column.LIMIT]),
+            highest=float(row[Column.HIGHEST]),
+            z=float(row[Column.Z]),
+            is_spike=bool(row[Column.IS_SPIKE]),
+            is_finite=bool(row[Column.IS_FINITE]),
+            is_new_level=bool(row[Column.IS_NEW_LEVEL]),
+        )
+
+
+class RobustWindow:
+    """Tells spikes from noise, one-sided, by median and MAD of the last healthy values.
+
+    A value x is a spike where
+
+        z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold
+
+    In logarithms a loss of a few samples, which is skewed to the right (a chi-square, say), has a
+    short upper tail, and noise in proportion to the level is the same early and late. The floor
+    (5% for losses) keeps a run without noise from crying wolf at 1%: with a threshold of 6, nothing
+    below 1.35 times the median is a spike. By the reach, 2 / z_threshold times the distance from
+    the median to the highest value, a window with outliers or with a steep start asks for more.
+    Where the window holds a value that is not positive, the same is done without logarithms, unless
+    MAD is zero: then nothing is a spike.
+
+    Neither spikes nor non-finite values enter the window, so one NaN cannot poison it. After
+    `patience` spikes in a row the level has shifted: the window is emptied, and judges again when
+    it has `min_values`. All of this is done on the device, without a host sync.
+
+    Args:
+        floors: The least standard deviation of each signal, relative: two or more signals.
+        size: Values in the window.
+        min_values: Values from which on it judges.
+        z_threshold: Robust standard deviations above the median.
+        patience: Spikes in a row after which their level is accepted.
+    """
+
+    def __init__(
+        self,
+        floors: tuple[float, ...],
+        *,
+        size: int = 128,
+        min_values: int = 64,
+        z_threshold: float = 6.0,
+        patience: int = 16,
+    ) -> None:
+        self.min_values = min_values
+        self.z_threshold = z_threshold
+        self.patience = patience
+        self._floors_k = torch.tensor(floors)
+        self._values_kn = torch.full((len(floors), size), torch.nan)
+        # Per signal: where the next value goes, how many there are, spikes in a row.
+        self._next_k, self._count_k, self._streak_k = torch.zeros(
+            3, len(floors), dtype=torch.long
+        ).unbind()
+
+    def judge(self, values_k: Tensor, judged_k: Tensor) -> Tensor:
+        """Judge a step, and take in what is healthy.
+
+        Args:
+            values_k: The signals, fp32.
+            judged_k: Which of them there are at this step, bool; the others count as healthy.
+
+        Returns:
+            A report of shape [K, F], on the device; `Column` names its columns.
+        """
+        self._to(values_k.device)
+        report_kf = self._report(values_k, judged_k)
+        self._take(values_k, judged_k, report_kf)
+        return report_kf
+
+    def _report(self, values_k: Tensor, judged_k: Tensor) -> Tensor:
+        sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
+        last_k1 = (self._count_k - 1).clamp(min=0)[:, None]
+        is_positive_k = sorted_kn[:, 0] > 0
+        to_log_kn = torch.where(is_positive_k[:, None], sorted_kn.log(), sorted_kn)
+        center_k1 = to_log_kn.gather(1, last_k1 // 2)
+        highest_k1 = to_log_kn.gather(1, last_k1)
+        mad_k1 = (to_log_kn - center_k1).abs().sort(dim=1).values.gather(1, last_k1 // 2)
+        level_k1 = torch.where(is_positive_k[:, None], 1.0, center_k1.abs())
+        floor_k1 = self._floors_k[:, None] * level_k1
+        reach_k1 = _REACH * (highest_k1 - center_k1) / self.z_threshold
+        sigma_k1 = torch.maximum(_SIGMA_PER_MAD * mad_k1, torch.maximum(floor_k1, reach_k1))
+        # The log of a value that is not positive is -inf or NaN, and such a value is no spike.
+        x_k = torch.where(is_positive_k, values_k.log().nan_to_num(nan=-torch.inf), values_k)
+        center_k, sigma_k = center_k1[:, 0], sigma_k1[:, 0]
+        # A loss that is mostly zero (a hinge) has no deviation to measure by.
+        is_spread_k = is_positive_k | (mad_k1[:, 0] > 0)
+        is_known_k = (self._count_k >= self.min_values) & is_spread_k & judged_k
+        z_k = ((x_k - center_k) / sigma_k).clamp(-_MAX_Z, _MAX_Z)
+        is_finite_k = values_k.isfinite() | ~judged_k
+        is_spike_k = is_known_k & is_finite_k & (z_k > self.z_threshold)
+        limit_k = center_k + self.z_threshold * sigma_k
+        columns = {
+            Column.VALUE: values_k,
+            Column.MEDIAN: torch.where(is_positive_k, center_k.exp(), center_k),
+            Column.LIMIT: torch.where(is_positive_k, limit_k.exp(), limit_k),
+            Column.HIGHEST: sorted_kn.gather(1, last_k1)[:, 0],
+            Column.Z: torch.where(is_known_k & is_finite_k, z_k, torch.nan),
+            Column.IS_SPIKE: is_spike_k,
+            Column.IS_FINITE: is_finite_k,
+            Column.IS_NEW_LEVEL: is_spike_k & (self._streak_k + 1 >= self.patience),
+        }
+        return torch.stack([columns[column].to(values_k.dtype) for column in Column], dim=1)
+
+    def _take(self, values_k: Tensor, judged_k: Tensor, report_kf: Tensor) -> None:
+        is_spike_k = report_kf[:, Column.IS_SPIKE] != 0
+        is_new_k = report_kf[:, Column.IS_NEW_LEVEL] != 0
+        is_healthy_k = (report_kf[:, Column.IS_FINITE] != 0) & ~is_spike_k & judged_k
+        at_k1 = self._next_k[:, None]
+        kept_k1 = self._values_kn.gather(1, at_k1)
+        values_kn = self._values_kn.scatter(
+            1, at_k1, torch.where(is_healthy_k[:, None], values_k[:, None], kept_k1)
+        )
+        size = values_kn.shape[1]
+        self._values_kn = torch.where(is_new_k[:, None], torch.nan, values_kn)
+        self._next_k = torch.where(is_new_k, 0, (self._next_k + is_healthy_k) % size)
+        self._count_k = torch.where(is_new_k, 0, (self._count_k + is_healthy_k).clamp(max=size))
+        streak_k = torch.where(is_healthy_k, 0, self._streak_k + is_spike_k)
+        self._streak_k = torch.where(is_new_k, 0, streak_k)
+
+    def _to(self, device: torch.device) -> None:
+        if self._values_kn.device != device:
+            for name in ("_floors_k", "_values_kn", "_next_k", "_count_k", "_streak_k"):
+                setattr(self, name, getattr(self, name).to(device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, in tensors on the CPU."""
+        counts_3k = torch.stack([self._next_k, self._count_k, self._streak_k])
+        return {"values": self._values_kn.cpu(), "counts": counts_3k.cpu()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with another window; one of another size is left alone, and fills anew."""
+        if state_dict["values"].shape == self._values_kn.shape:
+            self._values_kn = state_dict["values"].clone()
+            self._next_k, self._count_k, self._streak_k = state_dict["counts"].clone().unbind()
+            self._floors_k = self._floors_k.cpu()

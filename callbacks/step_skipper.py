@@ -1,0 +1,128 @@
+"""Skips an optimizer step that a flag on the device asks to skip."""
+
+import itertools
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.optim.safe_adamw import SafeAdamW
+from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.step_control import hold_global_step, hold_schedules
+
+__all__ = ["StepSkipper"]
+
+
+class StepSkipper:
+    """Skips steps in the cheapest way that plugin and optimizer allow.
+
+    1. A plugin of this package is asked: it decides in the sync that it makes anyway, and holds
+       `global_step` and step-wise LR schedules.
+    2. Optimizers that take torch's `found_inf` (`fused=True`, `SafeAdamW`) skip on the device.
+       The host does not learn of it in time, so `global_step` and the LR schedule go on.
+    3. For all others the host reads the flag, one sync a step, and takes the gradients away, so
+       that neither weights, states nor weight decay move; `global_step` and step-wise LR schedules
+       are held.
+    """
+
+    def __init__(self) -> None:
+        self._flags: dict[Optimizer, Tensor] = {}
+        self._handles: dict[Optimizer, list[RemovableHandle]] = {}
+        self._held = False
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Make LR schedules wait for skipped steps; call it when training starts."""
+        if not self._asks_plugin(trainer):
+            strategy = trainer.strategy
+            strategy.lr_scheduler_configs = hold_schedules(
+                strategy.lr_scheduler_configs, lambda: self._held
+            )
+
+    def skip(self, pl_module: pl.LightningModule, optimizer: Optimizer, flag: Tensor) -> None:
+        """Have the step to come skipped; call it in `on_before_optimizer_step`.
+
+        Args:
+            pl_module: The module in training.
+            optimizer: What is about to step.
+            flag: 1 to skip, 0 to step: fp32, of shape [], on the device.
+        """
+        trainer = pl_module.trainer
+        plugin = trainer.precision_plugin
+        self._held = False
+        if isinstance(plugin, MasterPrecision) and plugin.can_skip:
+            plugin.request_skip(flag)
+        elif self._takes_found_inf(optimizer):
+            self._watch(optimizer)
+            self._flags[optimizer] = flag
+            scaler = getattr(plugin, "scaler", None)
+            if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
+                optimizer.found_inf = flag  # type: ignore[attr-defined]
+        else:
+            self._skip_on_host(pl_module, optimizer, flag)
+
+    def _skip_on_host(
+        self, pl_module: pl.LightningModule, optimizer: Optimizer, flag: Tensor
+    ) -> None:
+        can_skip_later = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if optimizer not in self._handles and not can_skip_later:
+            self._handles[optimizer] = []
+            name = type(optimizer).__name__
+            rank_zero_warn(
+                f"`SpikeGuard(action='skip')` reads one flag a step from the device, because "
+                f"`{name}` cannot skip there. Pass `fused=True` to the optimizer if it has that, "
+                "or train with `BalancedAMP`, to save this host sync."
+            )
+        if flag.item() != 0:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            self._held = True
+            hold_global_step(pl_module)
+
+    def _takes_found_inf(self, optimizer: Optimizer) -> bool:
+        if isinstance(optimizer, SafeAdamW):
+            return True
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        # Where the first step of fused SGD is skipped, torch keeps a momentum that was never set.
+        has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
+        return not (has_momentum and not optimizer.state)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        if not self._handles.get(optimizer):
+            self._handles[optimizer] = [
+                optimizer.register_step_pre_hook(self._merge),
+                optimizer.register_step_post_hook(self._clear),
+            ]
+
+    def _merge(self, optimizer: Optimizer, *_: object) -> None:
+        """Hand over the flag after a `GradScaler`, together with what that has found."""
+        flag = self._flags.get(optimizer)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if flag is None:
+            return
+        if found_inf is None:
+            optimizer.found_inf = flag  # type: ignore[attr-defined]
+        elif found_inf is not flag:  # the scaler's own, which it takes back itself
+            del self._flags[optimizer]
+            optimizer.found_inf = torch.maximum(found_inf, flag.to(found_inf).view_as(found_inf))  # type: ignore[attr-defined]
+
+    def _clear(self, optimizer: Optimizer, *_: object) -> None:
+        """Take back the flag."""
+        if self._flags.pop(optimizer, None) is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _asks_plugin(trainer: pl.Trainer) -> bool:
+        plugin = trainer.precision_plugin
+        return isinstance(plugin, MasterPrecision) and plugin.can_skip
+
+    def detach(self) -> None:
+        """Remove the hooks from optimizers."""
+        for handle in itertools.chain.from_iterable(self._handles.values()):
+            handle.remove()
+        self._handles.clear()
+        self._flags.clear()

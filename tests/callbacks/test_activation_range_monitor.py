@@ -1,0 +1,202 @@
+"""Activations that near their format's end are named, as are those that were clamped."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
+from lightning_mp.callbacks import ActivationRangeMonitor
+from lightning_mp.callbacks.output_sampler import OutputSampler, tensors_in
+from lightning_mp.numerics.tensor_stats import StatField
+from tests.callbacks.models import Watched, first, kinds, perceptron, watch
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+
+
+def still(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.0)
+
+
+def monitor(**kwargs: Any) -> ActivationRangeMonitor:
+    return ActivationRangeMonitor(**{"every_n_steps": 5, "baseline_samples": 3, **kwargs})
+
+
+def growing(from_step: int, per_step: float, path: str = "0") -> Any:
+    """Let the weights of a module grow from a step on."""
+
+    def sabotage(module: Any, step: int) -> None:
+        if step >= from_step:
+            with torch.no_grad():
+                module.network.get_submodule(path).weight.mul_(per_step)
+
+    return sabotage
+
+
+def test_activations_that_double_are_warned_of_before_they_overflow() -> None:
+    watcher = monitor(repeat_after_steps=1000)
+    model = Watched(None, still, steps=90, sabotage=growing(10, 1.2))
+    scale = LossScaleConfig(init_scale=1e-6, dynamic=False, patience=99)
+    watch(model, [watcher], BalancedAMP(loss_scale=scale))
+    low = first(watcher, "activation_headroom")
+    bad = first(watcher, "activation_non_finite")
+    assert (low.tensor, bad.tensor, bad.severity) == ("network.0", "network.0", "error")
+    assert low.step < bad.step
+    column = dict(watcher.history.maps["activation headroom (bits)"]["columns"])
+    row = watcher.history.maps["activation headroom (bits)"]["names"].index("network.0")
+    assert low.value == column[low.step][row] < 2
+    assert column[low.step - 5][row] >= 2
+    assert "inf_clamp=['network.0'] or fp32_modules=['norm', 'network.0']" in low.remedy
+    assert 2.0**-low.value * 65504 == pytest.approx(
+        float(low.message.split("reaches ")[1].split(",")[0]), rel=1e-3
+    )  # noqa: E501
+
+
+def test_fp32_activations_of_the_same_size_are_healthy() -> None:
+    watcher = monitor()
+    watch(Watched(None, still, steps=30, sabotage=growing(5, 1.5)), [watcher])
+    assert kinds(watcher) == []
+
+
+def test_clamped_values_are_counted_and_named() -> None:
+    def overflow(module: Any, step: int) -> None:
+        if step == 20:
+            with torch.no_grad():
+                module.network[2].bias.fill_(65504.0)
+                module.network[2].weight.fill_(60000.0)
+
+    watcher = monitor()
+    plugin = PureFP16(inf_clamp=["network.2"], loss_scale=1e-6)
+    watch(Watched(None, still, steps=40, sabotage=overflow), [watcher], plugin)
+    alarm = first(watcher, "activation_clamped")
+    assert (alarm.step, alarm.tensor) == (20, "network.2")
+    counts = dict(watcher.history.curves["clamped_values"])
+    assert alarm.value == counts[20] > 0 == counts[15]
+    assert plugin.inf_clamp.counted()["network.2"] == counts[35] + 4 * alarm.value
+
+
+def test_gradients_of_outputs_are_watched_on_request() -> None:
+    watcher = monitor(backward=True)
+    factor = lambda step: 1e6 if step >= 20 else 1.0  # noqa: E731
+    watch(Watched(None, still, steps=30, factor=factor), [watcher], PureFP16(loss_scale=1.0))
+    alarm = next(a for a in watcher.alarms if a.kind.startswith("output_gradient"))
+    assert alarm.step == 20
+    assert alarm.tensor == "network.4"
+    assert "activation headroom (bits)" in watcher.history.maps
+    quiet = monitor()
+    watch(Watched(None, still, steps=30, factor=factor), [quiet], PureFP16(loss_scale=1.0))
+    assert kinds(quiet) == []
+
+
+def test_activations_that_sink_below_fp16_are_warned_of() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(16, 48, bias=False), nn.Linear(48, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x))
+
+    def shrink(module: Any, step: int) -> None:
+        if step >= 15:
+            with torch.no_grad():
+                module.network.inner.weight.mul_(0.7)
+
+    watcher = monitor()
+    model = Watched(Shifted, still, steps=70, sabotage=shrink)
+    watch(model, [watcher], BalancedAMP(loss_scale=1.0))
+    alarm = first(watcher, "activation_underflow")
+    assert alarm.tensor == "network.inner"
+    assert "fp32_modules=['norm', 'network.inner']" in alarm.remedy
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    rest: Any = None
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda t: (t, 3), lambda t: {"a": [t]}, Output, lambda t: Output(t[:0], {"b": (None, t)})],
+    ids=["tuple", "dict", "dataclass", "nested"],
+)
+def test_outputs_of_any_shape_are_seen(wrap: Any) -> None:
+    class Wrapping(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return wrap(2 * x)
+
+    module, x = Wrapping(), torch.tensor([1.0, -8.0, 0.0])
+    sampler = OutputSampler({"m": module}, backward=False, max_calls=2)
+    sampler.start()
+    module(x)
+    module(x * 2)
+    module(x * 4)  # one too many
+    sampled = sampler.stop()
+    assert sampled is not None
+    keys, table = sampled
+    assert [(key.name, key.kind, key.dtype) for key in keys] == [("m", "activation", torch.float32)]
+    assert table[0, StatField.AMAX] == 32
+    assert table[0, StatField.ZEROS] == 2
+    assert table[0, -1] == 6  # values
+    module(x)
+    assert sampler.stop() is None
+    assert [t.shape for t in tensors_in(wrap(x))][-1] == (3,)
+
+
+def test_hooks_are_there_in_sampled_steps_only() -> None:
+    hooks: list[int] = []
+
+    class Model(Watched):
+        def on_train_batch_end(self, *_: Any) -> None:
+            hooks.append(len(self.network[0]._forward_hooks))
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            hooks.append(len(self.network[0]._forward_hooks))
+
+    model = Model(None, still, steps=8)
+    watch(model, [monitor(baseline_samples=1)])
+    inside = hooks[::2]
+    assert inside == [1, 0, 0, 0, 0, 1, 0, 0]
+    assert set(hooks[1::2]) == {0}
+
+
+def test_modules_can_be_chosen_and_unknown_ones_are_refused() -> None:
+    watcher = monitor(modules=["network.2", "ReLU"])
+    watch(Watched(None, still, steps=2), [watcher])
+    names = watcher.history.maps["activation headroom (bits)"]["names"]
+    assert names == ["network.1", "network.2", "network.3"]
+    with pytest.raises(ValueError, match="network.9"):
+        watch(Watched(None, still, steps=2), [monitor(modules=["network.9"])])
+
+
+def test_a_compiled_module_is_seen_as_a_whole_under_its_name() -> None:
+    def compiled() -> nn.Module:
+        return nn.Sequential(torch.compile(perceptron(), backend="eager"), nn.Identity())
+
+    watcher = monitor()
+    watch(Watched(compiled, still, steps=2), [watcher])
+    names = watcher.history.maps["activation headroom (bits)"]["names"]
+    assert names == ["network.0", "network.1"]
+
+
+def test_a_module_compiled_in_place_is_left_alone() -> None:
+    def compiled() -> nn.Module:
+        network = perceptron()
+        network.compile(backend="eager")
+        return nn.Sequential(network, nn.Identity())
+
+    watcher = monitor()
+    watch(Watched(compiled, still, steps=2), [watcher])
+    assert watcher.history.maps["activation headroom (bits)"]["names"] == ["network.1"]
+
+
+@pytest.mark.parametrize(
+    "argument", [{"min_headroom_bits": -1}, {"calls_per_step": 0}, {"baseline_samples": 0}]
+)
+def test_arguments_out_of_range_are_refused(argument: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(argument))):
+        ActivationRangeMonitor(**argument)

@@ -1,0 +1,201 @@
+"""Adam's second moments: what starves, what epsilon covers, what moves too far or not at all."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+from lightning_mp import BalancedAMP, PureFP16
+from lightning_mp.callbacks import AdamStateMonitor
+from lightning_mp.callbacks.adam_statistics import AdamField, adam_statistics
+from tests.callbacks.models import (
+    SparseWatched,
+    Watched,
+    bag_of_tokens,
+    first,
+    kinds,
+    watch,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+
+
+def steady(parameters: Any, **kwargs: Any) -> Adam:
+    return Adam(parameters, **{"lr": 1e-6, **kwargs})
+
+
+def monitor(**kwargs: Any) -> AdamStateMonitor:
+    return AdamStateMonitor(**{"every_n_steps": 5, "baseline_samples": 5, **kwargs})
+
+
+def hooked(name: str, change: Any) -> Any:
+    """Change the gradient of a parameter by its step; all gradients are set to 1 before."""
+
+    def sabotage(module: Any, step: int) -> None:
+        if step == 0:
+            module.now = 0
+            for path, parameter in module.named_parameters():
+                bend = change if path == name else lambda g, _: torch.ones_like(g)
+                parameter.register_hook(lambda g, bend=bend: bend(g, module.now))
+        module.now = step
+
+    return sabotage
+
+
+def reference(p: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, eps: float) -> list[float]:
+    """Return the columns in float64, by the formulas, with Adam's default betas."""
+    g, m, v = g.double(), state["exp_avg"].double(), state["exp_avg_sq"].double()
+    step = float(state["step"]) + 1
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    m, v = m / (1 - 0.9**step), v / (1 - 0.999**step)
+    update = lr * m / (v.sqrt() + eps)
+    ratios = g * g / v.clamp(min=eps * eps)
+    below = ((v.sqrt() < eps) & (g != 0)).sum()
+    numbers = g.numel(), (g != 0).sum(), ratios.sum(), below, (update**2).sum()
+    return [float(x) for x in (*numbers, (p.double() ** 2).sum(), 0)]
+
+
+def test_statistics_equal_those_in_float64() -> None:
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (3,), ())]
+    optimizer = AdamW(parameters, lr=0.003, eps=1e-3)
+    for _ in range(4):
+        for p in parameters:
+            p.grad = torch.randn_like(p) * 10 ** torch.randn_like(p).mul(2)
+        optimizer.step()
+    gradients = [torch.randn_like(p).relu() * 10 ** torch.randn_like(p).mul(3) for p in parameters]
+    sums = adam_statistics(optimizer, parameters, [64 * g for g in gradients], 1 / 64)
+    for p, g, row in zip(parameters, gradients, sums, strict=True):
+        expected = reference(p.detach(), g, optimizer.state[p], 0.003, 1e-3)
+        assert row.tolist() == pytest.approx(expected, rel=1e-4)
+    assert sums.dtype == torch.float64
+    bad = adam_statistics(optimizer, parameters[:1], [gradients[0] * torch.nan], 1.0)
+    assert bad[0].tolist() == [0.0] * 6 + [1.0]
+    assert list(AdamField)[-1] == 6
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_without_gradient_are_told_before_the_old_gradient_returns() -> None:
+    change = lambda g, step: torch.full_like(g, float(not 100 <= step < 1100))  # noqa: E731
+    watcher = AdamStateMonitor()
+    model = Watched(None, steady, steps=1102, sabotage=hooked("network.2.weight", change))
+    watch(model, [watcher])
+    runs = [alarm for alarm in watcher.alarms if alarm.kind == "zero_run"]
+    assert [(a.step, a.tensor, a.value) for a in runs] == [(600, "network.2.weight", 500)]
+    # 500 steps let v decay to 0.999^501 + 0.001 = 0.607, and steps grow by its inverse root.
+    assert "first step is 1.28 times as long as before, and up to 31.6 times" in runs[0].message
+    assert "clip_update_rms" in runs[0].remedy
+    column = dict(watcher.history.maps["update RMS"]["columns"])
+    row = watcher.history.maps["update RMS"]["names"].index("network.2.weight")
+    v = (1 - 0.999**100) * 0.999**1001 + 0.001
+    assert column[1100][row] == pytest.approx(((1 - 0.999**1101) / v) ** 0.5, rel=1e-3)
+    assert column[1000][row] == 0
+
+
+def test_a_gradient_that_grows_tenfold_is_a_high_rms() -> None:
+    change = lambda g, step: torch.full_like(g, 10.0 if step >= 61 else 1.0)  # noqa: E731
+    watcher = monitor()
+    model = Watched(None, steady, steps=100, sabotage=hooked("network.2.weight", change))
+    watch(model, [watcher])
+    alarm = first(watcher, "update_rms")
+    # Sampled at 65, confirmed at 66: v is 1 + 99 * 0.001 * 6 of the steps since, corrected.
+    assert (alarm.step, alarm.tensor) == (66, "network.2.weight")
+    v = (1 - 0.999**61) * 0.999**6 + 100 * (1 - 0.999**6)
+    assert alarm.value == pytest.approx(10 / (v / (1 - 0.999**67)) ** 0.5, rel=1e-3)
+    assert len([a for a in watcher.alarms if a.kind == "update_rms"]) == 1
+
+
+def test_of_several_an_embedding_is_named_first() -> None:
+    def change(module: Any, step: int) -> None:
+        for p in module.parameters() if step == 0 else []:
+            big = 20.0 if p.shape == (48, 64) else 10.0
+            p.register_hook(lambda g, b=big: torch.ones_like(g) * (b if module.now >= 60 else 1.0))
+        module.now = step
+
+    watcher = monitor()
+    model = SparseWatched(bag_of_tokens, steady, steps=75, sabotage=change)
+    watch(model, [watcher])
+    alarm = first(watcher, "update_rms")
+    assert alarm.tensor == "network.0.weight"
+    assert "2 such tensors" in alarm.message
+
+
+def test_epsilon_above_the_second_moment_is_warned_of() -> None:
+    change = lambda g, step: torch.full_like(g, 1e-3 * 0.8 ** max(step - 40, 0))  # noqa: E731
+    make = lambda p: steady(p, eps=1e-4, betas=(0.9, 0.9))  # noqa: E731
+    watcher = monitor()
+    watch(Watched(None, make, steps=120, sabotage=hooked("network.0.weight", change)), [watcher])
+    alarm = first(watcher, "below_epsilon")
+    assert (alarm.tensor, alarm.value) == ("network.0.weight", 1.0)
+    assert 40 < alarm.step < 120
+    assert "Lower epsilon to 1e-07" in alarm.remedy
+
+
+@pytest.mark.parametrize(("lr", "is_high"), [(1e-10, False), (10.0, True)])
+def test_updates_out_of_proportion_to_weights_are_warned_of(lr: float, is_high: bool) -> None:
+    ones = hooked("", None)
+
+    def pin(module: Any, step: int) -> None:
+        ones(module, step)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(0.5)
+
+    watcher = monitor()
+    watch(Watched(None, lambda p: Adam(p, lr=lr), steps=40, sabotage=pin), [watcher])
+    alarm = next(a for a in watcher.alarms if a.tensor == "network.0.weight")
+    assert (alarm.kind, alarm.step) == ("update_to_weight", 10)
+    assert alarm.value == pytest.approx(lr / 0.5, rel=1e-4)
+    assert alarm.threshold == (10.0 if is_high else 1e-8)
+
+
+def test_a_schedule_that_ends_near_zero_is_no_failure() -> None:
+    class Model(Watched):
+        def configure_optimizers(self) -> Any:
+            optimizer = Adam(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5**s)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    watcher = monitor()
+    watch(Model(steps=60), [watcher])
+    assert kinds(watcher) == []
+
+
+def test_without_adam_it_says_that_it_watches_nothing() -> None:
+    watcher = monitor()
+    with pytest.warns(UserWarning, match="no optimizer has `betas`"):
+        watch(Watched(None, lambda p: SGD(p, 0.01), steps=3), [watcher])
+    assert watcher.samples == 0
+
+
+def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> None:
+    change = lambda g, step: torch.full_like(g, float(step < 10))  # noqa: E731
+    watcher = monitor(zero_run_steps=20)
+    model = Watched(None, steady, steps=40, sabotage=hooked("network.2.weight", change))
+    watch(model, [watcher], PureFP16(loss_scale=1.0))
+    assert kinds(watcher) == [(30, "zero_run", "network.2.weight")]
+
+
+def test_non_finite_gradients_are_left_to_other_monitors() -> None:
+    watcher = monitor(baseline_samples=1)
+    factor = lambda step: torch.inf if step % 2 else 1.0  # noqa: E731
+    watch(Watched(None, steady, steps=40, factor=factor), [watcher], BalancedAMP(loss_scale=64.0))
+    assert kinds(watcher) == []
+
+
+def test_state_survives_a_resume(tmp_path: Any) -> None:
+    def make() -> tuple[Watched, AdamStateMonitor]:
+        return Watched(None, steady, steps=23), monitor()
+
+    (model, whole), (early, before), (late, after) = make(), make(), make()
+    watch(model, [whole], max_epochs=2)
+    watch(early, [before]).save_checkpoint(tmp_path / "run.ckpt")
+    watch(late, [after], max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert after.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("argument", [{"max_update_rms": 0}, {"zero_run_steps": -1}])
+def test_arguments_out_of_range_are_refused(argument: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(argument))):
+        AdamStateMonitor(**argument)

@@ -1,0 +1,163 @@
+"""Gradients that vanish in fp16 are seen; those that are zero by nature are not."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_mp import BalancedAMP, LossScaleConfig
+from lightning_mp.callbacks import GradientUnderflowMonitor
+from lightning_mp.callbacks.underflow import UnderflowJudge
+from tests.callbacks.models import Watched, first, perceptron, watch
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+
+
+def shrinking(from_step: int, per_step: float = 0.7) -> Any:
+    """Return factors of the loss that fall from a step on."""
+    return lambda step: per_step ** max(step - from_step, 0)
+
+
+def monitor(**kwargs: Any) -> GradientUnderflowMonitor:
+    return GradientUnderflowMonitor(every_n_steps=5, baseline_samples=5, **kwargs)
+
+
+def still(parameters: Any) -> SGD:
+    return SGD(parameters, lr=1e-6)
+
+
+def test_gradients_that_sink_into_fp16s_floor_are_warned_of_and_then_alarmed() -> None:
+    watcher = monitor(repeat_after_steps=1)
+    model = Watched(None, still, steps=120, factor=shrinking(40))
+    watch(model, [watcher], BalancedAMP(loss_scale=64.0))
+    alarms = [a for a in watcher.alarms if a.tensor == "all gradients"]
+    assert {a.severity for a in alarms} >= {"error"}
+    assert first(watcher, "gradient_underflow").step > 40
+    shares = dict(watcher.history.curves["gradient_zero_share"])
+    assert shares[115] > 0.9 > 0.5 > shares[20]
+    alarm = alarms[-1]
+    assert alarm.value == pytest.approx(shares[alarm.step])
+    assert f"{alarm.value:.1%} of all gradients is exactly zero" in alarm.message
+    assert "LossScaleConfig(init_scale=4096)" in alarm.remedy
+
+
+def test_the_first_alarm_comes_while_most_gradients_are_still_there() -> None:
+    watcher = monitor()
+    model = Watched(None, still, steps=160, factor=shrinking(40, 0.85))
+    watch(model, [watcher], BalancedAMP(loss_scale=64.0))
+    alarm = first(watcher, "gradient_underflow")
+    assert alarm.severity == "warning"
+    shares = dict(watcher.history.curves["gradient_zero_share"])
+    assert shares[alarm.step] - shares[20] < 0.25
+
+
+def test_a_parameter_whose_gradient_stops_is_named() -> None:
+    def stop(module: Any, step: int) -> None:
+        if step >= 40:
+            module.network[0].weight.register_hook(torch.zeros_like)
+
+    watcher = monitor()
+    watch(Watched(None, still, steps=60, sabotage=stop), [watcher])
+    alarm = first(watcher, "gradient_underflow")
+    assert (alarm.tensor, alarm.value, alarm.severity) == ("network.0.weight", 1.0, "error")
+    assert 40 < alarm.step <= 50
+    assert "Nothing reaches the parameter" in alarm.remedy
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_with_lightnings_mixed_precision_gradients_are_judged_unscaled(fused: bool) -> None:
+    watcher = monitor()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    make = lambda p: AdamW(p, lr=1e-4, fused=fused)  # noqa: E731
+    norms: list[float] = []
+
+    class Model(Watched):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            squares = sum(float(p.grad.double().square().sum()) for p in self.parameters())
+            norms.append(squares**0.5 / (2.0**10 if fused else 1))
+
+    watch(Model(None, make, steps=11), [watcher], plugin)
+    seen = watcher.history.curves["gradient_norm"]
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4, 5, 10]
+    for step, norm in seen:
+        assert norm == pytest.approx(norms[step], rel=1e-4)
+
+
+def test_headroom_is_that_of_the_loss_scale() -> None:
+    watcher = monitor()
+    largest: list[float] = []
+
+    class Model(Watched):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            largest.append(
+                max(float(p.grad.abs().max()) for g in optimizer.param_groups for p in g["params"])
+            )  # noqa: E501
+
+    watch(Model(None, still, steps=3), [watcher], BalancedAMP(loss_scale=256.0))
+    for step, bits in watcher.history.curves["gradient_headroom_bits"]:
+        expected = torch.log2(torch.tensor(65504 / (largest[step] * 256)))
+        assert bits == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_state_survives_a_resume(tmp_path: Any) -> None:
+    def make() -> tuple[Watched, GradientUnderflowMonitor, BalancedAMP]:
+        plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**10))
+        return Watched(None, still, steps=23), monitor(), plugin
+
+    (model, whole, plugin), (early, before, other), (late, after, last) = make(), make(), make()
+    watch(model, [whole], plugin, max_epochs=2)
+    watch(early, [before], other).save_checkpoint(tmp_path / "run.ckpt")
+    watch(late, [after], last, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert after.state_dict() == whole.state_dict()
+    assert after.samples > before.samples
+
+
+def judged(shares: list[tuple[float, float]]) -> list[bool | None]:
+    judge = UnderflowJudge(3, 0.01, 0.05)
+    verdicts = [judge.judge("t", zeros, subnormals) for zeros, subnormals in shares]
+    return [None if verdict is None else verdict.is_alarm for verdict in verdicts]
+
+
+def test_zeros_that_were_there_from_the_start_are_usual() -> None:
+    assert judged([(0.97, 0.3)] * 9) == [None] * 9
+    scattered = [(0.5, 0.3), (0.56, 0.3), (0.52, 0.3)]
+    assert judged([*scattered, (0.6, 0.3), (0.61, 0.3)]) == [None] * 5
+
+
+def test_zeros_without_subnormals_are_dead_and_not_vanished() -> None:
+    assert judged([(0.1, 0.0)] * 3 + [(0.5, 0.01)] * 5) == [None] * 8
+
+
+def test_zeros_with_subnormals_alarm_from_five_percent_on() -> None:
+    assert judged([(0.0, 0.1)] * 3 + [(0.06, 0.1)] * 3) == [None] * 4 + [True] * 2
+
+
+def test_two_percent_warn_only_if_rising() -> None:
+    flat = [(0.0, 0.1)] * 3 + [(0.02, 0.1)] * 5
+    assert judged(flat) == [None] * 8
+    rising = [(0.0, 0.1)] * 3 + [(0.01 + 0.002 * i, 0.1) for i in range(6)]
+    assert judged(rising)[-2:] == [False, False]
+
+
+def test_one_odd_batch_is_none() -> None:
+    assert judged([(0.0, 0.5)] * 4 + [(0.9, 0.5)] + [(0.0, 0.5)] * 3) == [None] * 8
+
+
+def test_a_frozen_parameter_is_left_out() -> None:
+    network = perceptron()
+    network[0].requires_grad_(False)
+    watcher = monitor()
+    watch(Watched(lambda: network, still, steps=2), [watcher])
+    assert "network.0.weight" not in watcher.history.maps["gradient zero share"]["names"]
+    assert isinstance(network[0], nn.Linear)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"warn_share": 0.1}, {"alarm_share": 0}, {"every_n_steps": 0}]
+)
+def test_arguments_out_of_range_are_refused(argument: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(argument))):
+        GradientUnderflowMonitor(**argument)

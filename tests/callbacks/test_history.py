@@ -1,0 +1,113 @@
+"""What monitors remember stays bounded, even and whole on its way through JSON."""
+
+import json
+import math
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning
+from lightning_mp.callbacks.history import History
+from lightning_mp.callbacks.training_state import plain_name
+from tests.callbacks.models import Watched, watch
+
+
+def alarm(step: int) -> Alarm:
+    return Alarm(
+        step=step, monitor="M", kind="k", severity="warning", message="m", remedy="r", value=1.0
+    )
+
+
+def test_long_curves_are_thinned_evenly_and_keep_their_first_point() -> None:
+    history = History()
+    for step in range(50_000):
+        history.add_point("loss", step, step / 2)
+    points = history.curves["loss"]
+    assert 2048 <= len(points) <= 4096
+    assert points[0] == (0, 0.0)
+    gaps = {later[0] - earlier[0] for earlier, later in zip(points, points[1:], strict=False)}
+    assert gaps == {16}
+    assert points[-1][0] > 49_900
+    assert all(value == step / 2 for step, value in points)
+
+
+def test_heat_maps_take_tensors_that_come_late_and_leave_others_empty() -> None:
+    history = History()
+    history.add_column("share", 0, ["a", "b"], [0.1, 0.2])
+    history.add_column("share", 5, ["c", "a"], [0.3, 0.4])
+    heat = history.maps["share"]
+    assert heat["names"] == ["a", "b", "c"]
+    (first, second) = heat["columns"]
+    assert first == (0, [0.1, 0.2])
+    assert second[0] == 5
+    assert second[1][0] == 0.4
+    assert second[1][2] == 0.3
+    assert math.isnan(second[1][1])
+    for step in range(2000):
+        history.add_column("share", step, ["a"], [0.0])
+    assert 128 <= len(heat["columns"]) <= 256
+
+
+def test_two_optimizers_share_the_column_of_a_step() -> None:
+    history = History()
+    for step in range(600):
+        history.add_column("m", step, ["a"], [step])
+        history.add_column("m", step, ["b"], [-step])
+    heat = history.maps["m"]
+    assert heat["names"] == ["a", "b"]
+    assert 128 <= len(heat["columns"]) <= 256
+    assert all(column == [step, -step] for step, column in heat["columns"])
+
+
+def test_of_many_alarms_the_first_and_the_newest_stay() -> None:
+    history = History()
+    for step in range(2500):
+        history.add_alarm(alarm(step))
+    steps = [a.step for a in history.alarms]
+    assert len(steps) == 2000
+    assert steps[:1000] == list(range(1000))
+    assert steps[-1] == 2499
+
+
+def test_a_history_goes_on_after_a_trip_through_json() -> None:
+    whole, half = History(), History()
+    for step in range(6000):
+        whole.add_point("x", step, step)
+        whole.add_column("m", step, ["a"], [step])
+        if step == 3500:
+            whole.add_alarm(alarm(step))
+            half = History.from_dict(json.loads(json.dumps(whole.to_dict())))
+        elif step > 3500:
+            half.add_point("x", step, step)
+            half.add_column("m", step, ["a"], [step])
+    assert half == whole
+
+
+class _Says(InstabilityMonitor):
+    """Raises the same alarm in every step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        self.alarm(trainer, "odd", "It is odd.", "Make it even.", value=math.nan, tensor="t")
+        self.alarm(trainer, "done", "Nothing.", "", severity="info")
+
+
+def test_an_alarm_is_repeated_after_so_many_steps_and_infos_warn_of_nothing() -> None:
+    monitor = _Says(repeat_after_steps=4)
+    with pytest.warns(InstabilityWarning) as caught:
+        watch(Watched(steps=10), [monitor])
+    texts = [str(w.message) for w in caught if w.category is InstabilityWarning]
+    assert texts == [f"Step {step}: It is odd. Make it even." for step in (0, 4, 8)]
+    assert len([a for a in monitor.alarms if a.kind == "done"]) == 10
+    again = _Says(repeat_after_steps=4)
+    again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert repr(again.state_dict()) == repr(monitor.state_dict())  # NaN is not equal to itself
+
+
+def test_names_lose_what_wrappers_put_into_them() -> None:
+    assert plain_name("a._orig_mod.b._fsdp_wrapped_module.c") == "a.b.c"
+
+
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_a_repetition_of_no_steps_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="repeat_after_steps"):
+        InstabilityMonitor(repeat_after_steps=value)  # type: ignore[arg-type]

@@ -1,0 +1,279 @@
+"""The data of a report is bounded and loses no event; its page needs nothing and trusts nothing."""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mp.callbacks.history import Alarm, History
+from lightning_mp.callbacks.report_data import report_data
+from lightning_mp.callbacks.report_files import rebuild_page, write_atomically
+from lightning_mp.callbacks.report_page import report_page
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
+
+
+def _run(**changes: Any) -> dict[str, Any]:
+    run = {
+        "title": "Model",
+        "steps": 100,
+        "sessions": [{"step": 0, "time": "then"}],
+        "written": "now",
+        "end": {"how": "finished", "time": "now"},
+        "has_loss_scale": True,
+        "facts": [["Device", "cpu"]],
+        "monitors": ["M"],
+    }
+    return {**run, **changes}
+
+
+def _alarm(step: int, severity: Any = "warning", text: str = "Seen.", **more: Any) -> Alarm:
+    more = {"tensor": None, "remedy": "Do it.", **more}
+    message = f"Step {step}: {text} {more['remedy']}"
+    return Alarm(
+        step=step, monitor="M", kind="some_kind", severity=severity, message=message, **more
+    )
+
+
+def _data(own: History | None = None, *others: History, tensors: int = 100, **run: Any) -> Any:
+    return report_data(own or History(), others, _run(**run), tensors)
+
+
+def _with_alarms(*alarms: Alarm) -> History:
+    history = History()
+    for alarm in alarms:
+        history.add_alarm(alarm)
+    return history
+
+
+def _embedded(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(text)
+
+
+def _text(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page))
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_page_asks_for_nothing_from_outside() -> None:
+    page = report_page(_data(_with_alarms(_alarm(3))))
+    assert all(target.startswith("#") for target in re.findall(r'(?:href|src)="([^"]*)"', page))
+    assert set(re.findall(r"https?://[^\"'` )]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<link|@import|url\(|@font-face|<iframe|<img", page)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+
+
+def test_page_escapes_all_that_comes_from_users() -> None:
+    history = _with_alarms(_alarm(1, text=EVIL, tensor=EVIL, remedy=EVIL))
+    history.add_point(EVIL, 1, 1.0)
+    history.add_column(EVIL, 1, [EVIL], [1.0])
+    failed = {"how": "failed", "time": EVIL, "exception": EVIL}
+    page = report_page(
+        _data(
+            history,
+            title=EVIL,
+            facts=[[EVIL, EVIL]],
+            monitors=[EVIL],
+            end=failed,
+            sessions=[{"step": 0, "time": EVIL}],
+        )
+    )
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "<img" not in page
+    assert "\"'&" not in page.partition("<script")[0]
+    embedded = _embedded(page)
+    assert embedded["maps"][0]["rows"] == [EVIL]
+
+
+def test_page_scripts_never_write_markup() -> None:
+    page = report_page(_data())
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+
+
+@pytest.mark.parametrize(
+    ("alarms", "expected"),
+    [
+        ([], "No alarms in 2,000 steps."),
+        ([_alarm(5, "info")], "No alarms in 2,000 steps."),
+        ([_alarm(7)], "1 warning; first at step 7: Seen."),
+        (
+            [_alarm(2, "info"), _alarm(150, "error"), _alarm(160), _alarm(1700, "error")],
+            "2 errors, 1 warning; first at step 150: Seen.",
+        ),
+    ],
+    ids=["none", "notes", "one", "many"],
+)
+def test_page_verdict_is_one_line(alarms: list[Alarm], expected: str) -> None:
+    page = report_page(_data(_with_alarms(*alarms), steps=2000))
+    (verdict,) = re.findall(r'<p class="verdict.*?</p>', page, re.DOTALL)
+    assert _text(verdict)[2:] == expected
+
+
+def test_page_lists_each_alarm_once_with_its_remedy() -> None:
+    page = report_page(_data(_with_alarms(_alarm(1234, tensor="a.b", text="`a.b` is bad."))))
+    (item,) = re.findall(r'<li id="alarm-0".*?</li>', page, re.DOTALL)
+    assert "<code>a.b</code> is bad.</p>" in item
+    assert '<p class="remedy">Do it.</p>' in item
+    assert item.count("Do it.") == 1
+    assert "Step 1,234" in item
+    assert 'title="a.b"' in item
+    assert _embedded(page)["alarms"][0][:2] == [1234, "warning"]
+
+
+def test_page_of_an_empty_run_says_what_is_missing() -> None:
+    page = report_page(_data(sessions=[], steps=0, facts=[], monitors=[], has_loss_scale=False))
+    assert "No alarms in 0 steps." in page
+    assert "none beside this report" in page
+    absent = _embedded(page)["absent"]
+    assert absent["loss_scale"] == "This run has no loss scale."
+    assert "no step is skipped" in absent["skipped"]
+
+
+# --- the data ------------------------------------------------------------------------------------
+
+
+def test_data_and_page_of_the_largest_run_take_at_most_five_megabytes() -> None:
+    histories = []
+    for name in ("gradient zero share", "headroom", "update RMS", *"abcdefg"):
+        history = History()
+        names = [f"{row}{'n' * 300}" for row in range(1500)]
+        for step in range(40):
+            history.add_column(name, 1000 * step, names, [1 / 3 + row for row in range(1500)])
+        for curve in range(6):
+            history.curves[f"{name}{curve}"] = [(s, math.sin(s)) for s in range(4000)]
+        for step in range(200):
+            text, remedy = "A sentence. " * 300, "Do it. " * 300
+            history.add_alarm(_alarm(step, text=text, remedy=remedy, tensor="t" * 300))
+        histories.append(history)
+    data = _data(*histories, tensors=500)
+    assert len(data["alarms"]) == 500
+    assert data["counts"] == {"error": 0, "warning": 2000, "info": 0}
+    assert len(json.dumps(data)) < 5e6
+    assert len(report_page(data)) < 5e6
+
+
+def test_data_of_a_long_curve_keeps_spikes_and_what_is_not_finite() -> None:
+    own = History()
+    own.curves["loss"] = [(step, 1.0) for step in range(4000)]
+    own.curves["loss"][1717] = (1717, 50.0)
+    own.curves["loss"][2929] = (2929, -3.0)
+    own.curves["loss"][333] = (333, math.inf)
+    own.curves["loss not finite"] = [(333, math.inf), (5000, math.nan)]
+    curve = _data(own)["curves"]["loss"]
+    assert len(curve["steps"]) <= 1500
+    points = dict(zip(curve["steps"], curve["values"], strict=True))
+    assert (points[1717], points[2929]) == (50, -3)
+    assert (curve["steps"][0], curve["steps"][-1]) == (0, 3999)
+    assert curve["bad"] == [[333, "inf"], [5000, "nan"]]
+
+
+def test_data_drops_points_that_a_resumed_run_has_overtaken() -> None:
+    monitor = History()
+    monitor.curves["norm"] = [(0, 1.0), (10, 2.0), (20, 3.0), (10, 4.0), (15, 5.0)]
+    monitor.maps["m"] = {"names": ["a"], "columns": [(0, [1.0]), (9, [2.0]), (5, [3.0])]}
+    data = _data(None, monitor)
+    assert data["curves"]["norm"]["steps"] == [0, 10, 15]
+    assert data["curves"]["norm"]["values"] == [1, 4, 5]
+    assert data["maps"][0]["steps"] == [0, 5]
+
+
+def test_data_of_the_loss_scale_is_exact() -> None:
+    own = History()
+    own.curves["loss_scale"] = [(0, 2.0**24), (1, 2.0**17), (2, 0.25)]
+    assert _data(own)["curves"]["loss_scale"]["values"] == [16777216, 131072, 0.25]
+
+
+def test_data_takes_its_own_loss_and_the_densest_gradient_norm() -> None:
+    own, sparse, dense = History(), History(), History()
+    own.curves = {"loss": [(0, 1.0)]}
+    sparse.curves = {"loss": [(0, 7.0), (1, 7.0)], "gradient_norm": [(0, 1.0)]}
+    dense.curves = {"gradient_norm": [(0, 2.0), (1, 2.0)]}
+    curves = _data(own, sparse, dense)["curves"]
+    assert curves["loss"]["values"] == [1]
+    assert curves["gradient_norm"]["values"] == [2, 2]
+
+
+def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
+    monitor = History()
+    monitor.add_column("gradient headroom (bits)", 0, ["a", "b"], [3.14159, math.inf])
+    monitor.add_column("gradient headroom (bits)", 0, ["c"], [5.0])
+    monitor.add_column("gradient headroom (bits)", 4, ["c"], [math.nan])
+    (heat,) = _data(None, monitor)["maps"]
+    rows = dict(zip(heat["rows"], heat["cells"], strict=True))
+    assert heat["steps"] == [0, 4]
+    assert rows == {"a": [3.14, None], "b": ["inf", None], "c": [5, None]}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "first"),
+    [
+        # The embedding's zeros are usual; those of `sinking` are new.
+        ("gradient zero share", {"embedding": [0.9, 0.9], "sinking": [0.0, 0.3]}, "sinking"),
+        ("gradient headroom (bits)", {"far": [9.0, 8.0], "near": [12.0, 1.0]}, "near"),
+        ("update RMS", {"calm": [1.0, 1.1], "wild": [1.0, 4.0]}, "wild"),
+        ("update RMS", {"wild": [1.0, 4.0], "alarmed": [1.0, 1.1]}, "alarmed"),
+    ],
+    ids=["zeros", "headroom", "update", "alarm"],
+)
+def test_data_of_a_map_has_the_most_notable_rows_first(
+    name: str, values: dict[str, list[float]], first: str
+) -> None:
+    monitor = _with_alarms(_alarm(1, tensor="alarmed"))
+    others = {f"other{i}": [0.5, 0.5] if "head" not in name else [10.0, 10.0] for i in range(5)}
+    rows = {**others, **values}
+    for step in range(12):
+        column = [pair[step > 7] for pair in rows.values()]
+        monitor.add_column(name, step, list(rows), column)
+    (heat,) = _data(None, monitor, tensors=3)["maps"]
+    assert heat["rows"][0] == first
+    assert heat["positions"][0] == list(rows).index(first)
+    assert (len(heat["rows"]), heat["of"]) == (3, 7)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_rebuild_finds_data_under_any_name_and_one_folder_below(tmp_path: Path) -> None:
+    folder = tmp_path / "log" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "other.json").write_text('{"format": "another"}')
+    (folder / "broken.json").write_text("{")
+    (folder / "mine.json").write_text(json.dumps(_data()))
+    for path in (tmp_path, folder, folder / "mine.json"):
+        assert rebuild_page(path) == folder / "mine.html"
+    assert (folder / "mine.html").read_text() == report_page(_data())
+
+
+def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which does not exist"):
+        rebuild_page(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"no report's data.*InstabilityReport"):
+        rebuild_page(tmp_path)
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    with pytest.raises(ValueError, match="does not hold a report's data"):
+        rebuild_page(other)
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps(_data()))
+    with pytest.raises(ValueError, match=r"2 reports: .*a\.json', '.*b\.json'"):
+        rebuild_page(tmp_path)
+
+
+def test_write_atomically_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "half of the new \ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,180 @@
+"""`NonFiniteLocator` where the forward is finite and gradients are not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import BalancedAMP, PureFP16
+from lightning_mp.precision.loss_scaler import LossScaleConfig
+from tests.callbacks.non_finite_models import WIDTH, Model, data, fit, locate, mixed
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+
+
+class Root(nn.Module):
+    """The root of 0, whose derivative is inf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x * 0)
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.root, self.last = nn.Linear(8, WIDTH), Root(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return h + self.last(self.root(h))  # `h` is used twice
+
+
+@pytest.mark.parametrize("plugin", [None, BalancedAMP, PureFP16, mixed])
+def test_locator_a_backward_that_makes_inf_names_its_module(plugin: Any) -> None:
+    options = {"check_gradients": True} if plugin is None else {"repeated": 1}
+    (alarm,) = locate(Model(Body), plugin and plugin(), max_replays=1, **options).alarms
+    assert (alarm.step, alarm.tensor) == (0, "body.root")
+    assert "`body.root` (Root) made NaN in the backward" in alarm.message
+    assert "the gradient of its output is finite" in alarm.message
+    if plugin is not None:
+        assert "at a loss scale of 1:" in alarm.message  # no scale is low enough
+
+
+def test_locator_a_module_beside_the_producer_with_the_same_input_is_not_named() -> None:
+    class Beside(Body):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last(h) + self.root(h)
+
+    (alarm,) = locate(Model(Beside), check_gradients=True, max_replays=1).alarms
+    assert alarm.tensor == "body.root"
+
+
+def test_locator_manual_optimization_is_replayed_at_the_scale_that_failed() -> None:
+    model = Model(lambda: nn.Linear(8, WIDTH), automatic=False)
+    plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**24))
+    (alarm,) = locate(model, plugin, data(1), repeated=1, max_replays=1).alarms
+    assert "at a loss scale of 1.67772e+07: " in alarm.message
+    assert "all gradients of this batch are finite" in alarm.message
+
+
+def test_locator_gradients_are_not_looked_at_without_being_asked() -> None:
+    locator = locate(Model(Body), loader=data(1))
+    assert locator.replays == 0
+
+
+def test_locator_finite_gradients_that_are_asked_for_raise_no_alarm() -> None:
+    locator = locate(Model(), check_gradients=True)
+    assert locator.replays == 0
+
+
+def test_locator_a_root_in_the_loss_is_named_as_the_loss_computation() -> None:
+    model = Model(loss_of=lambda out, y: torch.sqrt(out * 0).mean())
+    (alarm,) = locate(model, check_gradients=True, max_replays=1).alarms
+    assert alarm.tensor == "Model"
+    assert "the loss computation in `training_step` of the root `Model`" in alarm.message
+
+
+def test_locator_a_weight_gradient_that_overflows_alone_names_its_module() -> None:
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient, (gradient.sum(0) + 1) * 1e38 * 1e38
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Sums.apply(x, self.weight)
+
+    class Stack(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, WIDTH), Scale(), nn.Linear(WIDTH, WIDTH))
+
+    (alarm,) = locate(Model(Stack), check_gradients=True, max_replays=1).alarms
+    assert alarm.tensor == "body.1"
+    assert "that of `body.1.weight` is not" in alarm.message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda scale: BalancedAMP(loss_scale=scale),
+        lambda scale: BalancedAMP(loss_scale=scale, weights="full"),
+        lambda scale: PureFP16(loss_scale=scale),
+    ],
+    ids=["balanced", "full", "pure"],
+)
+def test_locator_an_overflow_of_the_loss_scale_says_which_scale_fits(make: Any) -> None:
+    def model() -> Model:
+        return Model(lambda: nn.Linear(8, WIDTH))
+
+    locator = locate(model(), make(2.0**24), data(1), max_epochs=4)
+    (alarm,) = locator.alarms
+    assert alarm.step == 2  # the third skipped step in a row
+    assert "Gradients overflowed in 3 steps in a row" in alarm.message
+    assert alarm.threshold == 65504  # also where autocast hands gradients on in fp32
+    assert "at a loss scale of 1.67772e+07" in alarm.message
+    _, _, rest = alarm.message.partition("at a loss scale of 1.67772e+07")
+    fitting = float(rest.partition("at a loss scale of ")[2].split()[0])
+    assert f"(loss_scale={fitting:g})" in alarm.remedy
+    for scale, skipped in ((fitting, 0), (fitting * 8, 1)):
+        plugin = make(scale)
+        fit(model(), data(1), plugin)
+        assert plugin.scaler.skipped_steps == skipped
+
+
+def test_locator_a_module_whose_backward_overflows_at_the_scale_is_named() -> None:
+    class Shrinks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2.0**-6 * 2.0**10 * 2.0**-4
+
+    class Stack(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, WIDTH), Shrinks(), nn.Linear(WIDTH, WIDTH))
+
+    plugin = BalancedAMP(loss_scale=2.0**17)
+    (alarm,) = locate(Model(Stack), plugin, repeated=1, max_replays=1).alarms
+    assert alarm.tensor == "body.1"
+    assert alarm.threshold == 65504
+    assert "all gradients of this batch are finite" in alarm.message
+
+
+def test_locator_single_overflows_are_normal_life() -> None:
+    config = LossScaleConfig(init_scale=2.0**17)  # falls until it fits
+    plugin = BalancedAMP(loss_scale=config)
+    locator = locate(Model(), plugin, data(8))
+    assert plugin.scaler.skipped_steps >= 1
+    expected = int(plugin.scaler.skipped_steps >= 3)
+    assert locator.replays == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_locator_skips_of_a_grad_scaler_are_counted(fused: bool) -> None:
+    def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=lr, fused=fused)
+
+    at = {}
+
+    def spoil(model: Any, index: int) -> None:
+        at[index] = model.head.weight.detach().clone()
+
+    def make(repeated: int) -> tuple[Any, Model]:
+        model = Model(change=spoil, make_optimizer=adam)
+        return locate(model, mixed(2.0**22), data(3), repeated=repeated, max_replays=1), model
+
+    locator, model = make(2)
+    (alarm,) = locator.alarms
+    assert alarm.step == 1
+    assert "in 2 steps in a row, in batch 1" in alarm.message
+    assert torch.equal(at[2], at[0])  # both were skipped
+    assert set(range(3)) < set(model.runs) | {3}
+    assert model.runs.count(1) > 1
+    assert make(4)[0].replays == 0

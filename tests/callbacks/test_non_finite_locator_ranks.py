@@ -1,0 +1,141 @@
+"""`NonFiniteLocator` on several ranks, and under `InfCLStrategy`."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_mp import BalancedAMP
+from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
+from lightning_mp.strategies.inf_cl import InfCLStrategy
+from tests.callbacks.non_finite_models import WIDTH, Model, Perceptron, data, fit
+from tests.processes import run_ranks
+from tests.strategies import models as clip
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning"),
+]
+
+
+class Spoils(nn.Module):
+    """Gives inf while `is_on`."""
+
+    is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.inf if self.is_on else x
+
+
+class OnRank(Model):
+    """Has an inf in its body, on rank 1 and in batch 2; sends something in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(Perceptron(), Spoils(), nn.BatchNorm1d(WIDTH)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.body[1].is_on = batch_idx == 2 and self.global_rank == 1
+        self.log("synced", batch["x"].mean(), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _train(rank: int, plugin: str | None, with_locator: bool, accumulate: int) -> dict[str, Any]:
+    locator = NonFiniteLocator(max_replays=1)
+    torch.manual_seed(rank)
+    model = OnRank()
+    counted = _count_reductions()
+    fit(
+        model,
+        data(8),
+        None if plugin is None else BalancedAMP(),
+        callbacks=[locator] if with_locator else [],
+        strategy=DDPStrategy(),
+        devices=2,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=True,
+    )
+    return {
+        "alarms": locator.alarms,
+        "weights": torch.stack(model.weights),
+        "buffers": dict(model.named_buffers()),
+        "runs": model.runs,
+        "reductions": len(counted),
+    }
+
+
+def _count_reductions() -> list[int]:
+    """Count gradient buckets that DDP reduces, through the hook that it offers for them."""
+    counted: list[int] = []
+    original = DistributedDataParallel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.register_comm_hook(None, hook)
+
+    def hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        counted.append(1)
+        buffer = bucket.buffer().div_(torch.distributed.get_world_size())
+        work = torch.distributed.all_reduce(buffer, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    DistributedDataParallel.__init__ = init
+    return counted
+
+
+@pytest.mark.parametrize(("plugin", "accumulate"), [(None, 1), ("balanced", 1), ("balanced", 2)])
+def test_locator_ranks_replay_together_and_name_the_one_that_failed(
+    plugin: str | None, accumulate: int
+) -> None:
+    first, second = run_ranks(_train, 2, plugin, True, accumulate)
+    assert first["alarms"] == second["alarms"]
+    (alarm,) = first["alarms"]
+    assert (alarm.step, alarm.tensor) == (2 // accumulate, "body.1")
+    assert "in batch 2 of rank 1: `body.1` (Spoils) made" in alarm.message
+    runs = [0, 1, 2, 2, 3] if accumulate == 1 else [0, 1, 2, 3, 2]
+    assert first["runs"] == second["runs"] == runs
+    if plugin is not None:  # without a loss scale, weights are NaN from then on
+        plain = run_ranks(_train, 2, plugin, False, accumulate)
+        for with_locator, without in zip((first, second), plain, strict=True):
+            assert torch.equal(with_locator["weights"], without["weights"])
+            assert with_locator["reductions"] == without["reductions"]
+            for name, buffer in without["buffers"].items():
+                assert torch.equal(
+                    with_locator["buffers"][name].nan_to_num(7), buffer.nan_to_num(7)
+                ), name
+
+
+class _Spoiled(clip.TinyCLIP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                self.text[0].weight.zero_()
+                self.text[0].bias.fill_(torch.finfo(self.text[0].bias.dtype).max)
+
+
+def _train_towers(rank: int, plugin: bool) -> Any:
+    locator = NonFiniteLocator(max_replays=1)
+    trainer = clip.make_trainer(
+        InfCLStrategy(towers=["visual", "text"], micro_batch_size=4),
+        devices=2,
+        max_epochs=1,
+        callbacks=[locator],
+        plugins=[BalancedAMP()] if plugin else [],
+    )
+    rows: list[int] = []
+    model = _Spoiled()
+    model.text.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
+    trainer.fit(model, clip.loader(48, 12))
+    return locator.alarms, rows
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_locator_replays_towers_in_micro_batches(plugin: bool) -> None:
+    (alarms, rows), (others, _) = run_ranks(_train_towers, 2, plugin)
+    assert alarms == others
+    (alarm,) = alarms
+    # The largest fp32 number overflows inside GELU, that of fp16 in the dropout behind it.
+    assert (alarm.step, alarm.tensor) == (1, "text.2" if plugin else "text.1")
+    assert set(rows) == {4}

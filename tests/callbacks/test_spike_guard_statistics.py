@@ -1,0 +1,125 @@
+import numpy as np
+import pytest
+import torch
+
+from lightning_mp.callbacks.spike_statistics import Column, RobustWindow, Verdict
+from tests.reference.spikes import SpikeRule
+
+
+def judge_all(window: RobustWindow, values_tk: torch.Tensor) -> torch.Tensor:
+    judged_k = torch.ones(values_tk.shape[1], dtype=torch.bool)
+    return torch.stack([window.judge(values_k, judged_k) for values_k in values_tk])
+
+
+def draw(seed: int, steps: int = 400) -> torch.Tensor:
+    """Return a loss, a norm, and a loss that is negative now and then, with spikes and NaN."""
+    rng = np.random.default_rng(seed)
+    values = np.stack(
+        [
+            (0.2 + 3 * np.exp(-np.arange(steps) / 40)) * np.exp(0.1 * rng.standard_normal(steps)),
+            rng.chisquare(6, steps),
+            rng.standard_normal(steps),
+        ],
+        axis=1,
+    )
+    values[rng.random(values.shape) < 0.02] *= 40
+    values[rng.random(values.shape) < 0.01] = np.nan
+    values[rng.random(values.shape) < 0.01] = np.inf
+    values[150:190, 0] *= 30  # a new level
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("size", "min_values", "patience"), [(33, 17, 5), (128, 64, 16)])
+def test_window_on_spikes_and_nan_follows_the_float64_rule(
+    size: int, min_values: int, patience: int
+) -> None:
+    floors = (0.05, 0.12, 0.05)
+    options = {"size": size, "min_values": min_values, "patience": patience}
+    values = draw(seed=size)
+    report = judge_all(RobustWindow(floors, z_threshold=6.0, **options), values)
+    spikes = 0
+    for k, floor in enumerate(floors):
+        rule = SpikeRule(floor=floor, z_threshold=6.0, **options)
+        expected = [rule.judge(float(value)) for value in values[:, k]]
+        z = torch.tensor([z for _, z in expected])
+        torch.testing.assert_close(
+            report[:, k, Column.Z], z.clamp(-1e4, 1e4).float(), equal_nan=True, rtol=1e-3, atol=1e-3
+        )
+        assert report[:, k, Column.IS_SPIKE].tolist() == [float(spike) for spike, _ in expected]
+        spikes += sum(spike for spike, _ in expected)
+    assert spikes > 3
+
+
+def test_healthy_streams_of_2000_steps_raise_nothing() -> None:
+    """Noise of many kinds, steep starts and warm-ups; 4 streams of each."""
+    rng = np.random.default_rng(3)
+    steps = np.arange(2000)[:, None]
+    shape = (2000, 4)
+    streams = [
+        np.full(shape, 0.693),
+        np.zeros(shape),
+        1 + 1e-3 * rng.standard_normal(shape),
+        np.exp(0.05 * rng.standard_normal(shape)),
+        np.exp(0.2 * rng.standard_normal(shape)),
+        rng.chisquare(1, shape),  # a loss of one sample
+        rng.chisquare(4, shape),
+        rng.exponential(1, shape),
+        (0.2 + 3 * np.exp(-steps / 60)) * np.exp(0.1 * rng.standard_normal(shape)),
+        (10 * 0.1 ** (steps / 300)) * np.exp(0.05 * rng.standard_normal(shape)),
+        np.minimum(1, (steps + 1) / 200) * np.exp(0.1 * rng.standard_normal(shape)),
+        rng.standard_normal(shape),
+        -3 + rng.standard_normal(shape),
+        np.maximum(0, rng.standard_normal(shape) - 1.5),  # a hinge loss, mostly zero
+    ]
+    values = torch.tensor(np.concatenate(streams, axis=1), dtype=torch.float32)
+    report = judge_all(RobustWindow((0.05,) * values.shape[1]), values)
+    spikes = report[..., Column.IS_SPIKE].sum(0).view(len(streams), 4).sum(1)
+    assert spikes.tolist() == [0] * len(streams)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.2])
+def test_spike_of_ten_times_is_caught_and_a_tenth_is_not(noise: float) -> None:
+    rng = np.random.default_rng(1)
+    values = np.exp(noise * rng.standard_normal((200, 64)))
+    values[150] *= 10
+    values[180] /= 10
+    report = judge_all(RobustWindow((0.12,) * 64), torch.tensor(values, dtype=torch.float32))
+    caught = report[..., Column.IS_SPIKE].sum(1)
+    assert caught[150] == 64
+    assert caught.sum() == 64
+
+
+def test_new_level_is_refused_for_patience_steps_then_accepted() -> None:
+    values = torch.ones(300, 1)
+    values[100:] = 10.0
+    values[250] = 200.0
+    report = judge_all(RobustWindow((0.05,), patience=16), values)[:, 0]
+    spikes = report[:, Column.IS_SPIKE].nonzero().flatten().tolist()
+    assert spikes == [*range(100, 116), 250]
+    assert report[:, Column.IS_NEW_LEVEL].nonzero().flatten().tolist() == [115]
+
+
+def test_window_loaded_from_its_state_goes_on_alike() -> None:
+    values = draw(seed=5)
+    whole, first, second = (RobustWindow((0.05, 0.12, 0.05)) for _ in range(3))
+    expected = judge_all(whole, values)[170:]
+    judge_all(first, values[:170])
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(
+        judge_all(second, values[170:]), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_absent_signal_neither_counts_nor_enters() -> None:
+    window = RobustWindow((0.05, 0.05), min_values=4, size=8)
+    both, second = torch.tensor([True, True]), torch.tensor([False, True])
+    for _ in range(8):
+        window.judge(torch.tensor([1.0, 1.0]), both)
+    rows = window.judge(torch.tensor([torch.nan, 9.0]), second).numpy()
+    loss, norm = (Verdict.from_row(row) for row in rows)
+    assert loss.is_finite
+    assert not loss.is_spike
+    assert norm.is_spike
+    assert norm.median == pytest.approx(1.0)
+    assert norm.limit == pytest.approx(float(np.exp(0.3)), rel=1e-5)
+    assert window.state_dict()["counts"][1].tolist() == [8, 8]
