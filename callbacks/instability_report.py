@@ -82,8 +82,8 @@ class InstabilityReport(InstabilityMonitor):
         self.max_tensors = max_tensors
         self.path: Path | None = None  # of the page, once training has begun
         self._recorder = RunRecorder(self.history)
-        self._sessions: list[dict[str, Any]] = []  # when the run was started and resumed
-        self._is_started = False  # the session of now is among them
+        self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
+        self._is_started = False  # the start of now is among them
         self._steps = 0
         self._end: dict[str, str] = {"how": "running"}
 
@@ -118,9 +118,9 @@ class InstabilityReport(InstabilityMonitor):
             self._is_started = True
             self._recorder.on_batch_start(trainer)
             step = step_of(trainer)
-            # In a run from the start the sessions of another one mean nothing.
-            self._sessions = [each for each in self._sessions if each["step"] < step]
-            self._sessions.append({"step": step, "time": now()})
+            # In a run from the start the starts of another one mean nothing.
+            self._starts = [each for each in self._starts if each["step"] < step]
+            self._starts.append({"step": step, "time": now()})
             self._steps = step
             self._write(trainer, with_page=False)
 
@@ -204,7 +204,7 @@ class InstabilityReport(InstabilityMonitor):
         run: dict[str, Any] = {
             "title": type(trainer.lightning_module).__name__,
             "steps": self._steps,
-            "sessions": self._sessions,
+            "starts": self._starts,
             "written": now(),
             "end": self._end,
             "has_loss_scale": getattr(trainer.precision_plugin, "scaler", None) is not None,
@@ -220,11 +220,11 @@ class InstabilityReport(InstabilityMonitor):
     def state_dict(self) -> dict[str, Any]:
         """Return what was recorded, and when the run was started."""
         self._recorder.finish()
-        return {**super().state_dict(), "sessions": list(self._sessions)}
+        return {**super().state_dict(), "starts": list(self._starts)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         super().load_state_dict(state_dict)
         self._recorder.history = self.history
-        self._sessions = list(state_dict["sessions"])
+        self._starts = list(state_dict["starts"])

@@ -64,7 +64,8 @@ class NonFiniteLocator(InstabilityMonitor):
     gradients are, stays unnoticed. A replay costs a step with hooks, and gradients a second time
     in memory. For gradients that overflow at a loss scale, up to eight more find one that fits.
 
-    **Limits.** Buffers are those after the step, where it changed them. What the compiler fuses
+    **Limits.** Buffers are those after the step, where it changed them. Random numbers that the
+    LightningModule draws in `on_train_batch_start` are not drawn again. What the compiler fuses
     runs eagerly and may round differently. In manual optimization a replay ends before the
     optimizer step that the run stands at and uses the weights that earlier ones of the batch have
     left; only the batch of the step itself is replayed. Nothing is replayed for

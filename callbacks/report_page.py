@@ -129,7 +129,7 @@ def _head(data: dict[str, Any]) -> str:
 
 
 def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
-    started, *resumed = run["sessions"] or [{"step": 0, "time": "not yet"}]
+    started, *resumed = run["starts"] or [{"step": 0, "time": "not yet"}]
     end = run["end"]
     ended = {
         "running": f"No: still running or killed; this is from {run['written']}",

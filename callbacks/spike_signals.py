@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.callbacks.training_state import NamedTensors, gather_ranks
+from lightning_mp.callbacks.training_state import NamedTensors, gather_ranks, is_sharded
 
 __all__ = ["LossSum", "Signals", "measure"]
 
@@ -79,7 +78,7 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     has_loss = torch.full((), loss is not None, device=device)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     ranks = gather_ranks(torch.stack([local, norm]))
-    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+    if is_sharded(trainer):
         total_norm = torch.linalg.vector_norm(ranks[:, 1])
     else:
         total_norm = ranks[:, 1].amax()

@@ -284,7 +284,7 @@ def test_report_of_a_resumed_run_shows_the_whole_run(tmp_path: Path) -> None:
     assert len(expected) == 12
     data = _data(tmp_path)
     assert _values(data, "loss") == pytest.approx(expected, rel=1e-4)
-    assert [session["step"] for session in data["run"]["sessions"]] == [0, 6]
+    assert [start["step"] for start in data["run"]["starts"]] == [0, 6]
     assert "at step 6, " in (tmp_path / "instability.html").read_text()
 
 
@@ -297,7 +297,7 @@ def test_report_used_for_a_second_run_forgets_the_first(tmp_path: Path) -> None:
     data = _data(tmp_path)
     assert _values(data, "loss") == pytest.approx(dict(enumerate(model.losses)), rel=1e-4)
     assert data["curves"]["loss"]["bad"] == []
-    assert len(data["run"]["sessions"]) == 1
+    assert len(data["run"]["starts"]) == 1
 
 
 def test_report_in_test_and_fast_dev_run_writes_nothing(tmp_path: Path) -> None:

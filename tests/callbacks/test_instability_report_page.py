@@ -23,7 +23,7 @@ def _run(**changes: Any) -> dict[str, Any]:
     run = {
         "title": "Model",
         "steps": 100,
-        "sessions": [{"step": 0, "time": "then"}],
+        "starts": [{"step": 0, "time": "then"}],
         "written": "now",
         "end": {"how": "finished", "time": "now"},
         "has_loss_scale": True,
@@ -86,7 +86,7 @@ def test_page_escapes_all_that_comes_from_users() -> None:
             facts=[[EVIL, EVIL]],
             monitors=[EVIL],
             end=failed,
-            sessions=[{"step": 0, "time": EVIL}],
+            starts=[{"step": 0, "time": EVIL}],
         )
     )
     assert page.count("<script") == page.count("</script>") == 2
@@ -132,7 +132,7 @@ def test_page_lists_each_alarm_once_with_its_remedy() -> None:
 
 
 def test_page_of_an_empty_run_says_what_is_missing() -> None:
-    page = report_page(_data(sessions=[], steps=0, facts=[], monitors=[], has_loss_scale=False))
+    page = report_page(_data(starts=[], steps=0, facts=[], monitors=[], has_loss_scale=False))
     assert "No alarms in 0 steps." in page
     assert "none beside this report" in page
     absent = _embedded(page)["absent"]
