@@ -57,10 +57,10 @@ class SpikeGuard(InstabilityMonitor):
     **Actions.** Nothing but `"warn"` changes the training.
 
     - `"skip"`: decided on the device, before the step. With the precision plugins of this package
-      the plugin skips, and `global_step` and LR schedule stand still. With `fused=True` optimizers
-      and `SafeAdamW` the optimizer skips; the host does not know, so `global_step` and LR schedule
-      go on. With all other optimizers the host reads one flag a step, which is a host sync, warned
-      of once; `global_step` and step-wise LR schedules stand still.
+      the plugin skips, and `global_step` and LR schedule stand still (in bf16 for one sync a step).
+      With `fused=True` optimizers and `SafeAdamW` the optimizer skips; the host does not know, so
+      `global_step` and LR schedule go on. With all other optimizers the host reads one flag a step,
+      a host sync, warned of once; `global_step` and step-wise LR schedules stand still.
     - `"stop"`: sets `trainer.should_stop`, after the step.
     - `"rewind"`: goes back to a checkpoint of its own that is at least `rewind_steps` before the
       spike, and goes on behind the data that led to it. Weights, optimizers, step-wise LR
