@@ -155,6 +155,9 @@ class AdamStateMonitor(SamplingMonitor):
             return
         found = gradients_of(trainer, optimizer, self._names)
         chosen = [i for i, p in enumerate(found.parameters) if has_second_moments(optimizer, p)]
+        if is_sharded(trainer) and "betas" in optimizer.param_groups[0]:
+            # A rank may hold no part of a parameter, and so no state; all must send the same rows.
+            chosen = list(range(len(found.parameters)))
         if not chosen:
             return
         sums_NK = adam_statistics(

@@ -58,7 +58,7 @@ def adam_statistics(
 
     Args:
         optimizer: Adam, or one with its states `exp_avg`, `exp_avg_sq` and `step`.
-        parameters: Those of its parameters to look at, with state.
+        parameters: Those of its parameters to look at; the row of one without state is zero.
         gradients: Of each parameter; an empty one for none.
         unscale: What gradients are to be multiplied by.
 
@@ -67,7 +67,7 @@ def adam_statistics(
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rows = [
-        _row(groups[id(p)], optimizer.state[p], p, gradient, unscale)
+        _row(groups[id(p)], optimizer.state.get(p, {}), p, gradient, unscale)
         for p, gradient in zip(parameters, gradients, strict=True)
     ]
     return torch.stack(rows)
@@ -80,10 +80,10 @@ def _row(
     gradient: Tensor,
     unscale: float | Tensor,
 ) -> Tensor:
+    wide = torch.float32 if parameter.device.type == "mps" else torch.float64
+    if "exp_avg_sq" not in state or not _local(gradient).numel():
+        return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
     tensors = [_local(t) for t in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-    if not tensors[1].numel():
-        return torch.zeros(len(AdamField), dtype=wide, device=tensors[0].device)
     if tensors[1].is_sparse:
         tensors[1] = tensors[1].to_dense()
     step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1

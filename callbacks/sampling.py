@@ -1,6 +1,7 @@
 """Monitors that look at tensors every so many steps and judge what they saw a little later."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_mp.numerics.tensor_stats import (
 __all__ = ["SamplingMonitor", "merge_ranks", "pack_stats"]
 
 
-class SamplingMonitor(InstabilityMonitor):
+class SamplingMonitor(InstabilityMonitor, ABC):
     """Samples at some steps, without a host sync, and judges samples when they have arrived.
 
     Samples are taken every `every_n_steps` steps, and five times as often until there are
@@ -78,9 +79,9 @@ class SamplingMonitor(InstabilityMonitor):
         sample = gather_ranks(packed) if gather else packed[None]
         self._readback.submit(step_of(trainer), sample, **context)
 
+    @abstractmethod
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         """Look at a sample: `sample.array` has one entry a rank along its first dimension."""
-        raise NotImplementedError
 
     def _judge_all(self, trainer: pl.Trainer, samples: Sequence[Readback]) -> None:
         for sample in samples:

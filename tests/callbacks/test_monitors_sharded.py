@@ -1,0 +1,40 @@
+"""Monitors on two ranks that hold different shards: FSDP 1 and 2."""
+
+import warnings
+from typing import Any
+
+import pytest
+from torch.optim import AdamW
+
+from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
+from tests.callbacks.test_monitors_together import monitors
+from tests.precision.test_fsdp import SCALE, _Model, _SelfSharding, fit_on_ranks
+from tests.processes import run_ranks
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "fsdp": (_Model, FSDPBalancedAMP),
+    "fsdp2": (_SelfSharding, ModelParallelBalancedAMP),
+}
+
+
+def _train(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
+    model, plugin = KINDS[kind]
+    watching, made = monitors(every_n_steps=2), model()
+    made.configure_optimizers = lambda: AdamW(made.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit_on_ranks(made, plugin(loss_scale=SCALE), rank, max_epochs=3, callbacks=watching)
+    alarms = [alarm.severity for monitor in watching for alarm in monitor.alarms]
+    return [monitor.history.curves for monitor in watching], alarms
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_shards_measure_the_same_and_stay_silent(kind: str) -> None:
+    (curves, alarms), (other_curves, other_alarms) = run_ranks(_train, 2, kind)
+    assert repr(curves) == repr(other_curves)
+    assert set(alarms) | set(other_alarms) <= {"info"}
+    assert {"gradient_norm", "activation_headroom_bits", "update_rms"} <= {
+        n for c in curves for n in c
+    }
