@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests are small: a core each serves them better than all cores together.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup test lint types unit demo bench clean
+.PHONY: help setup test lint types unit quick sweep demo bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -27,10 +27,16 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreted
+	$(PYTEST) -m "not sweep"
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreted $$(grep -rl 'mark\.interpreted' tests)
 
-test: lint types unit  ## Lint, check types, run the tests
+test: lint types unit  ## Lint, check types, run all tests but those of `sweep`
+
+quick: lint  ## Lint, run the tests that take less than a minute together
+	$(PYTEST) -m "not (slow or distributed or gpu or sweep)"
+
+sweep: $(STAMP)  ## Run what `test` leaves out: every kernel in every variant
+	$(PYTEST) -m sweep
 
 demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it retrieves
 	$(BIN)/python examples/glyph_clip/run.py

@@ -1,13 +1,27 @@
 """Keeps apart what cannot run together, and skips what the machine cannot run."""
 
 import os
+import sys
 
 import pytest
-import torch
 
 # Triton decides when a kernel is defined whether it is interpreted or compiled, so one process can
 # do only one of both.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# Lightning's advice about data loaders and loops, which tiny test set-ups do not follow.
+ADVICE = "lightning.fabric.utilities.warnings.PossibleUserWarning"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ignore Lightning's advice where Lightning is there.
+
+    As a setting, the class would have all processes import Lightning, that which only hands tests
+    out and those of kernels too, which takes them five seconds each.
+    """
+    if "lightning.fabric" in sys.modules:
+        session.config.addinivalue_line("filterwarnings", f"ignore::{ADVICE}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -15,12 +29,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if _is_interpreted(item) == INTERPRETED]
     config.hook.pytest_deselected(items=[item for item in items if item not in ours])
     items[:] = ours
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _is_interpreted(item: pytest.Item) -> bool:
     return item.get_closest_marker("interpreted") is not None
+
+
+def _has_gpu() -> bool:
+    import torch  # not at the top: the process that hands tests out needs none
+
+    return torch.cuda.is_available()

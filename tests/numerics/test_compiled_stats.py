@@ -3,10 +3,7 @@
 What the launcher would have Triton compile is compiled here for A100 and H100.
 """
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +12,7 @@ import pytest
 import torch
 
 from lightning_mp.numerics.fused_stats import fused_stats
-from tests.contrastive.triton_tiles import compiling
-from tests.contrastive.triton_tiles.compiling import Chip, Compiled, compile_kernel
+from tests.contrastive.triton_tiles.compiling import Chip, Compiled, compiler
 
 pytestmark = pytest.mark.slow
 
@@ -55,25 +51,17 @@ def _launch(request: Request) -> None:
     fused_stats([torch.zeros(3000, dtype=request.dtype)], bounds)
 
 
-def _compile(request: Request) -> Compiled:
-    return compile_kernel(request, _launch)
-
-
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compile]:
-    """Start to compile everything; return what gets a result."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_mp"])
-    with tempfile.TemporaryDirectory() as cache:
-        pool = ProcessPoolExecutor(2, context, compiling.set_up_compiler, (cache,))
-        try:
-            results = {request: pool.submit(_compile, request) for request in STATS + MERGES}
-            yield lambda request: results[request].result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with compiler(_launch) as compile_:
+        yield compile_
 
 
-@pytest.mark.parametrize("request_", STATS + MERGES, ids=str)
+kernels = pytest.mark.parametrize("request_", STATS + MERGES, ids=str, scope="module")
+stats = pytest.mark.parametrize("request_", STATS, ids=str, scope="module")
+
+
+@kernels
 def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Request) -> None:
     kernel = compiled(request_)
     assert not kernel.is_spilled
@@ -81,19 +69,19 @@ def test_kernel_keeps_everything_in_registers(compiled: Compile, request_: Reque
     assert kernel.atomics == ()
 
 
-@pytest.mark.parametrize("request_", STATS, ids=str)
+@stats
 def test_whole_blocks_are_read_in_vectors(compiled: Compile, request_: Request) -> None:
     kernel = compiled(request_)
     bytes_a_thread = 8 * request_.dtype.itemsize
     assert kernel.instructions["LDG.E.128"] == bytes_a_thread // 16
 
 
-@pytest.mark.parametrize("request_", STATS, ids=str)
+@stats
 def test_enough_programs_run_at_a_time(compiled: Compile, request_: Request) -> None:
     assert CHIPS[request_.arch].programs(compiled(request_)) >= PROGRAMS_AT_A_TIME
 
 
-@pytest.mark.parametrize("request_", STATS, ids=str)
+@stats
 def test_magnitudes_are_compared_as_integers(compiled: Compile, request_: Request) -> None:
     """Comparisons and arithmetic of fp32 may take subnormals for zeros; integers cannot."""
     floating = ("FSETP", "FSET", "FMNMX", "FADD", "FMUL", "FFMA")

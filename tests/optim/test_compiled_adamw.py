@@ -3,10 +3,7 @@
 A spilled register or a load of 4 bytes where one of 16 would do shows in no test of numbers.
 """
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,7 +12,7 @@ import torch
 
 from lightning_mp.optim.adamw_kernels import NUM_WARPS
 from lightning_mp.optim.fused_adamw import fused_adamw_step
-from tests.contrastive.triton_tiles.compiling import Compiled, compile_kernel, set_up_compiler
+from tests.contrastive.triton_tiles.compiling import Compiled, compiler
 from tests.optim.adamw_problems import BF16, FP16, FP32, OPTIONS, make_problem
 
 pytestmark = pytest.mark.slow
@@ -65,11 +62,6 @@ def launch(request: Request) -> None:
     fused_adamw_step(*problem.lists[:4], problem.residuals, problem.steps, **options)
 
 
-def compile_step(request: Request) -> Compiled:
-    """Compile one kernel, in a process that was set up for it."""
-    return compile_kernel(request, launch)
-
-
 STEPS = [
     Request("adamw_kernel", arch, *rest)
     for arch in (80, 90)
@@ -93,20 +85,12 @@ Compile = Callable[[Request], Compiled]
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compile]:
-    """Start to compile everything; return what gets a result."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_mp"])
-    with tempfile.TemporaryDirectory() as cache:
-        pool = ProcessPoolExecutor(2, context, set_up_compiler, (cache,))
-        try:
-            results = {request: pool.submit(compile_step, request) for request in STEPS + SUMS}
-            yield lambda request: results[request].result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with compiler(launch) as compile_:
+        yield compile_
 
 
-kernels = pytest.mark.parametrize("request_", STEPS + SUMS, ids=str)
-steps = pytest.mark.parametrize("request_", STEPS, ids=str)
+kernels = pytest.mark.parametrize("request_", STEPS + SUMS, ids=str, scope="module")
+steps = pytest.mark.parametrize("request_", STEPS, ids=str, scope="module")
 
 
 @kernels

@@ -7,16 +7,17 @@ the tools that are in Triton's wheel.
 """
 
 import contextlib
+import functools
 import io
-import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton import knobs
@@ -29,7 +30,7 @@ from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive.triton_tiles.operands import Precision
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
 
-__all__ = ["Chip", "Compiled", "Request", "compile_kernel", "set_up_compiler"]
+__all__ = ["Chip", "Compiled", "Request", "compiler"]
 
 _SIZE = 512  # rows, columns and width of the operands: a multiple of every tile
 _RAGGED_SIZE = 500  # no multiple of 16, which is what Triton looks at
@@ -139,25 +140,29 @@ class Chip:
         return min(programs, self.registers // registers)
 
 
-def set_up_compiler(cache_folder: str) -> None:
-    """Set Triton up in a process that only compiles.
+@contextlib.contextmanager
+def compiler(launch: Callable[[Any], None] | None = None) -> Iterator[Callable[[Any], Compiled]]:
+    """Set Triton up to compile for devices that are not there: the body of a module's fixture.
 
     A kernel whose launcher does not ask for fused multiply-adds gets none, which is what Triton
     does from 3.10 on; 3.9 warns of it.
-    """
-    os.environ |= {"TRITON_CACHE_DIR": cache_folder, "TRITON_DEFAULT_FP_FUSION": "0"}
-    knobs.nvidia.dump_ptxas_log = True
-    torch.set_num_threads(1)
-
-
-def compile_kernel(request: Any, launch: Callable[[Any], None] | None = None) -> Compiled:
-    """Compile one kernel, in a process that was set up for it.
 
     Args:
-        request: What to compile; names the `kernel`, and the chip in `config.arch`.
-        launch: Launches kernels, that one among them; those of a sweep by default.
+        launch: Launches the kernels of a request, those of a sweep by default.
+
+    Yields:
+        What compiles a request, once, and remembers the result. A request names the `kernel`, and
+        the chip in `config.arch`.
     """
-    function, found = _specialisation(request, launch or _launch)
+    with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", cache)
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+        patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+        yield functools.cache(functools.partial(_compile, launch=launch or _launch))
+
+
+def _compile(request: Any, launch: Callable[[Any], None]) -> Compiled:
+    function, found = _specialisation(request, launch)
     source = ASTSource(function, found["signature"], found["constants"], found["configs"][0])
     names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
     options = {name: found[name] for name in names}
@@ -208,9 +213,11 @@ def _specialisation(request: Any, launch: Callable[[Any], None]) -> tuple[Any, d
         found.append((fn, compile))
         return True  # neither compile nor launch
 
-    driver.set_active(_AbsentDevice(request.config.arch))
-    knobs.runtime.jit_cache_hook = note
-    launch(request)
+    with pytest.MonkeyPatch.context() as patch:
+        # Triton's own way back makes its default driver, which a machine without a GPU has not.
+        patch.setattr(driver, "_active", _AbsentDevice(request.config.arch))
+        patch.setattr(knobs.runtime, "jit_cache_hook", note)
+        launch(request)
     return next((fn.jit_function, made) for fn, made in found if fn.name == request.kernel)
 
 

@@ -1,17 +1,16 @@
-"""Every row of the table, compiled for its architecture without a GPU.
+"""The rows of the table, compiled for their architectures without a GPU.
 
 A spilled register, a product beside the tensor cores or a program too many for a multiprocessor
-shows in no test of numbers. `make test` compiles with the pinned Triton. Also run by hand with
-triton 3.6.0, whose code takes up to 60 registers more or fewer: everything here held there too.
+shows in no test of numbers. `make test` compiles what `gate_of` chooses, `make sweep` the rest,
+with the pinned Triton. Also run by hand with triton 3.6.0, whose code takes up to 60 registers
+more or fewer: everything here held there too.
 """
 
 import dataclasses
 import math
-import multiprocessing
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import get_args
 
@@ -24,8 +23,7 @@ from tests.contrastive.triton_tiles.compiling import (
     Chip,
     Compiled,
     Request,
-    compile_kernel,
-    set_up_compiler,
+    compiler,
 )
 
 pytestmark = pytest.mark.slow
@@ -51,6 +49,11 @@ def rows_of(kernel: str, arch: int, dtype: torch.dtype) -> list[TileConfig]:
     return [find_configs(kernel, arch, dtype, width)[0] for width in WIDTHS]
 
 
+def bare(row: TileConfig) -> TileConfig:
+    """Return a row without what no kernel sees: rows that differ in nothing else are one."""
+    return dataclasses.replace(row, max_width=None, reason="")
+
+
 def requests_of(row: TileConfig) -> list[Request]:
     """Return what is compiled of the kernels that a row is for.
 
@@ -64,8 +67,7 @@ def requests_of(row: TileConfig) -> list[Request]:
     telling = [p for p in precisions if p.operand != torch.float16 or p.is_split]
     large = [p for p in telling if p.keeps_low or p.operand == torch.float32]
     is_alternative = not any(row in rows_of(row.kernel, row.arch, dtype) for dtype in dtypes)
-    # Rows that differ in nothing else are compiled once.
-    config = dataclasses.replace(row, max_width=None, reason="")
+    config = bare(row)
     if row.kernel != "lse":
         whole = [p for p in telling if p not in large] if is_alternative else precisions
         return [Request("softmax_kernel", config, p) for p in whole] + [
@@ -79,6 +81,30 @@ def requests_of(row: TileConfig) -> list[Request]:
     return [Request("lse_kernel", config, p) for p in by_scale] + [
         Request("lse_redo_kernel", config, p) for p in by_dtype
     ]
+
+
+def gate_of(requests: Sequence[Request]) -> list[Request]:
+    """Return what `make test` compiles: a few requests in which every single change shows.
+
+    A row of the table breaks alone, and first where most has to be kept: each is compiled for each
+    of its kernels in that variant. What is done with a dtype, a split scale, a second half or a
+    ragged edge breaks for all rows alike: each kernel is compiled with each of these on each
+    architecture. Only what takes two of them to break is left to `make sweep`.
+    """
+    by_effort = sorted(requests, key=lambda r: (r.ragged, r.precision.is_split))
+    chosen = list({(r.kernel, r.config): r for r in by_effort}.values())  # the last ones
+    missing = set().union(*map(_features, requests)).difference(*map(_features, chosen))
+    while missing:
+        chosen.append(max(requests, key=lambda r: len(_features(r) & missing)))
+        missing -= _features(chosen[-1])
+    return [r for r in requests if r in chosen]
+
+
+def _features(request: Request) -> set[tuple[object, ...]]:
+    """Return each property of a request, with its kernel and architecture."""
+    kernel = (request.kernel, request.config.kernel, request.config.arch)
+    properties = {**dataclasses.asdict(request.precision), "ragged": request.ragged}
+    return {(*kernel, *item) for item in properties.items()}
 
 
 def changed(kernel: str, arch: int, precision: Precision, **changes: object) -> Request:
@@ -96,24 +122,24 @@ SPILLING = [
     changed("softmax_wide", 90, BF16, tile=(128, 256, 64)),
     changed("softmax", 80, BF16_LOW, tile=(128, 256, 32), stages=3),
 ]
+GATE = [*gate_of(TILES), *MERGES, SPILLING[1]]
+
+
+def requests(cases: Sequence[Request]) -> pytest.MarkDecorator:
+    """Return a parametrization; what is not of the gate waits for the sweep."""
+    marks = {True: (), False: pytest.mark.sweep}
+    params = [pytest.param(case, marks=marks[case in GATE]) for case in cases]
+    # The scope puts the tests of one request together, so that one process compiles it.
+    return pytest.mark.parametrize("request_", params, ids=str, scope="module")
+
+
+tiles, kernels = requests(TILES), requests(TILES + MERGES)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compile]:
-    """Start to compile everything, the slowest first; return what gets a result."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_mp"])
-    with tempfile.TemporaryDirectory() as cache:
-        pool = ProcessPoolExecutor(2, context, set_up_compiler, (cache,))
-        try:
-            results = {r: pool.submit(compile_kernel, r) for r in SPILLING + TILES + MERGES}
-            yield lambda request: results[request].result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-tiles = pytest.mark.parametrize("request_", TILES, ids=str)
-kernels = pytest.mark.parametrize("request_", TILES + MERGES, ids=str)
+    with compiler() as compile_:
+        yield compile_
 
 
 @kernels
@@ -186,24 +212,42 @@ def test_only_atomic_is_the_integer_counter_of_tiles(compiled: Compile, request_
         assert list(kernel.atomics) == in_cubin == []
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kernel}-{row.arch}-{row.tile}")
-def test_reason_of_a_row_is_true(compiled: Compile, row: TileConfig) -> None:
-    """What the reasons say of arithmetic intensity, shared memory and programs at a time."""
+@tiles
+def test_reason_of_its_row_is_true(compiled: Compile, request_: Request) -> None:
+    """What the reasons say of shared memory and of programs at a time."""
+    kernel = compiled(request_)
+    programs = {chip.programs(kernel) for chip in CHIPS[request_.config.arch].values()}
+    for reason in (row.reason for row in ROWS if bare(row) == request_.config):
+        for kibibytes in re.findall(r"(\d+) KiB", reason):
+            assert kernel.shared_bytes // 1024 == int(kibibytes)  # barriers take some bytes more
+        if "two programs" in reason:
+            assert min(programs) >= 2
+        if "two to three programs" in reason:
+            assert programs <= {2, 3}
+
+
+def rows_that_say(text: str) -> pytest.MarkDecorator:
+    rows = [row for row in ROWS if text in row.reason]
+    return pytest.mark.parametrize("row", rows, ids=lambda row: f"{row.kernel}-{row.tile}")
+
+
+@pytest.mark.sweep
+@rows_that_say("two to three programs")
+def test_row_of_two_to_three_programs_has_kernels_of_both(
+    compiled: Compile, row: TileConfig
+) -> None:
     results = [compiled(request) for request in requests_of(row)]
-    for flop in re.findall(r"(\d+) FLOP for each byte", row.reason):
-        (m, n, _), size = row.tile, getattr(torch, row.dtypes[0]).itemsize
-        assert int(2 * m * n / (m + n) / size) == int(flop)
-    for kibibytes in re.findall(r"(\d+) KiB", row.reason):
-        # Barriers take some bytes more.
-        assert {kernel.shared_bytes // 1024 for kernel in results} == {int(kibibytes)}
-    programs = {min(chip.programs(r) for r in results) for chip in CHIPS[row.arch].values()}
-    if "two programs" in row.reason or "two to three programs" in row.reason:
-        assert min(programs) >= 2
-    if "two to three programs" in row.reason:
-        most = {chip.programs(r) for r in results for chip in CHIPS[row.arch].values()}
-        assert most == {2, 3}
+    assert {chip.programs(r) for r in results for chip in CHIPS[row.arch].values()} == {2, 3}
 
 
+@rows_that_say("FLOP for each byte")
+def test_arithmetic_intensity_is_that_of_the_reason(row: TileConfig) -> None:
+    (m, n, _), size = row.tile, getattr(torch, row.dtypes[0]).itemsize
+    (flop,) = re.findall(r"(\d+) FLOP for each byte", row.reason)
+    assert int(2 * m * n / (m + n) / size) == int(flop)
+
+
+@pytest.mark.sweep
 def test_sums_over_wide_tiles_take_as_many_registers_as_their_row_says(compiled: Compile) -> None:
     tall = changed("lse", 90, BF16, max_width=None, reason="")
     wide = dataclasses.replace(tall, config=dataclasses.replace(tall.config, tile=(128, 256, 64)))
@@ -213,7 +257,7 @@ def test_sums_over_wide_tiles_take_as_many_registers_as_their_row_says(compiled:
     assert int(low) <= more <= int(high)
 
 
-@pytest.mark.parametrize("request_", MERGES, ids=str)
+@requests(MERGES)
 def test_merge_knows_the_logarithm_of_two_in_float64(compiled: Compile, request_: Request) -> None:
     constants = re.findall(
         r"constant dense<(0\.69\d*)> : tensor<\w+xf(\d+)>", compiled(request_).ttir
@@ -222,26 +266,29 @@ def test_merge_knows_the_logarithm_of_two_in_float64(compiled: Compile, request_
     assert {(float(value), bits) for value, bits in constants} == {(math.log(2), "64")}
 
 
-@pytest.mark.parametrize("request_", SPILLING, ids=str)
+@requests(MERGES)
+def test_kernel_without_a_product_has_no_tensor_cores(compiled: Compile, request_: Request) -> None:
+    kernel = compiled(request_)
+    assert kernel.count("HMMA") + kernel.count("HGMMA") == 0
+    assert kernel.count("DADD") > 0
+
+
+@requests(SPILLING)
 def test_tile_that_is_too_large_is_seen_to_spill(compiled: Compile, request_: Request) -> None:
     assert compiled(request_).is_spilled
     assert request_ not in TILES
 
 
-def test_gate_sees_serialized_products_and_programs_that_do_not_fit(compiled: Compile) -> None:
-    too_large = compiled(SPILLING[0])
-    assert any("wgmma.mma_async instructions are serialized" in c for c in too_large.complaints)
-    chip = CHIPS[90]["9.0"]
-    assert chip.programs(too_large) == 1
-    fits = dataclasses.replace(too_large, registers=128, shared_bytes=115_712)
-    assert chip.programs(fits) == 2
-    assert chip.programs(dataclasses.replace(fits, registers=129)) == 1
-    assert chip.programs(dataclasses.replace(fits, shared_bytes=115_713)) == 1
-    assert chip.programs(dataclasses.replace(fits, shared_bytes=232_449)) == 0
+@pytest.mark.sweep
+def test_products_that_are_serialized_are_seen(compiled: Compile) -> None:
+    complaints = compiled(SPILLING[0]).complaints
+    assert any("wgmma.mma_async instructions are serialized" in each for each in complaints)
 
 
-@pytest.mark.parametrize("request_", MERGES, ids=str)
-def test_kernel_without_a_product_has_no_tensor_cores(compiled: Compile, request_: Request) -> None:
-    kernel = compiled(request_)
-    assert kernel.count("HMMA") + kernel.count("HGMMA") == 0
-    assert kernel.count("DADD") > 0
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "programs"),
+    [(255, 32_784, 1), (128, 115_712, 2), (129, 115_712, 1), (128, 115_713, 1), (128, 232_449, 0)],
+)
+def test_programs_at_a_time_are_counted(registers: int, shared_bytes: int, programs: int) -> None:
+    kernel = Compiled(registers, 256, 0, shared_bytes, True, Counter(), (), (), "")
+    assert CHIPS[90]["9.0"].programs(kernel) == programs
