@@ -3,7 +3,7 @@
     python benchmarks/precision.py --size B16 L16 --batch 128
 
 **Contenders**: `32-true` (without TF32), Lightning's `16-mixed` and `bf16-mixed`,
-`lightning_mp.BalancedAMP` with full weights (O1) and with half weights and fp32 masters (O2), and
+`lightning_mp.BalancedAMP` with full weights (O1) and with half copies of fp32 weights (O2), and
 `lightning_mp.PureFP16` (pure), in fp16 and bf16; each with AdamW as fused and as foreach kernels,
 and with `lightning_mp`'s SafeAdamW (safe). Models and their random data are made on the device. On
 a CPU, `Trainer(precision="16-mixed")` would silently be bf16, so plugins are passed as objects.

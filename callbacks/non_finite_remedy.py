@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 
 from lightning_mp.callbacks.non_finite_finding import Finding
-from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 
 __all__ = ["remedy_for"]
 
@@ -16,7 +16,7 @@ def remedy_for(finding: Finding, trainer: pl.Trainer) -> str:
         trainer: The trainer, whose precision plugin the values are for.
     """
     plugin = trainer.precision_plugin
-    name = type(plugin).__name__ if isinstance(plugin, MasterPrecision) else "BalancedAMP"
+    name = type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"
     if finding.source == "batch":
         return (
             "Repair or leave out such samples in the data set, as by "

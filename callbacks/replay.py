@@ -21,7 +21,7 @@ from lightning_mp.callbacks.replay_trace import Trace, named_tensors
 from lightning_mp.callbacks.training_state import plain_name
 from lightning_mp.contrastive.replay_state import BufferState, RngState
 from lightning_mp.numerics.floats import accumulation_dtype
-from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "can_replay", "replay"]
 
@@ -142,7 +142,7 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     names = (module._current_fx_name, connector._current_fx)
     toggled = module._param_requires_grad_state
     results = loop._results
-    clamped = plugin.inf_clamp.state_dict() if isinstance(plugin, MasterPrecision) else None
+    clamped = plugin.inf_clamp.state_dict() if isinstance(plugin, ScaledPrecision) else None
     try:
         loop._results = _ResultCollection(training=True)
         loop._results.batch = batch
@@ -159,14 +159,14 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
             p.requires_grad_(requires_grad)
         for metric, state in metrics:
             vars(metric).update(state)
-        if clamped is not None and isinstance(plugin, MasterPrecision):
+        if clamped is not None and isinstance(plugin, ScaledPrecision):
             plugin.inf_clamp.load_state_dict(clamped)
         buffers.restore()
         rng.restore()
 
 
 def _parameters(trainer: pl.Trainer) -> list[Tensor]:
-    """Return the model's parameters, and the masters that stand in for them at this moment."""
+    """Return the parameters of the model and of its optimizers."""
     stepped = [g["params"] for opt in trainer.optimizers for g in opt.param_groups]
     own = list(trainer.lightning_module.parameters())
     return list(dict.fromkeys([*own, *(p for group in stepped for p in group)]))

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.numerics.async_readback import AsyncReadback
-from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 
 __all__ = ["SkippedSteps"]
 
@@ -55,7 +55,7 @@ class SkippedSteps:
         """
         due, self._due = self._due, set()
         scaler = _scaler_of(trainer)
-        if isinstance(trainer.precision_plugin, MasterPrecision):
+        if isinstance(trainer.precision_plugin, ScaledPrecision):
             return scaler is not None and bool(scaler.last_step_skipped)
         if not isinstance(scaler, torch.amp.GradScaler) or scale is None:
             return False

@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 from lightning_mp.precision.step_control import hold_global_step, hold_schedules
 
 __all__ = ["StepSkipper"]
@@ -52,7 +52,7 @@ class StepSkipper:
         trainer = pl_module.trainer
         plugin = trainer.precision_plugin
         self._held = False
-        if isinstance(plugin, MasterPrecision) and plugin.can_skip:
+        if isinstance(plugin, ScaledPrecision):
             plugin.request_skip(flag)
         elif self._takes_found_inf(optimizer):
             self._watch(optimizer)
@@ -118,7 +118,7 @@ class StepSkipper:
     @staticmethod
     def _asks_plugin(trainer: pl.Trainer) -> bool:
         plugin = trainer.precision_plugin
-        return isinstance(plugin, MasterPrecision) and plugin.can_skip
+        return isinstance(plugin, ScaledPrecision)
 
     def detach(self) -> None:
         """Remove the hooks from optimizers."""

@@ -9,8 +9,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.precision.master_precision import MasterPrecision
-
 __all__ = [
     "NamedTensors",
     "gather_ranks",
@@ -33,7 +31,7 @@ class NamedTensors(NamedTuple):
     Args:
         names: Dotted names.
         gradients: Of each parameter; those of parameters without one are left out.
-        parameters: What the optimizer steps and keeps state for: masters, or the parameters.
+        parameters: What the optimizer steps and keeps state for.
         unscale: What to multiply gradients by: 1 where they are unscaled already, else the inverse
             loss scale, on the device.
     """
@@ -78,7 +76,6 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
         names: What `parameter_names` returned.
     """
     plugin = trainer.precision_plugin
-    masters = plugin.masters if isinstance(plugin, MasterPrecision) else None
     found = NamedTensors([], [], [], _unscale(plugin, optimizer))
     has_ranks = trainer.world_size > 1
     for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
@@ -86,8 +83,7 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
         if gradient is None and has_ranks and parameter.requires_grad:
             gradient = parameter.detach().new_empty(0)
         if gradient is not None:
-            at_rest = masters.working_of(parameter) if masters else parameter
-            found.names.append(names.get(id(at_rest), f"unnamed parameter {index}"))
+            found.names.append(names.get(id(parameter), f"unnamed parameter {index}"))
             found.gradients.append(gradient)
             found.parameters.append(parameter)
     return found

@@ -3,7 +3,8 @@
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.fsdp import FSDPBalancedAMP
 from lightning_mp.precision.inf_clamp import InfClamp
-from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.loss_scaler import LossScaler
 from lightning_mp.precision.master_weights import MasterWeights
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.precision.op_policy import OpPolicy

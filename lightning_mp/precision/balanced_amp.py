@@ -1,52 +1,69 @@
-"""`BalancedAMP`: half working weights, fp32 masters and norms, and an honest loss scale (O2)."""
+"""`BalancedAMP`: half working weights and fp32 norms over an fp32 model, with a loss scale (O2)."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision.fp32_islands import FP32Islands, outermost
-from lightning_mp.precision.loss_scaler import LossScaleConfig
-from lightning_mp.precision.master_precision import HALF_DTYPES, MasterPrecision, check_choice
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.module_selection import select_modules
 from lightning_mp.precision.op_policy import OpPolicy
+from lightning_mp.precision.scaled_precision import ScaledPrecision, check_choice
+from lightning_mp.precision.working_copies import WorkingCopies
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["BalancedAMP"]
+__all__ = ["BalancedAMP", "widen"]
 
 
-class BalancedAMP(MasterPrecision):
-    r"""Trains with half working weights, fp32 master weights and fp32 norms: Apex' O2, balanced.
+class BalancedAMP(ScaledPrecision):
+    r"""Trains an fp32 model with half working weights and fp32 norms: Apex' O2, balanced.
 
-    Lightning's `16-mixed` (O1) keeps all weights in fp32 and casts them at every use. Here the
-    model holds fp16 weights and gradients, the optimizer steps fp32 masters, and normalisation
-    layers stay in fp32. Meta trained ViTs so: the fastest setting without loss of accuracy.
-    Without masters, an update below 2^-12 of a weight is lost, and learning stops unnoticed.
+    Lightning's `16-mixed` (O1) casts all weights at every use. Here each weight has a half copy
+    that modules compute with, cast once a step, and normalisation layers compute in fp32. Meta
+    trained ViTs so: the fastest setting without loss of accuracy. In half weights alone, as in
+    `16-true`, an update below 2^-12 of a weight is lost, and learning stops unnoticed.
 
     .. math::
-        w_{16} = \mathrm{round}(m_{32}), \quad
+        w_{16} = \mathrm{round}(w_{32}), \quad
         g_{32} = \nabla_{w_{16}}(s \cdot L) / s, \quad
-        m_{32} \leftarrow \mathrm{step}(m_{32}, g_{32})
+        w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
 
-    **Gradients** reach clipping, `on_before_optimizer_step` and the optimizer unscaled and in fp32,
-    through `optimizer.param_groups`; `parameter.grad` of the model stays half and scaled.
+    **The model stays yours.** Its parameters are the same fp32 objects, with fp32 `p.grad`:
+    optimizers and their wrappers, DDP, clipping, hooks, weight averages, teachers, deep copies and
+    checkpoints are those of an fp32 run. Only while a module computes are its weights half. Writes
+    to weights are seen by the next step, and at once where autograd counts them.
+
+    **Memory** in bytes for each parameter at rest: weight 4, half copy 2, gradient 4, optimizer 0
+    (SGD), 4 (momentum) or 8 (Adam); a frozen one 6. `16-mixed` has no copy at rest, and makes the
+    same 2 bytes in each forward. A step needs no more.
+
+    **Gradients** are unscaled once, in place and in fp32, before `on_before_optimizer_step` and
+    clipping, with manual optimization too.
 
     **Skipped steps**: where a gradient is not finite, no weight, optimizer state, `global_step`,
     average of weights or step-wise LR schedule moves, and the loss scale shrinks.
 
-    **Checkpoints** hold fp32 weights for a plain model; those of fp32 and `16-mixed` runs load, and
-    a run resumes bit for bit. After training the model is an fp32 model again.
+    **Half checkpoints**: trainable weights that come in fp16 or bf16 are widened to fp32, which
+    loses nothing; frozen ones stay as they are until they are trained.
+
+    **Compiled modules** get all their copies at the border of what was compiled, and stay one
+    graph. A function that is compiled sees fp32 weights, which autocast casts.
 
     Args:
         half: `"fp16"` or `"bf16"`.
-        weights: `"half"` is O2. `"full"` is O1: fp32 weights, cast at every use.
+        weights: `"half"` is O2. `"full"` is O1: no copies, weights are cast at every use.
         loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
             bf16 has the range of fp32 and takes no loss scale.
-        fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
+        fp32_modules: Modules that compute in fp32, with their own weights: `"norm"` for all
             normalisation layers, names of classes, or dotted names.
         fp32_ops: Names of torch functions to run in fp32 beside those of the policy, such as
             `"gelu"`; `OpPolicy().describe()` lists the policy.
@@ -54,15 +71,16 @@ class BalancedAMP(MasterPrecision):
         inf_clamp: Modules whose fp16 outputs are kept from overflowing, as T5's are: `"auto"` for
             those that write to a residual stream, names of classes, or dotted names; see
             `InfClamp`.
-        reduce_dtype: DDP averages gradients of half weights in `"fp32"`, or in `"half"` with half
-            the bytes.
+        reduce_dtype: DDP averages gradients in `"fp32"`, or in `"half"` with half the bytes,
+            through torch's own compression hooks.
         adam_epsilon: `"auto"` checks that every optimizer's epsilon survives where it is used,
             `"keep"` does not, a number replaces it.
         device: Device type for autocast; `"auto"` is where the model is.
 
     Raises:
         ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: An optimizer cannot be used; before training starts.
+        MisconfigurationException: An optimizer cannot be used, or there is no Trainer; before
+            training starts.
         FloatingPointError: Steps at the smallest loss scale were skipped again and again; names the
             first parameter whose gradient is not finite.
 
@@ -83,38 +101,47 @@ class BalancedAMP(MasterPrecision):
         *,
         half: Literal["fp16", "bf16"] = "fp16",
         weights: Literal["half", "full"] = "half",
-        loss_scale: str | float | LossScaleConfig | None = None,
+        loss_scale: float | str | LossScaleConfig | None = None,
         fp32_modules: Sequence[str] = ("norm",),
         fp32_ops: Sequence[str] = (),
         half_ops: Sequence[str] = (),
         inf_clamp: Sequence[str] = (),
         reduce_dtype: Literal["fp32", "half"] = "fp32",
-        adam_epsilon: Literal["auto", "keep"] | float = "auto",
+        adam_epsilon: float | Literal["auto", "keep"] = "auto",
         device: str = "auto",
     ) -> None:
+        # Gradients of half weights, or of half messages, pass through fp16 on their way to p.grad.
+        passes_half = weights == "half" or reduce_dtype == "half"
         super().__init__(
             half=half,
-            weights=weights,
             loss_scale=loss_scale,
+            gradients_dtype=torch.float16 if passes_half else torch.float32,
             reduce_dtype=reduce_dtype,
             adam_epsilon=adam_epsilon,
             inf_clamp=inf_clamp,
         )
         check_choice(self, "weights", weights, ("half", "full"))
         self.precision = "16-mixed" if half == "fp16" else "bf16-mixed"
+        self.weights = weights
         self.fp32_modules = fp32_modules
         self.device = device
-        self._islands = FP32Islands()
         self.policy = OpPolicy(fp32_ops=fp32_ops, half_ops=half_ops)
+        self._islands = FP32Islands()
+        self._working = WorkingCopies(self.half_dtype)
+        self._compiled: nn.Module | None = None
+        self._is_inside = False
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Turn the model's weights into working weights, in place."""
+        """Let the model's modules compute with half copies of their weights."""
+        super().convert_module(module)
         kept = self._keep_fp32(module)
-        self._first = next(module.parameters(), None)
+        widen(module.parameters(), "the model's", module.modules())
         if self.weights == "half":
-            self._masters.convert(module, kept.values())
-        self._clamp(module)
+            self._working.attach(module, kept.values())
+        # Lightning compiles the steps of a whole module, and unwraps it.
+        self._compiled = module if getattr(module, "_compiler_ctx", None) is not None else None
+        self.inf_clamp.attach(module)
         return module
 
     def _keep_fp32(self, module: nn.Module) -> dict[str, nn.Module]:
@@ -129,16 +156,54 @@ class BalancedAMP(MasterPrecision):
 
     @override
     def teardown(self) -> None:
-        """Hand back an fp32 model."""
+        """Leave the model as it was."""
         super().teardown()
+        self._working.release()
         self._islands.remove()
+        self._compiled = None
 
     @override
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Run operations in the dtypes of the policy."""
-        with self.policy.context(self._device_type, HALF_DTYPES[self.half]):
+        """Run operations in the dtypes of the policy, with copies that are up to date."""
+        # A tower that is replayed in a backward meets copies that its graph may hold.
+        is_inner, self._is_inside = self._is_inside, True
+        if not is_inner and not self._in_backward:
+            self._prepare()
+        modules = () if self._compiled is None else self._compiled.modules()
+        try:
+            with (
+                _without_fast_path(),
+                self.policy.context(self._device_type, self.half_dtype),
+                self._working.in_place(*modules),
+            ):
+                yield
+        finally:
+            self._is_inside = is_inner
+
+    def _prepare(self) -> None:
+        """Bring the model up to date with all that was written since the last step."""
+        for optimizer in self._optimizers:  # a callback may have unfrozen what was in half
+            widen(self.main_params(optimizer), "unfrozen")
+        self._working.refresh()
+
+    @override
+    def _attach(self, optimizer: Optimizer) -> None:
+        super()._attach(optimizer)
+
+        def refresh(optimizer: Optimizer, *_: object) -> None:  # one that is stepped past us
+            if self._stepping is not optimizer:
+                self._working.refresh(self.main_params(optimizer))
+
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not all wrappers have it
+            self._handles.append(optimizer.register_step_post_hook(refresh))
+
+    @override
+    @contextlib.contextmanager
+    def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
+        with super()._step_of(optimizer):
             yield
+        self._working.refresh(self.main_params(optimizer))
 
     @override
     def backward(  # type: ignore[override]
@@ -156,3 +221,38 @@ class BalancedAMP(MasterPrecision):
     @property
     def _device_type(self) -> str:
         return self._first_device().type if self.device == "auto" else self.device
+
+
+def widen(parameters: Iterable[Tensor], whose: str, owners: Iterable[nn.Module] = ()) -> None:
+    """Turn trainable half parameters into fp32, in place.
+
+    Args:
+        parameters: Some of a model's.
+        whose: What the note calls them.
+        owners: Modules whose half buffers, such as running statistics, follow their parameters.
+    """
+    half = {p for p in parameters if p.requires_grad and p.dtype in HALF_DTYPES}
+    for owner in owners:
+        if not half.isdisjoint(owner.parameters(recurse=False)):
+            for name, buffer in owner.named_buffers(recurse=False):
+                if buffer.dtype in HALF_DTYPES:
+                    owner._buffers[name] = buffer.float()
+    for parameter in half:
+        parameter.grad = None
+        parameter.data = parameter.data.float()
+    if half:
+        rank_zero_info(
+            f"BalancedAMP: {len(half)} of {whose} trainable parameters came in half, and are in "
+            "fp32 from here on. Nothing was lost."
+        )
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Keep `nn.TransformerEncoder` from its inference path, which no autocast reaches."""
+    was_on = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_on)

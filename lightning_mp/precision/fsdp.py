@@ -1,4 +1,4 @@
-"""`FSDPBalancedAMP`: `BalancedAMP` for FSDPStrategy, with fp32 masters that are sharded."""
+"""`FSDPBalancedAMP`: `BalancedAMP` for FSDPStrategy, on fp32 shards."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.precision.balanced_amp import BalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler, all_reduce_found_inf
+from lightning_mp.precision.balanced_amp import BalancedAMP, widen
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.loss_scaler import all_reduce_found_inf
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -21,16 +22,16 @@ __all__ = ["FSDPBalancedAMP"]
 
 
 class ShardedBalancedAMP(BalancedAMP):
-    """What the plugins for sharded parameters share: the shards themselves are the fp32 masters.
+    """What the plugins for sharded parameters share: their model rests in fp32 shards.
 
-    The sharding gathers working weights in half, so `BalancedAMP` keeps no second set of masters.
+    The sharding gathers working weights in half, so there are no copies to keep.
     """
 
     def __init__(
         self,
         *,
         half: Literal["fp16", "bf16"] = "fp16",
-        loss_scale: str | float | LossScaleConfig | None = None,
+        loss_scale: float | str | LossScaleConfig | None = None,
         fp32_modules: Sequence[str] = ("norm",),
         fp32_ops: Sequence[str] = (),
         half_ops: Sequence[str] = (),
@@ -38,18 +39,18 @@ class ShardedBalancedAMP(BalancedAMP):
     ) -> None:
         super().__init__(
             half=half,
-            weights="full",
+            weights="half",
             loss_scale=loss_scale,
             fp32_modules=fp32_modules,
             fp32_ops=fp32_ops,
             half_ops=half_ops,
             reduce_dtype=reduce_dtype,
-            adam_epsilon="keep",  # masters and optimizer states are in fp32
+            adam_epsilon="keep",  # shards and optimizer states are in fp32
         )
-        if self.scaler is not None:
-            # The gradients of a rank pass through fp16 on their way to the fp32 shards.
-            wanted = "dynamic" if loss_scale is None else loss_scale
-            self.scaler = self._make_scaler(LossScaleConfig.parse(wanted, torch.float16))
+
+    @override
+    def _prepare(self) -> None:
+        """Nothing: each gathering rounds the shards anew."""
 
     @override
     def _has_gradients(self, optimizer: Optimizer) -> bool:
@@ -57,16 +58,15 @@ class ShardedBalancedAMP(BalancedAMP):
         has = torch.tensor(float(super()._has_gradients(optimizer)), device=self._first_device())
         return all_reduce_found_inf(has).item() != 0
 
-    def _make_scaler(self, config: LossScaleConfig) -> LossScaler:
-        return LossScaler(config)
-
-    @property
-    def _half_dtype(self) -> torch.dtype:
-        return torch.float16 if self.half == "fp16" else torch.bfloat16
+    @override
+    def _has_gradient_values(self, optimizer: Optimizer) -> bool:
+        has = float(super()._has_gradient_values(optimizer))
+        flag = torch.tensor(has, device=self._first_device())
+        return all_reduce_found_inf(flag).item() != 0
 
     @property
     def _wire_dtype(self) -> torch.dtype:
-        return torch.float32 if self.reduce_dtype == "fp32" else self._half_dtype
+        return torch.float32 if self.reduce_dtype == "fp32" else self.half_dtype
 
 
 class _FSDPMixed(FSDPPrecision):
@@ -91,16 +91,16 @@ class _FP32Module(nn.Module, metaclass=_KeepsFP32):
 
 
 class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
-    r"""Trains with FSDP on half working weights, fp32 sharded masters and fp32 norms.
+    r"""Trains with FSDP on half working weights, fp32 shards and fp32 norms.
 
     Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16 as well, reduces gradients in
     fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm. Passed
     a scaler it raises, and would otherwise drop it.
 
     .. math::
-        w_{16} = \mathrm{round}(\mathrm{gather}(m_{32})), \quad
+        w_{16} = \mathrm{round}(\mathrm{gather}(w_{32})), \quad
         g_{32} = \mathrm{scatter}(\mathrm{mean}(\nabla_{w_{16}}(s \cdot L))) / s, \quad
-        m_{32} \leftarrow \mathrm{step}(m_{32}, g_{32})
+        w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
 
     **Norms**: modules of `fp32_modules` become FSDP units of their own, without mixed precision.
     This needs an `auto_wrap_policy`; torch warns that it is done. Each costs one small gather more.
@@ -147,7 +147,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     def mixed_precision_config(self) -> MixedPrecision:
         """What `FSDPStrategy` passes to FSDP; it asks after `convert_module`."""
         return MixedPrecision(
-            param_dtype=self._half_dtype,
+            param_dtype=self.half_dtype,
             reduce_dtype=self._wire_dtype,
             buffer_dtype=None,  # statistics and tables of angles do not survive 11 bits
             cast_forward_inputs=False,
@@ -160,6 +160,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         """Mark the modules that FSDP is to keep in fp32."""
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
+        widen(module.parameters(), "the model's", module.modules())
         for kept in self._keep_fp32(module).values():
             if any(True for _ in kept.parameters(recurse=False)):
                 kept.__dict__["_keeps_fp32"] = True

@@ -12,124 +12,11 @@ from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.tensor_stats import first_non_finite, stored_values
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 
 __all__ = ["LossScaleConfig", "LossScaler", "all_reduce_found_inf"]
 
-# Within these, a scale and its inverse are both normal fp32 numbers: no inverse overflows to inf,
-# as that of 2^-128 does, and none is a subnormal that a GPU may flush to zero.
-_LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-126, 2.0**126
-
 _Named: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
-    """How the loss scale starts, moves and gives up.
-
-    torch's `GradScaler` has no floor: 17 overflowing steps in a row take its scale from 2^16 below
-    1, 166 to 0.0, and on the way, at 2^-128, it starts to write inf into weights as if nothing had
-    happened. The defaults here are its rule with a floor of 1 and a ceiling of 2^24.
-
-    Args:
-        init_scale: The scale of the first step.
-        growth_factor: Multiplies the scale after `growth_interval` good steps; above 1. Powers of
-            two keep every unscaled gradient exact.
-        backoff_factor: Multiplies the scale after an overflowing step; between 0 and 1.
-        growth_interval: Good steps in a row between two growths.
-        warmup_interval: The same until the first overflow, while the largest gradient is not yet
-            known and the scale can only be too low; `None` for `growth_interval`.
-        min_scale: The floor. At least 2^-126, as the fp32 inverse of 2^-128 is inf.
-        max_scale: The ceiling.
-        hysteresis: Overflowing steps that it takes to lower the scale. The first `hysteresis - 1`
-            of them after the start or after a growth are skipped at an unchanged scale; every later
-            one lowers it, until the next growth refills the allowance. They need not be adjacent
-            and good steps do not refill, as in Megatron, which like DeepSpeed uses 2. At the
-            ceiling, `growth_interval` good steps refill all the same.
-        patience: Skipped steps in a row at the floor until `FloatingPointError`: there no lower
-            scale is left to cure them.
-        dynamic: `False` keeps `init_scale` for good, whatever the limits: overflowing steps are
-            still skipped, and every one counts for `patience`.
-
-    Raises:
-        ValueError: If a value is out of range, or `min_scale <= init_scale <= max_scale` is not so.
-
-    References:
-        Mixed Precision Training, arXiv:1710.03740.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    warmup_interval: int | None = None
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
-    hysteresis: int = 1
-    patience: int = 20
-    dynamic: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            if not _is_within(getattr(self, name), _LOWEST_SCALE, _HIGHEST_SCALE):
-                self._refuse(name, "a number from 2**-126 to 2**126", "a power of two such as 1024")
-        if not _is_within(self.growth_factor, math.nextafter(1, 2), _HIGHEST_SCALE):
-            self._refuse("growth_factor", "a finite number above 1", "2")
-        if not _is_within(self.backoff_factor, _LOWEST_SCALE, math.nextafter(1, 0)):
-            self._refuse("backoff_factor", "a number between 0 and 1", "0.5")
-        for name in ("growth_interval", "warmup_interval", "hysteresis", "patience"):
-            value = getattr(self, name)
-            is_count = type(value) is int and value >= 1
-            if not is_count and (name, value) != ("warmup_interval", None):
-                self._refuse(name, "an integer of at least 1", "1 or more steps")
-        if not isinstance(self.dynamic, bool):
-            self._refuse("dynamic", "True or False", "False for a static scale")
-        if self.dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"Passed `LossScaleConfig(init_scale={self.init_scale!r}, "
-                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r})`. A dynamic scale "
-                "starts within its limits. Move `init_scale`, or the limit that it crosses."
-            )
-
-    @classmethod
-    def parse(
-        cls,
-        loss_scale: "str | float | LossScaleConfig",
-        gradients_dtype: torch.dtype = torch.float32,
-    ) -> "LossScaleConfig":
-        """Make the configuration that a plugin's `loss_scale` argument stands for.
-
-        Gradients that rest in fp16, as those of fp16 weights do, overflow where |g| * scale is
-        above 65504. At 2^16 they hold |g| < 1 and no more, and every halving on the way down would
-        cost a skipped step. "dynamic" therefore starts them at 2^10, which holds |g| < 64 and still
-        keeps |g| > 2.9e-11: of gradients drawn from N(0, 1e-7), 0.02% vanish, against 23.4% without
-        a scale. Then it doubles every 20 good steps up to the first overflow: 2^16 after 120 steps
-        and the ceiling of 2^24 after 280, for the one skipped step that ends it.
-
-        Args:
-            loss_scale: "dynamic"; a positive number for a static scale; or a configuration.
-            gradients_dtype: The dtype that gradients rest in between backward and optimizer.
-
-        Raises:
-            ValueError: If `loss_scale` is something else.
-        """
-        if isinstance(loss_scale, LossScaleConfig):
-            return loss_scale
-        if loss_scale == "dynamic":
-            if gradients_dtype == torch.float16:
-                return cls(init_scale=2.0**10, warmup_interval=20)
-            return cls()
-        if _is_within(loss_scale, _LOWEST_SCALE, _HIGHEST_SCALE):
-            return cls(init_scale=float(loss_scale), dynamic=False)
-        raise ValueError(
-            f"Passed `loss_scale={loss_scale!r}`. `loss_scale` must be 'dynamic', a number from "
-            "2**-126 to 2**126, or a LossScaleConfig. Write `loss_scale='dynamic'`."
-        )
-
-    def _refuse(self, name: str, accepted: str, fix: str) -> None:
-        raise ValueError(
-            f"Passed `LossScaleConfig({name}={getattr(self, name)!r})`. `{name}` must be "
-            f"{accepted}. Pass {fix}."
-        )
 
 
 @dataclass
@@ -141,6 +28,7 @@ class _State:
     skips_at_floor: int = 0
     warming_up: bool = True
     recorded: bool = False  # since the last update
+    is_empty: bool = False  # all gradients that were recorded since were 0, at a growth
     last_step_skipped: bool = False
 
 
@@ -170,6 +58,17 @@ class LossScaler:
     def scale(self) -> float:
         """The scale of the losses of this training step."""
         return self._state.scale
+
+    def get_scale(self) -> float:
+        """Return the scale, as `torch.amp.GradScaler` has it."""
+        return self.scale
+
+    @property
+    def is_growth_due(self) -> bool:
+        """Whether the next good step makes the scale grow."""
+        state, config = self._state, self.config
+        interval = (state.warming_up and config.warmup_interval) or config.growth_interval
+        return config.dynamic and (state.good_steps_in_a_row + 1) % interval == 0
 
     @property
     def last_step_skipped(self) -> bool:
@@ -221,6 +120,29 @@ class LossScaler:
         Raises:
             ValueError: If a gradient is neither fp32 nor float64.
         """
+        return self._divide_(gradients, self.scale, device)
+
+    @torch.no_grad()
+    def find_inf(
+        self, gradients: Sequence[Tensor], *, device: torch.device | None = None
+    ) -> Tensor:
+        """Look for values that are not finite in gradients that are unscaled already.
+
+        Args:
+            gradients: As for `unscale_`.
+            device: As for `unscale_`.
+
+        Returns:
+            found_inf: As from `unscale_`.
+
+        Raises:
+            ValueError: If a gradient is neither fp32 nor float64.
+        """
+        return self._divide_(gradients, 1.0, device)
+
+    def _divide_(
+        self, gradients: Sequence[Tensor], scale: float, device: torch.device | None
+    ) -> Tensor:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             if gradient.dtype not in (torch.float32, torch.float64):
@@ -229,27 +151,24 @@ class LossScaler:
                     "`LossScaler.unscale_`. It must be fp32 or float64: in fp16, 23.4% of "
                     "N(0, 1e-7) become zero, in fp32 less than 0.001%. Pass `gradient.float()`."
                 )
-            values = stored_values(gradient)
+            values = stored_values(self._local(gradient))
             groups[values.device, values.dtype].append(values)
         places = [place for place, _ in groups] or [torch.device("cpu")]
         target = device or places[0]
-        found = [self._unscale_group_(tensors).to(target) for tensors in groups.values()]
+        found = [_divide_group_(tensors, scale).to(target) for tensors in groups.values()]
         return torch.stack([torch.zeros((), dtype=torch.float32, device=target), *found]).amax()
 
-    def _unscale_group_(self, tensors: list[Tensor]) -> Tensor:
-        found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
-        inverse = torch.ones_like(found_inf)
-        if tensors[0].dtype == torch.float32 and self.scale >= 1:
-            inverse.fill_(1 / self.scale)
-        else:
-            # torch's kernel judges values before it multiplies them, so a product that overflows
-            # passes unseen where the inverse is above 1; and its inverse is fp32, which would take
-            # 29 bits from float64. Here it only judges, after the multiplication.
-            torch._foreach_mul_(tensors, 1 / self.scale)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
-        return found_inf
+    def _local(self, gradient: Tensor) -> Tensor:
+        """Return what this rank holds of a gradient."""
+        return gradient
 
-    def record(self, found_inf: Tensor, *, named_gradients: _Named | None = None) -> bool:
+    def record(
+        self,
+        found_inf: Tensor,
+        *,
+        named_gradients: _Named | None = None,
+        has_gradient: Callable[[], bool] | None = None,
+    ) -> bool:
         """Decide for one optimizer whether it steps, and remember that for `update`.
 
         Costs one host sync. Call it for every optimizer that is about to step.
@@ -258,6 +177,10 @@ class LossScaler:
             found_inf: That of the optimizer's own gradients, agreed over ranks; 0 means step.
             named_gradients: Returns names and gradients, scaled or not; called only to name the
                 first bad one in the error.
+            has_gradient: Tells whether any value of the gradients is not 0; called only where a
+                growth is due. Steps without a gradient say nothing of the room above: frozen for
+                280 steps, a scale would climb from 2^10 to 2^24, and cost real steps on its way
+                back.
 
         Returns:
             Whether to step: `False` where a gradient is NaN or inf.
@@ -268,6 +191,8 @@ class LossScaler:
         state = self._state
         overflowed = found_inf.item() != 0
         state.last_step_skipped = overflowed or (state.recorded and state.last_step_skipped)
+        is_empty = has_gradient is not None and self.is_growth_due and not has_gradient()
+        state.is_empty = is_empty and (state.is_empty or not state.recorded)
         state.recorded = True
         is_last_try = state.skips_at_floor + 1 >= self.config.patience
         if overflowed and self._is_at_floor and is_last_try:
@@ -287,7 +212,7 @@ class LossScaler:
         state, old_scale = self._state, self.scale
         if state.recorded and state.last_step_skipped:
             self._count_skip()
-        elif state.recorded:
+        elif state.recorded and not state.is_empty:
             self._count_good_step()
         state.recorded = False
         return self.scale / old_scale
@@ -309,9 +234,9 @@ class LossScaler:
     def _count_good_step(self) -> None:
         state, config = self._state, self.config
         state.skips_at_floor = 0
+        is_growing = self.is_growth_due
         state.good_steps_in_a_row += 1
-        interval = (state.warming_up and config.warmup_interval) or config.growth_interval
-        if config.dynamic and state.good_steps_in_a_row % interval == 0:
+        if is_growing:
             state.scale = min(state.scale * config.growth_factor, config.max_scale)
             state.hysteresis_left = config.hysteresis
 
@@ -375,6 +300,20 @@ class LossScaler:
         self._state = _State(**fresh)
 
 
+def _divide_group_(tensors: list[Tensor], scale: float) -> Tensor:
+    found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    inverse = torch.ones_like(found_inf)
+    if tensors[0].dtype == torch.float32 and scale >= 1:
+        inverse.fill_(1 / scale)
+    else:
+        # torch's kernel judges values before it multiplies them, so a product that overflows
+        # passes unseen where the inverse is above 1; and its inverse is fp32, which would take
+        # 29 bits from float64. Here it only judges, after the multiplication.
+        torch._foreach_mul_(tensors, 1 / scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
+    return found_inf
+
+
 def all_reduce_found_inf(
     found_inf: Tensor, process_group: dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -392,8 +331,3 @@ def all_reduce_found_inf(
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=process_group)
     return found_inf
-
-
-def _is_within(value: Any, lowest: float, highest: float) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and lowest <= value <= highest

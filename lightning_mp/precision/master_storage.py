@@ -12,7 +12,7 @@ from lightning_mp.numerics.split_weights import join_weight, round_stochasticall
 
 __all__ = ["MasterStorage", "WriteBack", "make_storage"]
 
-WriteBack = Literal["masters", "kahan", "stochastic", "nearest"]
+WriteBack = Literal["kahan", "stochastic", "nearest"]
 
 
 class MasterStorage(ABC):
@@ -39,29 +39,6 @@ class MasterStorage(ABC):
     @abstractmethod
     def write(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor | None]:
         """Write masters into their weights, and return what is to be kept of each."""
-
-
-class _Masters(MasterStorage):
-    """The fp32 masters themselves."""
-
-    bytes_per_parameter = 4
-
-    @override
-    def keep(self, master: Tensor) -> Tensor:
-        return master.detach().clone()
-
-    @override
-    def read(self, weight: Tensor, kept: Tensor | None) -> Tensor:
-        return (
-            weight.float()
-            if kept is None
-            else torch.where(kept.to(self.half) == weight, kept, weight.float())
-        )
-
-    @override
-    def write(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor | None]:
-        torch._foreach_copy_(list(weights), list(masters))
-        return list(masters)
 
 
 class _Residuals(MasterStorage):
@@ -117,7 +94,6 @@ class _Stochastic(MasterStorage):
 
 
 _STORAGES: dict[WriteBack, type[MasterStorage]] = {
-    "masters": _Masters,
     "kahan": _Residuals,
     "stochastic": _Stochastic,
     "nearest": _Nearest,

@@ -39,7 +39,7 @@ class MasterWeights:
             the time of a step alone.
     """
 
-    def __init__(self, half: torch.dtype, write_back: WriteBack = "masters") -> None:
+    def __init__(self, half: torch.dtype, write_back: WriteBack) -> None:
         self.half = half
         self.storage = make_storage(write_back, half)
         self._kept: dict[nn.Parameter, Tensor | None] = {}  # what `storage` keeps of each master
@@ -98,8 +98,9 @@ class MasterWeights:
             for parameter in own:
                 if parameter not in self._kept:
                     self._kept[parameter] = self.storage.keep(parameter.detach().float())
-                    parameter.data = parameter.data.to(self.half)
                     parameter.grad = None
+                    parameter.data = parameter.data.to(self.half)
+                    parameter.grad_dtype = None  # fp32 and unscaled from `_unscale` on
             if own:
                 self._handles += [
                     # Hooks of this kind are marked by an attribute, which methods cannot have.
@@ -116,6 +117,7 @@ class MasterWeights:
             master = self.master_of(parameter)
             parameter.grad = None
             parameter.data = master
+            parameter.grad_dtype = master.dtype
         self._kept.clear()
 
     def _write_masters(
@@ -178,12 +180,11 @@ class MasterWeights:
             self._swap_out(optimizer)
 
     def take_gradients(self, optimizer: Optimizer) -> None:
-        """Give masters that stand in the gradients of their working weights, widened to fp32."""
+        """Give masters that stand in the gradients of their working weights, in fp32 by then."""
         for master in _parameters_of(optimizer):
             parameter = self._working.get(master)
             if parameter is not None:
-                gradient = parameter.grad
-                master.grad = None if gradient is None else gradient.detach().float()
+                master.grad = parameter.grad
 
     def write_back(self, optimizer: Optimizer) -> None:
         """Round the masters that stand in into their working weights."""

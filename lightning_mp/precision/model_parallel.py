@@ -1,6 +1,6 @@
 """`ModelParallelBalancedAMP`: `BalancedAMP` for ModelParallelStrategy, on DTensor shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,14 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["ModelParallelBalancedAMP"]
 
 
 class ModelParallelBalancedAMP(ShardedBalancedAMP):
-    """Trains with `fully_shard` on half working weights, fp32 sharded masters and fp32 norms.
+    """Trains with `fully_shard` on half working weights, fp32 shards and fp32 norms.
 
     `ModelParallelStrategy` takes no `precision="16-mixed"`. With a scaler that sees its own shards
     only, one rank steps where another skips, and from then on weights are of two models. Here all
@@ -59,9 +61,9 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """For `fully_shard`: weights are gathered in half; the shards are the fp32 masters."""
+        """For `fully_shard`: weights are gathered in half, of fp32 shards."""
         return MixedPrecisionPolicy(
-            param_dtype=self._half_dtype, reduce_dtype=self._wire_dtype, cast_forward_inputs=False
+            param_dtype=self.half_dtype, reduce_dtype=self._wire_dtype, cast_forward_inputs=False
         )
 
     def shard_fp32_modules(self, module: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
@@ -87,6 +89,15 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Check how the model sharded itself, and leave it so."""
+        half = [
+            n for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES
+        ]
+        if half:
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}` with {half[0]!r} in half: its shards are what the "
+                "optimizer steps, and would lose small updates. Call `self.float()` in "
+                "`configure_model` before any `fully_shard`."
+            )
         for name, kept in self._fp32_modules_of(module):
             if not isinstance(kept, FSDPModule):
                 raise MisconfigurationException(
@@ -119,10 +130,8 @@ class _ShardScaler(LossScaler):
     """Unscales what this rank holds of each gradient."""
 
     @override
-    def unscale_(
-        self, gradients: Sequence[Tensor], *, device: torch.device | None = None
-    ) -> Tensor:
-        return super().unscale_([_local(gradient) for gradient in gradients], device=device)
+    def _local(self, gradient: Tensor) -> Tensor:
+        return _local(gradient)
 
 
 def _local(gradient: Tensor) -> Tensor:

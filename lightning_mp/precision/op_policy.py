@@ -106,7 +106,7 @@ class OpPolicy:
         """Return a table of what runs in which dtype, and why."""
         norm = "its input" if self.norm_output == "input" else "fp32"
         headlines: dict[OpClass, str] = {
-            "half": "HALF: inputs are cast to half",
+            "half": "HALF: inputs are cast to half, products are added up in fp32",
             "fp32": "FP32: inputs are cast to fp32, the output stays fp32",
             "norm": f"NORM: computed in fp32, the output has the dtype of {norm}",
             "promote": "PROMOTE: inputs are cast to the widest of them",
@@ -143,7 +143,9 @@ class OpPolicy:
                 f"Passed `half_dtype={half_dtype!r}`. It must be torch.float16 or "
                 "torch.bfloat16. For fp32, use no context."
             )
-        with torch.autocast(device_type, dtype=half_dtype), self.recompute_context(device_type):
+        # No cache: it would hand out weights of before a step that is taken inside, as of a GAN.
+        autocast = torch.autocast(device_type, dtype=half_dtype, cache_enabled=False)
+        with autocast, self.recompute_context(device_type):
             yield
 
     @contextmanager

@@ -5,16 +5,20 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp.precision.fp32_islands import outermost
+from lightning_mp.precision.gradient_reduction import average_in_fp32
 from lightning_mp.precision.half_module import HalfBuffers, cast_at_borders, cast_floats
-from lightning_mp.precision.loss_scaler import LossScaleConfig
-from lightning_mp.precision.master_precision import HALF_DTYPES, MasterPrecision, check_choice
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.master_weights import MasterWeights
 from lightning_mp.precision.module_selection import select_modules
+from lightning_mp.precision.scaled_precision import ScaledPrecision, check_choice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PureFP16"]
 
 
-class PureFP16(MasterPrecision):
+class PureFP16(ScaledPrecision):
     r"""Trains in fp16 throughout: weights, activations, gradients; no fp32 copy of the weights.
 
     Lightning's `precision="16-true"` makes every weight non-finite in three steps of Adam: its
@@ -86,57 +90,91 @@ class PureFP16(MasterPrecision):
         self,
         *,
         half: Literal["fp16", "bf16"] = "fp16",
-        loss_scale: str | float | LossScaleConfig | None = None,
+        loss_scale: float | str | LossScaleConfig | None = None,
         write_back: Literal["kahan", "stochastic", "nearest"] = "kahan",
         inf_clamp: Sequence[str] = ("auto",),
         fp32_modules: Sequence[str] = (),
         reduce_dtype: Literal["fp32", "half"] = "fp32",
-        adam_epsilon: Literal["auto", "keep"] | float = "auto",
+        adam_epsilon: float | Literal["auto", "keep"] = "auto",
     ) -> None:
         check_choice(self, "write_back", write_back, ("kahan", "stochastic", "nearest"))
         super().__init__(
             half=half,
-            weights="half",
             loss_scale=loss_scale,
+            gradients_dtype=torch.float16,
             reduce_dtype=reduce_dtype,
             adam_epsilon=adam_epsilon,
             inf_clamp=inf_clamp,
-            write_back=write_back,
         )
         self.precision = "16-true" if half == "fp16" else "bf16-true"
         self.write_back = write_back
         self.fp32_modules = fp32_modules
-        self._buffers = HalfBuffers(HALF_DTYPES[half])
+        self._masters = MasterWeights(self.half_dtype, write_back)
+        self._buffers = HalfBuffers(self.half_dtype)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Turn the model's weights and buffers into half, in place."""
+        super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
         statistics = [each for each in module.modules() if _has_statistics(each)]
         kept = [*islands.values(), *statistics]
-        self._first = next(module.parameters(), None)
         self._masters.convert(module, kept, take_half=True)
         self._buffers.convert(module, kept)
-        self._handles += cast_at_borders(outermost(islands), HALF_DTYPES[self.half])
-        self._clamp(module)
+        self._handles += cast_at_borders(outermost(islands), self.half_dtype)
+        self.inf_clamp.attach(module)
         return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare optimizers, and give all ranks the same residuals."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._masters.broadcast()
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def _reduce(self, model: DistributedDataParallel) -> None:
+        if self.reduce_dtype == "fp32":
+            average_in_fp32(model)
+
+    @override
+    def _attach(self, optimizer: Optimizer) -> None:
+        super()._attach(optimizer)
+        self._masters.attach(optimizer)
+
+    @override
+    def _safe_halves(self) -> set[Tensor]:
+        return set(self._masters.parameters())
+
+    _steps_in_place = False
+
+    @override
+    @contextlib.contextmanager
+    def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
+        with super()._step_of(optimizer), self._masters.standing_in(optimizer):
+            self._masters.take_gradients(optimizer)
+            yield
+            self._masters.write_back(optimizer)
 
     @override
     def teardown(self) -> None:
         """Hand back an fp32 model."""
         super().teardown()
+        self._masters.release()
         self._buffers.release()
 
     @override
     def convert_input(self, data: Any) -> Any:
         """Cast the floating-point tensors of a batch to half."""
-        return cast_floats(data, HALF_DTYPES[self.half])
+        return cast_floats(data, self.half_dtype)
 
     @override
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Make half the dtype of new tensors, as `precision="16-true"` does."""
-        with _default_dtype(HALF_DTYPES[self.half]):
+        with _default_dtype(self.half_dtype):
             yield
 
     @override
@@ -149,7 +187,7 @@ class PureFP16(MasterPrecision):
         **kwargs: Any,
     ) -> None:
         """Run the backward; forwards that it repeats, as in checkpointing, make halves too."""
-        with _default_dtype(HALF_DTYPES[self.half]):
+        with _default_dtype(self.half_dtype):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override

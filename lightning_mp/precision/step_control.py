@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import Tensor
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["HeldSchedule", "ReadyGradients", "hold_global_step", "hold_schedules"]
+__all__ = ["HeldSchedule", "hold_global_step", "hold_schedules"]
 
 
 class HeldSchedule(LRSchedulerConfig):
@@ -60,41 +59,3 @@ def hold_global_step(model: "pl.LightningModule") -> None:
         progress = loop.manual_optimization.optim_step_progress
     progress.total.completed -= 1
     progress.current.completed -= 1
-
-
-class ReadyGradients:
-    """Unscaled fp32 gradients that wait for their step, after clipping in manual optimization.
-
-    Args:
-        sources: The parameters at rest, with the scaled gradients that these were made from.
-        gradients: The unscaled gradients, `None` where a parameter has none.
-        found_inf: What unscaling found, 1 for a value that is not finite.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        found_inf: Tensor | None,
-    ) -> None:
-        self.gradients = list(gradients)
-        self.found_inf = found_inf
-        self._sources = [(p, p.grad, _version(p.grad)) for p in sources]
-
-    def check_fresh(self) -> None:
-        """Refuse gradients that were changed since.
-
-        Raises:
-            RuntimeError: There was a backward or `zero_grad` between clipping and the step.
-        """
-        for parameter, gradient, version in self._sources:
-            if parameter.grad is not gradient or _version(parameter.grad) != version:
-                raise RuntimeError(
-                    "Gradients changed between `self.clip_gradients(optimizer)` and "
-                    "`optimizer.step()`, and would go unclipped. Clip right before the step, "
-                    "after the last backward."
-                )
-
-
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import BalancedAMP, PureFP16
-from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from tests.callbacks.non_finite_models import WIDTH, Model, data, fit, locate, mixed
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")

@@ -8,23 +8,25 @@ import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LearningRateMonitor,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig
-from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
 
 plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 
 
-def fp16(plugin_type: type[MasterPrecision]) -> MasterPrecision:
+def fp16(plugin_type: type[ScaledPrecision]) -> ScaledPrecision:
     return plugin_type(loss_scale=2.0**10)
 
 
@@ -175,6 +177,24 @@ def test_a_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_a_whole_compiled_module_stays_one_graph(half: Any) -> None:
+    class Plain(Regression):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.loss(batch)
+
+    reference, model = Plain(), Plain()
+    start = parameters_of(reference)
+    fit(reference, None, loader(6))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    fit(torch.compile(model, backend="aot_eager"), BalancedAMP(half=half), loader(6))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch.compiler.reset()
+    assert relative(model, reference, start) < (2**-7 if half == "fp16" else 2**-4)
+
+
 @plugins
 def test_optimizer_state_is_fp32_in_every_entry(plugin_type: Any) -> None:
     model = Regression(make_optimizer=lambda p: AdamW(p, lr=0.01, amsgrad=True))
@@ -182,3 +202,58 @@ def test_optimizer_state_is_fp32_in_every_entry(plugin_type: Any) -> None:
     states = trainer.optimizers[0].state_dict()["state"].values()
     assert len(states) == 6
     assert {v.dtype for state in states for v in state.values()} == {torch.float32}
+
+
+@plugins
+def test_the_learning_rate_finder_tries_rates_and_puts_the_weights_back(
+    plugin_type: Any, tmp_path: Path
+) -> None:
+    class Rated(Regression):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Optimizer:
+            return SGD(self.parameters(), lr=self.lr)
+
+    found = []
+    for plugin in (None, fp16(plugin_type)):
+        model = Rated()
+        start = parameters_of(model)
+        trainer = make_trainer(plugin, default_root_dir=tmp_path, max_epochs=1)
+        finder = Tuner(trainer).lr_find(model, loader(40), num_training=30, min_lr=1e-4)
+        # A half and its residual hold 22 bits of an fp32 weight.
+        torch.testing.assert_close(parameters_of(model), start, rtol=2**-21, atol=1e-9)
+        found.append([loss for loss in finder.results["loss"][:20]])
+        trainer.fit(model, loader(2))
+        assert not torch.equal(parameters_of(model), start)
+    assert found[1] == pytest.approx(found[0], rel=2**-6)
+
+
+@plugins
+def test_the_batch_size_finder_leaves_a_model_that_trains(plugin_type: Any, tmp_path: Path) -> None:
+    class Sized(Regression):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return loader(8, self.batch_size)
+
+        val_dataloader = train_dataloader
+
+    model = Sized()
+    start = parameters_of(model)
+    trainer = make_trainer(fp16(plugin_type), default_root_dir=tmp_path, max_epochs=1)
+    Tuner(trainer).scale_batch_size(model, max_trials=3, init_val=2)
+    assert model.batch_size == 8
+    torch.testing.assert_close(parameters_of(model), start, rtol=2**-21, atol=1e-9)
+    trainer.fit(model)
+    assert not torch.equal(parameters_of(model), start)
+
+
+@plugins
+def test_an_accumulation_schedule_equals_fp32(plugin_type: Any) -> None:
+    reference, model = Regression(), Regression()
+    start = parameters_of(model)
+    for each, plugin in ((reference, None), (model, fp16(plugin_type))):
+        schedule = GradientAccumulationScheduler({0: 1, 1: 4})
+        trainer = fit(each, plugin, loader(8), max_epochs=2, callbacks=[schedule])
+        assert trainer.global_step == 10
+    assert relative(model, reference, start) < 2**-7

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 from torch.optim import Adam, AdamW
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig
-from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp16 O2": {},
@@ -64,28 +65,36 @@ def test_six_steps_equal_three_and_three_resumed_bit_for_bit(
     assert {t.dtype for t in checkpoint["state_dict"].values()} == {torch.float32}
 
 
-class _SavesAtTheEnd(Regression):
-    """Saves while the working weights are half, not after they were handed back."""
+def test_the_state_dict_in_training_is_that_of_a_plain_module(tmp_path: Path) -> None:
+    """Aliased, tied weights once, and writes to it reach the model."""
 
-    path: Path
+    class Looks(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            super().on_train_batch_end()
+            state = self.state_dict()
+            own = dict(self.named_parameters())
+            assert all(state[name].data_ptr() == p.data_ptr() for name, p in own.items())
+            assert {value.dtype for value in state.values()} == {torch.float32}
+            self.trainer.save_checkpoint(tmp_path / "run.ckpt")
+            state["network.3.bias"].fill_(5.0)
 
-    def on_train_epoch_end(self) -> None:
-        self.halves = {p.dtype for p in self.parameters()}
-        self.trainer.save_checkpoint(self.path)
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self.losses:
+                assert self.network[3].bias.item() == 5.0
 
+    def tied() -> nn.Module:
+        network = perceptron()
+        network.shared = network[0].weight
+        return network
 
-def test_a_checkpoint_in_training_holds_the_masters_for_a_plain_module(tmp_path: Path) -> None:
-    model = _SavesAtTheEnd()
-    model.path = tmp_path / "run.ckpt"
-    fit(model, BalancedAMP(), loader(5))
-    assert model.halves == {torch.float16, torch.float32}
-    plain = Regression(seed=1)
-    state = torch.load(model.path, weights_only=False)["state_dict"]
-    plain.load_state_dict(state)
-    assert {t.dtype for t in state.values()} == {torch.float32}
-    assert torch.equal(parameters_of(plain), parameters_of(model))
-    weight = state["network.0.weight"]
-    assert not torch.equal(weight, weight.half().float())  # more bits than the working weights
+    model = Looks(tied)
+    fit(model, BalancedAMP(), loader(3))
+    stored = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
+    shared, weight = stored["network.shared"], stored["network.0.weight"]
+    assert shared.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    plain = Regression(tied, seed=1)
+    plain.load_state_dict(stored)
+    assert not torch.equal(weight, weight.half().float())  # more bits than the working copies
 
 
 @pytest.mark.parametrize("source", ["fp32", "16-mixed"])
@@ -124,7 +133,7 @@ def test_runs_of_fp32_and_16_mixed_go_on_under_balanced_amp_and_back(
 
 
 def _record_start(model: Regression, plugin: BalancedAMP) -> list[Any]:
-    """Return a list that holds the masters and the loss scale once training starts."""
+    """Return a list that holds the weights and the loss scale once training starts."""
     began: list[Any] = []
 
     def record(*_: Any) -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.strategies import InfCLStrategy
 from tests.precision.models import Regression, fit, gradients_of, loader, parameters_of
 from tests.processes import run_ranks
@@ -67,7 +67,7 @@ def test_ddp_equals_one_process_with_the_whole_batch_and_ranks_agree_bit_for_bit
         assert torch.equal(first[reduce_dtype], second[reduce_dtype])
         error = (first[reduce_dtype] - expected).norm() / (expected - start).norm()
         assert error < 2**-8, reduce_dtype
-    assert not torch.equal(first["fp32"], first["fp32"].half().double())  # these are masters
+    assert not torch.equal(first["fp32"], first["fp32"].half().double())  # fp32 takes more bits
 
 
 class _SmallestGradient(Regression):
@@ -112,6 +112,27 @@ def test_ddp_ranks_skip_together_where_one_overflows() -> None:
     assert first[2] == second[2] == 1
     assert torch.equal(first[1], second[1])
     assert torch.isfinite(first[1]).all()
+
+
+def _train_with_zero(rank: int) -> list[Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
+
+    ends = []
+    for plugin in (None, BalancedAMP(loss_scale=2.0**10)):
+        model = Regression(
+            make_optimizer=lambda p: ZeroRedundancyOptimizer(p, AdamW, lr=0.01, eps=1e-3)
+        )
+        fit_on_ranks(model, plugin, batches(rank))
+        ends.append(parameters_of(model))
+    return ends
+
+
+def test_an_optimizer_that_shards_its_states_over_ranks_learns_as_in_fp32() -> None:
+    """Torch's ZeroRedundancyOptimizer broadcasts what each rank has stepped into `p.data`."""
+    first, second = run_ranks(_train_with_zero, RANKS)
+    assert torch.equal(first[1], second[1])
+    start = parameters_of(Regression())
+    assert (first[1] - first[0]).norm() < 2**-7 * (first[0] - start).norm()
 
 
 # --- InfCLStrategy -------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Adam
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig
-from lightning_mp.precision.master_precision import MasterPrecision
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 from tests.precision.models import Regression, fit, loader, parameters_of
 
 BAD = (2, 3)
@@ -24,7 +24,7 @@ def adam(parameters: Any) -> Adam:
     return Adam(parameters, lr=0.01)
 
 
-def make_plugin(weights: str = "half") -> MasterPrecision:
+def make_plugin(weights: str = "half") -> ScaledPrecision:
     """Return PureFP16 for "pure" weights, else BalancedAMP."""
     config = LossScaleConfig(init_scale=2.0**10)
     if weights == "pure":

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_mp.precision.fsdp import FSDPBalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from tests.precision.models import (
     Block,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.precision.loss_scaler import LossScaleConfig, LossScaler, all_reduce_found_inf
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
 from tests.processes import run_ranks
 
 # torch has neither floor nor ceiling; these are out of reach.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
-from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import Regression, Transformer, fit, loader, parameters_of, sequences
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from lightning_mp.precision.loss_scaler import LossScaleConfig
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from lightning_mp.strategies import InfCLStrategy
 from tests.precision.models import Regression, fit, loader, parameters_of

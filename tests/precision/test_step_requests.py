@@ -15,6 +15,7 @@ PLUGINS = {
     "fp16 O2": lambda: BalancedAMP(loss_scale=LOW),
     "fp16 O1": lambda: BalancedAMP(weights="full", loss_scale=LOW),
     "bf16 O2": lambda: BalancedAMP(half="bf16"),
+    "bf16 O1": lambda: BalancedAMP(half="bf16", weights="full"),
     "PureFP16": lambda: PureFP16(loss_scale=LOW),
 }
 plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
@@ -28,7 +29,6 @@ class Skip(Callback):
         self.calls = 0
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        assert trainer.precision_plugin.can_skip
         trainer.precision_plugin.request_skip(torch.tensor(self.calls == self.step))
         self.calls += 1
 
@@ -58,10 +58,6 @@ def test_a_step_that_overflows_and_is_unwanted_counts_as_overflow() -> None:
     assert trainer.global_step == 4
 
 
-def test_plain_bf16_cannot_skip() -> None:
-    assert not BalancedAMP(half="bf16", weights="full").can_skip
-
-
 class _StepsByHand(Regression):
     """Steps the optimizer itself, past Lightning and the plugin."""
 
@@ -75,14 +71,33 @@ class _StepsByHand(Regression):
         optimizer.step()
 
 
-@plugins
-def test_stepping_past_the_plugin_is_refused(make_plugin: Any) -> None:
+@pytest.mark.parametrize("name", ["fp16 O2", "fp16 O1", "PureFP16"])
+def test_stepping_past_the_plugin_is_refused_where_gradients_are_scaled(name: str) -> None:
     model = _StepsByHand()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called past"):
-        fit(model, make_plugin(), loader(2))
+        fit(model, PLUGINS[name](), loader(2))
     after = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     torch.testing.assert_close(after, weights, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_past_the_plugin_without_a_scale_is_seen_by_the_next_forward(fused: bool) -> None:
+    """As of a GAN: two forwards in one training step, with a step in between."""
+
+    class Twice(_StepsByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.zero_grad()
+            self.after = self.loss(batch)
+
+    models = []
+    for plugin in (None, BalancedAMP(half="bf16")):
+        model = Twice()
+        model.make_optimizer = lambda p: SGD(p, 0.1, fused=fused)
+        fit(model, plugin, loader(2))
+        models.append(model.after.item())
+    assert models[1] == pytest.approx(models[0], rel=2**-6)
 
 
 def test_after_training_the_optimizer_steps_freely() -> None:

@@ -1,0 +1,79 @@
+"""Which gradients are unscaled at the moment; each is unscaled once."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.precision.loss_scaler import LossScaler
+
+__all__ = ["UnscaledGradients"]
+
+
+class UnscaledGradients:
+    """Unscales gradients in place and in fp32, and scales them again for a further backward.
+
+    A backward adds scaled gradients, a step wants them unscaled, and in between a user may clip,
+    edit or keep them. Those that were unscaled stay so until the next backward: what is still
+    there by then is scaled first, so that both add up to what they would without a loss scale.
+
+    Args:
+        scaler: What scales losses; `None` for no loss scale, where gradients are only widened.
+    """
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        self._scaler = scaler
+        self._parameters: set[Tensor] = set()
+
+    def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
+        """Widen and unscale the gradients of parameters, those that are not yet.
+
+        Args:
+            parameters: Those of an optimizer.
+            device: Where the result goes.
+
+        Returns:
+            1 if a gradient is NaN or inf, also one that was unscaled before, else 0: fp32, of
+            shape []. `None` without loss scale.
+        """
+        parameters = list(parameters)
+        fresh = [p for p in parameters if p not in self._parameters]
+        before = [p for p in parameters if p in self._parameters]
+        for p in fresh:
+            if p.grad is not None and p.grad.dtype in HALF_DTYPES:
+                p.grad = p.grad.float()
+        self._parameters.update(fresh)
+        if self._scaler is None:
+            return None
+        found_inf = self._scaler.unscale_(_gradients(fresh), device=device)
+        if _gradients(before):  # they may have been changed since
+            bad = self._scaler.find_inf(_gradients(before), device=device)
+            found_inf = torch.maximum(found_inf, bad)
+        return found_inf
+
+    def scale_again(self) -> None:
+        """Scale what was unscaled and is still there; call it before every backward."""
+        gradients = _gradients(self._parameters)
+        if self._scaler is not None and gradients:
+            torch._foreach_mul_(gradients, self._scaler.scale)
+        self._parameters.clear()
+
+    def follow(self, ratio: float, parameters: Iterable[Tensor]) -> None:
+        """Move scaled gradients that wait for a later step to a new scale.
+
+        Args:
+            ratio: New scale / old scale.
+            parameters: Those of all optimizers.
+        """
+        gradients = _gradients(set(parameters) - self._parameters)
+        if ratio != 1 and gradients:
+            torch._foreach_mul_(gradients, ratio)
+
+    def clear(self) -> None:
+        """Forget the parameters."""
+        self._parameters.clear()
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]

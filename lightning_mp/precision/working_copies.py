@@ -1,0 +1,327 @@
+"""Half working copies of fp32 weights, in their place only while a module computes.
+
+At rest a model is the user's: the same fp32 `Parameter` objects, with fp32 gradients. Around the
+forward of each module, the entries of its `_parameters` are the outputs of an autograd node whose
+value is a persistent half copy; the engine casts the gradient that comes back into `p.grad`. What
+optimizers, DDP, clipping, weight averages, deep copies and checkpoints see is a plain fp32 model.
+"""
+
+import contextlib
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+
+__all__ = ["WorkingCopies"]
+
+# They compute with lists of their weights, not with their entries, and autocast casts those; or
+# make weights out of others, where half would round twice.
+_READS_ELSEWHERE = (nn.RNNBase, ParametrizationList, torch.jit.ScriptModule)
+
+
+class _Use(torch.autograd.Function):
+    """Hands out the copies of parameters, and hands their gradients to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        copies = tensors[len(tensors) // 2 :]  # the first half are their parameters
+        # They share memory and version counter, so that writes and stale graphs show.
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The engine casts them to the dtype of the parameters.
+        return (*gradients, *(None for _ in gradients))
+
+
+class _Copy:
+    """The half copy of one parameter, and what the parameter was when it was made."""
+
+    def __init__(self, parameter: nn.Parameter, half: torch.dtype, forget: Any) -> None:
+        self.owner = weakref.ref(parameter, forget)
+        self.half = torch.empty_like(parameter, dtype=half, requires_grad=False)
+        self.stamp: tuple[int, int] | None = None
+
+    def fits(self, parameter: nn.Parameter) -> bool:
+        return self.half.shape == parameter.shape and self.half.device == parameter.device
+
+
+class _Swapped(NamedTuple):
+    """An entry of a module's `_parameters` while the module computes."""
+
+    owner: nn.Module
+    name: str
+    parameter: nn.Parameter
+    stand_in: Tensor
+    version: int
+
+
+class WorkingCopies:
+    """Keeps a half copy of each weight, and lets modules compute with it under autocast.
+
+    A copy is made when its module first computes, and brought up to date by `refresh`: all at the
+    start of a step, an optimizer's after it has stepped. In between, version counters tell of
+    writes; they see neither writes to `p.data` nor fused optimizers, which is why they are not
+    enough. Outside of autocast modules compute with their own fp32 weights.
+
+    What reads a weight outside of the forward of the module that owns it sees fp32: functional use,
+    the output projection of `nn.MultiheadAttention`, the weights of recurrent layers, parameters
+    without dimensions such as a logit scale. Autocast casts it where an op wants half.
+
+    A write into a weight by its module's forward, such as clamping or a codebook, goes through to
+    the parameter; a module that writes past autograd's version counter (`weight.data.clamp_()`) is
+    found by a comparison at steps 1, 2, 4, 8, ..., and computes with its own weights from then on.
+
+    Args:
+        half: `torch.float16` or `torch.bfloat16`.
+    """
+
+    def __init__(self, half: torch.dtype) -> None:
+        self.half = half
+        self._copies: dict[int, _Copy] = {}
+        self._replaced: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
+        self._compiled: dict[nn.Module, Any] = {}
+        self._kept: set[nn.Module] = set()
+        self._refreshes = 0
+        self._is_attached = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
+        return self  # a copy of the model, such as a teacher, computes with copies too
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
+        """Let the modules of a model compute with half copies, until `release`.
+
+        Args:
+            root: The model.
+            keep: Modules that compute with their own weights.
+        """
+        self._kept = set(keep)
+        self._is_attached = True
+        if any(_is_compiled(module) for module in root.modules()):
+            # Dynamo looks for `.grad` in all that it is given, of which torch warns.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that")
+        for module in root.modules():
+            if isinstance(module, OptimizedModule):
+                self._replace_forward(module, self._whole)
+            elif not self._is_left_alone(module):
+                self._replace_forward(module, self._own)
+            if module._compiled_call_impl is not None:
+                self._compiled[module] = module._compiled_call_impl
+                call = functools.partial(self._whole, module, module._compiled_call_impl)
+                module._compiled_call_impl = call
+
+    def release(self) -> None:
+        """Give the modules their own `forward` back, and forget the copies."""
+        self._is_attached = False
+        for module, (ours, original) in self._replaced.items():
+            if getattr(module.__dict__.get("forward"), "__func__", None) is not ours:
+                continue  # somebody has wrapped it since; what it wraps does nothing any more
+            del module.__dict__["forward"]
+            if original is not None:
+                module.__dict__["forward"] = original
+        for module, call in self._compiled.items():
+            module._compiled_call_impl = call
+        self._replaced.clear()
+        self._compiled.clear()
+        self._copies.clear()
+        self._kept.clear()
+
+    def bytes_held(self) -> int:
+        """Return the bytes of all copies."""
+        return sum(each.half.nbytes for each in self._copies.values())
+
+    def _is_left_alone(self, module: nn.Module) -> bool:
+        owns = any(p is not None for p in module._parameters.values())
+        return module in self._kept or isinstance(module, _READS_ELSEWHERE) or not owns
+
+    def _replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Replace `forward` on the instance.
+
+        Not by hooks: those of the user then see the model at rest, and whatever calls `forward`
+        itself is served too. A method is bound anew when its module is copied.
+        """
+        original = module.__dict__.get("forward")
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # copies are put in at the boundary of compiled code
+                if original is None:
+                    return type(module).forward(module, *args, **kwargs)
+                return original(*args, **kwargs)
+            call = original or types.MethodType(type(module).forward, module)
+            return run(module, call, *args, **kwargs)
+
+        forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]  # its signature
+        module.__dict__["forward"] = types.MethodType(forward, module)
+        self._replaced[module] = (forward, original)
+
+    # --- while a module computes -----------------------------------------------------------------
+
+    def _own(
+        self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        swapped = self._swap([module])  # no context manager: this runs for every layer
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._put_back(swapped)
+
+    def _whole(
+        self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run compiled code, in which no forward of a submodule is ours to replace."""
+        with self.in_place(*module.modules()):
+            return call(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def in_place(self, *modules: nn.Module) -> Iterator[None]:
+        """Put copies into the `_parameters` of modules, where autocast is on."""
+        swapped = self._swap(modules)
+        try:
+            yield
+        finally:
+            self._put_back(swapped)
+
+    def _swap(self, modules: Iterable[nn.Module]) -> list[_Swapped]:
+        # Under functorch's transforms, as with a stand-in that no copy is for, autocast casts.
+        if not self._is_attached or torch._C._are_functorch_transforms_active():
+            return []
+        with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
+            entries = [entry for module in modules for entry in self._entries(module)]
+            stand_ins = {p: self._up_to_date(module, p) for module, _, p in entries}
+            if torch.is_grad_enabled():  # one node for all, tied weights once
+                trained = [p for p in stand_ins if p.requires_grad]
+                uses = _Use.apply(*trained, *(stand_ins[p] for p in trained)) if trained else ()
+                stand_ins.update(zip(trained, uses, strict=True))
+            for module, name, parameter in entries:
+                module._parameters[name] = stand_ins[parameter]  # type: ignore[assignment]
+            return [_Swapped(*entry, s := stand_ins[entry[2]], s._version) for entry in entries]
+
+    def _entries(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Yield what is to be replaced: fp32 weights, where autocast is on."""
+        if self._is_left_alone(module):
+            return
+        for name, p in module._parameters.items():
+            # Entries that stand for something else, as in `torch.func.functional_call`, stay.
+            if not isinstance(p, nn.Parameter) or is_lazy(p):
+                continue
+            if p.dtype != torch.float32 or p.dim() == 0:
+                continue
+            if torch.is_autocast_enabled(p.device.type):
+                yield module, name, p
+
+    def _up_to_date(self, module: nn.Module, parameter: nn.Parameter) -> Tensor:
+        copy = self.copy_of(parameter)
+        if self._is_probing(module) and _differs(parameter, copy):
+            self.refresh([parameter])  # else a write to `p.data` looked like one to the copy
+        return copy
+
+    def _put_back(self, swapped: list[_Swapped]) -> None:
+        for each in swapped:  # all of them first: what follows may warn, and so raise
+            if each.owner._parameters.get(each.name) is each.stand_in:
+                each.owner._parameters[each.name] = each.parameter
+        with torch._C.DisableTorchFunction():
+            for each in swapped:
+                if each.owner._parameters.get(each.name) is each.parameter:
+                    self._look_for_writes(each)
+
+    def _look_for_writes(self, swapped: _Swapped) -> None:
+        """Take over what a forward has written into its weights, if that can be seen."""
+        module, name, parameter, stand_in, version = swapped
+        memory = self._copies[id(parameter)].half.data_ptr()
+        if stand_in._version != version or stand_in.data_ptr() != memory:
+            self._take_write(parameter, stand_in)
+        elif self._is_probing(module) and _differs(parameter, stand_in):
+            self._take_write(parameter, stand_in)
+            self._keep(module, name)
+
+    # --- the copies ------------------------------------------------------------------------------
+
+    def copy_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the half copy of a parameter, up to date as far as version counters tell."""
+        copy = self._copies.get(id(parameter))
+        stamp = _stamp(parameter)
+        if copy is not None and copy.stamp == stamp:
+            return copy.half
+        # Copies that are made while validating must serve training too.
+        with torch.inference_mode(False), torch.no_grad():
+            if copy is None or not copy.fits(parameter):
+                key = id(parameter)
+                copy = _Copy(parameter, self.half, lambda _: self._copies.pop(key, None))
+                self._copies[key] = copy
+            copy.half.copy_(parameter)
+            copy.stamp = stamp
+        return copy.half
+
+    def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Bring copies up to date, whatever has been written: one multi-tensor copy.
+
+        Args:
+            parameters: Those of which the copies are meant; `None` for all. A copy that nothing
+                has changed must not be written while a graph holds it.
+        """
+        if parameters is None:
+            copies = list(self._copies.values())
+            self._refreshes += 1
+        else:
+            found = (self._copies.get(id(p)) for p in parameters)
+            copies = [copy for copy in found if copy is not None]
+        pairs = [(copy, copy.owner()) for copy in copies]
+        fitting = [(copy, p) for copy, p in pairs if p is not None and copy.fits(p)]
+        if fitting:
+            with torch.inference_mode(False), torch.no_grad():
+                torch._foreach_copy_([c.half for c, _ in fitting], [p.detach() for _, p in fitting])
+        for copy, parameter in fitting:
+            copy.stamp = _stamp(parameter)
+
+    # --- writes into the copies ------------------------------------------------------------------
+
+    def _is_probing(self, module: nn.Module) -> bool:
+        is_power_of_two = self._refreshes & (self._refreshes - 1) == 0
+        return module.training and is_power_of_two
+
+    @torch.no_grad()
+    def _take_write(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
+        """Take over what a forward has written into its weight, and no other element's rounding."""
+        written = stand_in.detach()
+        is_same = written == parameter.to(self.half)
+        parameter.copy_(torch.where(is_same, parameter, written.to(parameter.dtype)))
+        copy = self._copies[id(parameter)]
+        if written.data_ptr() != copy.half.data_ptr():
+            copy.half.copy_(written)
+        copy.stamp = _stamp(parameter)
+
+    def _keep(self, module: nn.Module, name: str) -> None:
+        self._kept.add(module)
+        rank_zero_warn(
+            f"The forward of a {type(module).__name__} writes to its parameter {name!r} past "
+            "autograd (`.data`). The write has been taken over, and the module computes with its "
+            "own fp32 weights from now on, cast at every use. Write under `torch.no_grad()`, or "
+            f"name it in `fp32_modules`, such as `fp32_modules=['norm', '{type(module).__name__}']`"
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    is_whole = getattr(module, "_compiler_ctx", None) is not None  # a LightningModule
+    return is_whole or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _differs(parameter: nn.Parameter, copy: Tensor) -> bool:
+    # By bits, as NaN is not equal to itself.
+    rounded = parameter.detach().to(copy.dtype).view(torch.int16)
+    return not torch.equal(rounded, copy.detach().view(torch.int16))
+
+
+def _stamp(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()

@@ -1,0 +1,281 @@
+"""What people write against a plain Lightning module, under BalancedAMP as in fp32."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
+
+PLUGINS: dict[str, Callable[[], BalancedAMP]] = {
+    "fp16": lambda: BalancedAMP(loss_scale=2.0**10),
+    "bf16": lambda: BalancedAMP(half="bf16"),
+}
+plugins = pytest.mark.parametrize("make_plugin", PLUGINS.values(), ids=PLUGINS)
+# Each of the steps below adds gradients that were rounded to half a few times in a row.
+ERROR = {"fp16": 2**-7, "bf16": 2**-4}
+
+
+def errors(
+    make: Callable[[], Regression], plugin: BalancedAMP, of: Callable[[Any], Tensor], **options: Any
+) -> float:
+    """Return how far something ends from where it ends in fp32, of the way it has come."""
+    start, ends = of(make()), []
+    for each in (None, plugin):
+        model = make()
+        fit(model, each, loader(8), **options)
+        ends.append(of(model))
+    return ((ends[1] - ends[0]).norm() / (ends[0] - start).norm()).item()
+
+
+@plugins
+def test_a_user_who_clips_and_freezes_by_hand_does_so(make_plugin: Any) -> None:
+    class ByHand(Regression):
+        def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+            self.norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+            assert self.norm < 100
+
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            for p in self.network[3].parameters():  # as DINO freezes its last layer
+                p.grad = None
+
+    plugin = make_plugin()
+    assert errors(ByHand, plugin, parameters_of) < 2 * ERROR[plugin.half]
+    model = ByHand()
+    start = model.network[3].weight.clone()
+    fit(model, make_plugin(), loader(2))
+    assert torch.equal(model.network[3].weight, start)
+
+
+@plugins
+def test_an_average_that_is_swapped_in_at_validation_keeps_its_bits(make_plugin: Any) -> None:
+    """Lightning's callback writes it into the weights, and half weights rounded it."""
+    plugin, ends = make_plugin(), []
+    start = parameters_of(Regression())
+    for each in (None, plugin):
+        model = Regression()
+        callback = EMAWeightAveraging(decay=0.9)
+        trainer = make_trainer(each, max_epochs=3, callbacks=[callback])
+        trainer.fit(model, loader(4), loader(1, seed=9))
+        ends.append(torch.cat([p.double().flatten() for p in callback._average_model.parameters()]))
+    error = (ends[1] - ends[0]).norm() / (ends[0] - start).norm()
+    assert error < ERROR[plugin.half]
+
+
+class Taught(Regression):
+    """Has a teacher that follows it, as in BYOL and MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__(make_optimizer=lambda _: SGD(self.network.parameters(), lr=0.1))
+        self.teacher = copy.deepcopy(self.network).requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            aim = self.teacher(batch[0]).float()
+        return super().loss(batch) + (self.network(batch[0]).float() - aim).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for teacher, p in zip(self.teacher.parameters(), self.network.parameters(), strict=True):
+            teacher.data = teacher.data * 0.999 + p.data * 0.001
+
+
+@plugins
+def test_a_teacher_at_0_999_follows_all_the_way(make_plugin: Any) -> None:
+    plugin = make_plugin()
+    assert errors(Taught, plugin, lambda m: parameters_of(m.teacher)) < 2 * ERROR[plugin.half]
+
+
+class Decays(pl.Callback):
+    """Takes 2e-4 of every weight a step: less than half a step of bf16."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for p in pl_module.parameters():
+            p.data.mul_(1 - 2e-4)
+
+
+@plugins
+def test_a_callback_that_decays_weights_takes_effect(make_plugin: Any) -> None:
+    plugin = make_plugin()
+
+    def make() -> Regression:
+        return Regression(make_optimizer=lambda p: SGD(p, lr=1e-7))
+
+    error = errors(make, plugin, parameters_of, callbacks=[Decays()])
+    assert error < 2**-10  # no product of half is part of it
+
+
+class Lookahead(Optimizer):
+    """Goes back half of every second step of another optimizer (arXiv:1907.08610)."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {"lr": 0.01})
+        self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p, 0.5)
+                p.data.copy_(slow)
+        return result
+
+
+@plugins
+def test_an_optimizer_inside_of_another_keeps_its_state(make_plugin: Any) -> None:
+    plugin = make_plugin()
+
+    def make() -> Regression:
+        return Regression(make_optimizer=lambda p: Lookahead(Adam(list(p), lr=0.01, eps=1e-3)))
+
+    assert errors(make, plugin, parameters_of) < 4 * ERROR[plugin.half]
+    model = make()
+    trainer = fit(model, make_plugin(), loader(5))
+    states = trainer.optimizers[0].inner.state
+    assert set(states) == set(model.parameters())
+    assert {int(state["step"]) for state in states.values()} == {5}
+
+
+class ScheduleFree(Optimizer):
+    """Steps one point, averages another, and takes gradients in between (arXiv:2405.15682)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            z = state.setdefault("z", p.detach().clone())
+            x = state.setdefault("x", p.detach().clone())
+            k = state["k"] = state.get("k", 0) + 1
+            z.add_(p.grad, alpha=-self.defaults["lr"])
+            x.lerp_(z, 1 / k)
+            p.copy_(0.9 * x + 0.1 * z)
+        return result
+
+
+@plugins
+def test_an_optimizer_that_rewrites_weights_from_its_state_learns_as_in_fp32(
+    make_plugin: Any,
+) -> None:
+    plugin = make_plugin()
+    error = errors(lambda: Regression(make_optimizer=ScheduleFree), plugin, parameters_of)
+    assert error < ERROR[plugin.half]
+
+
+@plugins
+def test_a_thousand_micro_batches_add_up_in_fp32(make_plugin: Any) -> None:
+    """In bf16 a sum stands still once it is 256 times its next term."""
+    count, plugin = 1024, make_plugin()
+    norms = []
+    for each in (None, plugin):
+        model = Regression()
+        fit(model, each, loader(count, 1), accumulate_grad_batches=count)
+        norms.append(model.gradient_norms[0])
+    assert norms[1] == pytest.approx(norms[0], rel=ERROR[plugin.half] / 8)
+
+
+@plugins
+def test_a_logit_scale_is_not_rounded(make_plugin: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.logit_scale = perceptron(), nn.Parameter(torch.tensor(4.605170))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.logit_scale.exp()
+            return self.network(x) * self.seen
+
+    model = Regression(Scaled, lambda p: SGD(p, lr=0.0))
+    fit(model, make_plugin(), loader(1))
+    assert model.network.seen.item() == pytest.approx(100, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@plugins
+def test_bytes_per_parameter_are_those_of_the_docstring(make_plugin: Any, kind: str) -> None:
+    """Counted at rest, right after a step, for a layer of which all else is negligible."""
+    layers = {"sgd": lambda p: SGD(p, lr=0.1), "adam": lambda p: AdamW(p, lr=1e-3)}
+    counted: list[float] = []
+
+    class Counts(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            plugin, optimizer = self.trainer.precision_plugin, self.optimizers().optimizer
+            own = list(self.parameters())
+            states = [v for s in optimizer.state.values() for v in s.values() if v.numel() > 1]
+            tensors = [*own, *(p.grad for p in own if p.grad is not None), *states]
+            total = sum(t.nbytes for t in tensors) + plugin._working.bytes_held()
+            counted.append(total / sum(p.numel() for p in own))
+
+    fit(Counts(lambda: nn.Linear(8, 1, bias=False), layers[kind]), make_plugin(), loader(1))
+    assert counted == [4 + 2 + 4 + (8 if kind == "adam" else 0)]
+    counted.clear()
+
+    def frozen() -> nn.Module:
+        network = nn.Sequential(nn.Linear(8, 256, bias=False), nn.Linear(256, 1, bias=False))
+        network[0].requires_grad_(False)
+        return network
+
+    fit(Counts(frozen, layers[kind]), make_plugin(), loader(1))
+    trained = 10 + (8 if kind == "adam" else 0)
+    assert counted == [pytest.approx((6 * 8 * 256 + trained * 256) / (9 * 256))]
+
+
+def test_gradients_of_zero_do_not_grow_the_scale() -> None:
+    """Frozen for 100 steps, a scale that grows every 5 would climb by 2^20, and fall back."""
+
+    class Waits(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * (batch_idx >= 60)
+
+    from lightning_mp.precision.loss_scale_config import LossScaleConfig
+
+    plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=256.0, growth_interval=5))
+    fit(Waits(), plugin, loader(60, 4))
+    assert plugin.scaler.get_scale() == 256.0
+    assert plugin.scaler.skipped_steps == 0
+    fit(Waits(), plugin, loader(66, 4))
+    assert plugin.scaler.get_scale() > 256.0
+
+
+def test_products_of_halves_are_added_up_in_fp32_while_training() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = (
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+    seen: list[Any] = []
+
+    class Looks(Regression):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(
+                (
+                    matmul.allow_fp16_reduced_precision_reduction,
+                    matmul.allow_bf16_reduced_precision_reduction,
+                )
+            )
+
+    plugin = BalancedAMP()
+    fit(Looks(), plugin, loader(1))
+    assert seen == [(False, False)]
+    assert before == (
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+    assert "products are added up in fp32" in plugin.policy.describe()

@@ -1,0 +1,494 @@
+"""Half copies stand in for weights while a module computes, and nowhere else."""
+
+import copy
+import gc
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.precision.op_policy import OpPolicy
+from lightning_mp.precision.working_copies import WorkingCopies
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+
+
+class Seen(nn.Linear):
+    """A layer that says what it computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.dtype
+        return super().forward(x)
+
+
+@pytest.fixture
+def attached() -> Iterator[Any]:
+    """Return a function that lets a module compute with copies, until the test ends."""
+    made: list[WorkingCopies] = []
+
+    def attach(module: nn.Module, half: torch.dtype = torch.float16, **kwargs: Any) -> Any:
+        made.append(WorkingCopies(half))
+        made[-1].attach(module, **kwargs)
+        return made[-1]
+
+    yield attach
+    for working in made:
+        working.release()
+
+
+def run(module: nn.Module, *args: Any, half: torch.dtype = torch.float16, **kwargs: Any) -> Any:
+    with OpPolicy().context("cpu", half):
+        return module(*args, **kwargs)
+
+
+def gradients(module: nn.Module, *args: Any, half: torch.dtype = torch.float16) -> list[Tensor]:
+    module.zero_grad()
+    loss = run(module, *args, half=half).float().square().mean()
+    with OpPolicy().recompute_context("cpu"):
+        loss.backward()
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def assert_close(values: list[Tensor], expected: list[Tensor], half: torch.dtype) -> None:
+    """Compare as a whole; each product rounds its inputs to `eps`, and a few follow each other."""
+    assert len(values) == len(expected)
+    one = torch.cat([v.double().flatten() for v in values])
+    other = torch.cat([v.double().flatten() for v in expected])
+    assert (one - other).norm() < 8 * torch.finfo(half).eps * other.norm()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+X = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+
+
+# --- what rests, and what computes ---------------------------------------------------------------
+
+
+@halves
+def test_gradients_are_fp32_and_those_of_fp32(half: torch.dtype, attached: Any) -> None:
+    module, plain = network(), network()
+    own = list(module.parameters())
+    attached(module, half, keep=[module[2]])
+    found = gradients(module, X, half=half)
+    plain(X).square().mean().backward()
+    assert {g.dtype for g in found} == {torch.float32}
+    assert all(p is q for p, q in zip(module.parameters(), own, strict=True))
+    assert_close(found, [p.grad for p in plain.parameters()], half)
+
+
+def test_outside_of_autocast_and_where_it_is_off_weights_are_fp32(attached: Any) -> None:
+    layer = Seen(6, 2)
+    attached(layer)
+    layer(X)
+    assert layer.seen == torch.float32
+    run(layer, X)
+    assert layer.seen == torch.float16
+    with torch.autocast("cpu", torch.float16), torch.autocast("cpu", enabled=False):
+        layer(X)
+    assert layer.seen == torch.float32
+
+
+def test_hooks_of_the_user_see_the_model_at_rest(attached: Any) -> None:
+    layer, seen = Seen(6, 2), []
+    attached(layer)
+    layer.register_forward_pre_hook(lambda m, _: seen.append(type(m.weight)))
+    layer.register_forward_hook(lambda m, *_: seen.append(type(m.weight)))
+    run(layer, X)
+    assert seen == [nn.Parameter, nn.Parameter]
+    assert layer.seen == torch.float16
+
+
+def test_release_leaves_no_trace(attached: Any) -> None:
+    module = network()
+    working = attached(module)
+    run(module, X)
+    working.release()
+    assert all("forward" not in each.__dict__ for each in module.modules())
+    assert working.bytes_held() == 0
+
+
+def test_an_exception_in_a_forward_puts_the_weights_back(attached: Any) -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ArithmeticError
+
+    module = nn.Sequential(nn.Linear(6, 6), Fails(6, 6))
+    own = dict(module.named_parameters())
+    attached(module)
+    with pytest.raises(ArithmeticError):
+        run(module, X)
+    assert all(p is own[name] for name, p in module.named_parameters())
+    assert len(own) == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_modules_have_the_gradients_of_others(
+    use_reentrant: bool, attached: Any
+) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(6, 6), network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=use_reentrant)
+
+    torch.manual_seed(2)
+    module = Checkpointed()
+    plain = nn.Sequential(copy.deepcopy(module.first), copy.deepcopy(module.inner))
+    attached(module)
+    attached(plain)
+    for one, other in zip(gradients(module, X), gradients(plain, X), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_shared_tied_and_reentrant_modules_add_up_their_gradients_in_fp32(attached: Any) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+            self.head.weight = self.embed.weight
+            self.shared, self.depth = nn.Linear(8, 8), 0
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if ids.is_floating_point():  # called from within
+                return self.shared(ids)
+            x = self.shared(self.embed(ids))
+            return self.head(self(x))
+
+    torch.manual_seed(3)
+    module = Twice()
+    plain = copy.deepcopy(module)
+    attached(module)
+    ids = torch.arange(22).view(2, 11) % 11
+    found = gradients(module, ids)
+    plain(ids).square().mean().backward()
+    assert len(found) == 3
+    assert_close(found, [p.grad for p in plain.parameters()], torch.float16)
+    assert module.head.weight is module.embed.weight
+
+
+def test_what_is_no_fp32_weight_is_left_alone(attached: Any) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+            self.wide = nn.Parameter(torch.randn(6, dtype=torch.float64))
+            self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+            self.count = nn.Parameter(torch.arange(6), requires_grad=False)
+            self.logit_scale = nn.Parameter(torch.tensor(100.3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = {name: p.dtype for name, p in self._parameters.items()}
+            y = (x @ self.weight).float() * self.count + self.wide.float() + self.phase.abs()
+            return y * self.logit_scale
+
+    module = Mixed()
+    dtypes = {name: p.dtype for name, p in module.named_parameters()}
+    attached(module, torch.bfloat16)
+    assert len(gradients(module, X, half=torch.bfloat16)) == 4
+    assert module.seen == {**dtypes, "weight": torch.bfloat16}
+    assert {name: p.dtype for name, p in module.named_parameters()} == dtypes
+
+
+def test_frozen_weights_cost_their_half_copy_and_no_node(attached: Any) -> None:
+    layer = nn.Linear(6, 4).requires_grad_(False)
+    working = attached(layer)
+    x = X.clone().requires_grad_()
+    output = run(layer, x)
+    assert working.bytes_held() == 2 * sum(p.numel() for p in layer.parameters())
+    output.float().sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is None
+
+
+# --- keeping up with the weights -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_is_seen_after_refresh_whatever_the_optimizer(fused: bool, attached: Any) -> None:
+    layer = nn.Linear(6, 4)
+    working = attached(layer)
+    optimizer = SGD(layer.parameters(), lr=0.5, fused=fused)
+    gradients(layer, X)
+    optimizer.step()
+    layer.bias.data.add_(1.0)  # version counters do not see this
+    working.refresh(layer.parameters())
+    torch.testing.assert_close(run(layer, X).float(), layer(X), rtol=2**-8, atol=2**-8)
+
+
+def test_writes_that_autograd_counts_are_seen_at_once(attached: Any) -> None:
+    layer = nn.Linear(6, 4)
+    attached(layer)
+    run(layer, X)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    layer.load_state_dict({"bias": torch.ones(4), "weight": layer.weight * 2}, assign=True)
+    torch.testing.assert_close(run(layer, X).float(), layer(X), rtol=2**-7, atol=2**-7)
+
+
+def test_a_step_on_one_network_leaves_the_graph_of_another_whole(attached: Any) -> None:
+    """As of a GAN: the generator's graph is older than the discriminator's step."""
+    generator, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+    working = attached(nn.ModuleList([generator, judge]))
+    optimizer = SGD(judge.parameters(), lr=0.1)
+    fake = run(generator, X)
+    run(judge, fake.detach()).float().mean().backward()
+    optimizer.step()
+    working.refresh(judge.parameters())
+    run(judge, fake).float().mean().backward()
+    assert generator.weight.grad.norm() > 0
+
+
+def test_a_graph_whose_weights_were_written_since_is_refused_as_without_copies(
+    attached: Any,
+) -> None:
+    module = network()
+    working = attached(module)
+    loss = run(module, X).float().square().mean()
+    working.refresh()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copies_made_in_inference_mode_serve_training(attached: Any) -> None:
+    module = network()
+    working = attached(module)
+    with torch.inference_mode():
+        run(module, X)
+        working.refresh()
+    assert len(gradients(module, X)) == 6
+
+
+# --- writes by a forward -------------------------------------------------------------------------
+
+
+class Clamps(nn.Linear):
+    """Clamps its weight whenever it computes, in one of three ways."""
+
+    way = "no_grad"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "data":
+            self.weight.data.clamp_(-0.1, 0.1)
+        elif self.way == "set data":
+            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        elif self.way == "parameter":
+            self.weight = nn.Parameter(self.weight.detach().float().clamp(-0.1, 0.1))
+        else:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "data", "set data", "parameter"])
+def test_a_write_by_the_forward_reaches_the_parameter(way: str, attached: Any) -> None:
+    torch.manual_seed(4)
+    layer = Clamps(6, 4)
+    layer.way = way
+    start = layer.weight.detach().clone()
+    working = attached(layer)
+    with pytest.warns(match="Clamps writes") if way == "data" else _nothing():
+        run(layer, X)
+    small = start.abs() <= 0.09
+    assert 0 < small.sum() < small.numel()
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.detach().abs().max() < 0.1001
+    if way != "parameter":
+        assert torch.equal(layer.weight[small], start[small])  # bits that half does not have
+    layer.weight.data.fill_(0.3)
+    for _ in range(3):
+        working.refresh()
+        run(layer, X)
+        assert layer.weight.detach().abs().max() < 0.1001
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_write_past_version_counters_from_outside_is_not_taken_for_one_by_the_forward(
+    attached: Any,
+) -> None:
+    layer = nn.Linear(6, 4)
+    attached(layer)
+    run(layer, X)
+    layer.weight.data.clamp_(-0.05, 0.05)
+    run(layer, X)
+    assert layer.weight.abs().max() <= 0.05
+
+
+# --- modules with ways of their own --------------------------------------------------------------
+
+
+@halves
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer_encoder_with_a_padding_mask(
+    half: torch.dtype, training: bool, attached: Any
+) -> None:
+    """Its inference path takes weights past their modules, and knows no autocast."""
+    torch.manual_seed(5)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    module = nn.Sequential(nn.Linear(6, 8), nn.TransformerEncoder(layer, 2))
+    module.train(training)
+    mask = torch.tensor([[False] * 3, [False, False, True]])
+    x = torch.randn(2, 3, 6)
+    expected = module[1](module[0](x), src_key_padding_mask=mask)
+    attached(module, half, keep=[m for m in module.modules() if isinstance(m, nn.LayerNorm)])
+    was_on = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # as the plugin does
+    try:
+        with torch.set_grad_enabled(training), OpPolicy().context("cpu", half):
+            output = module[1](module[0](x), src_key_padding_mask=mask)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_on)
+    error = (output.float() - expected)[~mask].norm() / expected[~mask].norm()
+    assert error < 8 * torch.finfo(half).eps
+
+
+def test_recurrent_layers_compute_with_their_own_weights(attached: Any) -> None:
+    torch.manual_seed(6)
+    module = nn.LSTM(6, 5, batch_first=True)
+    expected, _ = module(X[None])
+    working = attached(module)
+    assert module._flat_weights[0] is module.weight_ih_l0
+    torch.testing.assert_close(module(X[None])[0], expected)
+    assert working.bytes_held() == 0
+
+
+def test_lazy_script_and_parametrized_modules_train(attached: Any) -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    module = nn.Sequential(
+        nn.LazyLinear(4),
+        torch.jit.script(Scripted()),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    )
+    attached(module)
+    assert len(gradients(module, X)) == 6
+    assert all(g.norm() > 0 for g in gradients(module, X))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_functional_calls_compute_with_what_they_are_given(attached: Any) -> None:
+    layer = Seen(6, 2)
+    attached(layer)
+    other = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
+    with OpPolicy().context("cpu", torch.float16):
+        output = torch.func.functional_call(layer, other, X)
+    assert layer.seen == torch.float32
+    assert (output == 0).all()
+
+
+def test_a_second_derivative_passes_through_copies(attached: Any) -> None:
+    """As of a gradient penalty."""
+    module = network()
+    plain = copy.deepcopy(module)
+    attached(module, keep=[module[2]])
+    found = []
+    for each, context in ((module, OpPolicy().context("cpu", torch.float16)), (plain, _nothing())):
+        x = X.clone().requires_grad_()
+        with context:
+            (slope,) = torch.autograd.grad(each(x).float().sum(), x, create_graph=True)
+        slope.float().square().sum().backward()
+        found.append([p.grad for p in each.parameters() if p.grad is not None])
+    assert_close(*found, torch.float16)
+
+
+# --- copies of the model -------------------------------------------------------------------------
+
+
+def test_a_deep_copy_computes_with_copies_of_its_own_and_frees_them(attached: Any) -> None:
+    layer = Seen(6, 2)
+    working = attached(layer)
+    run(layer, X)
+    held = working.bytes_held()
+    teacher = copy.deepcopy(layer)
+    with torch.no_grad():
+        teacher.weight.zero_()
+        teacher.bias.fill_(2.0)
+    assert (run(teacher, X) == 2).all()
+    assert teacher.seen == torch.float16
+    assert working.bytes_held() == 2 * held
+    assert not (run(layer, X) == 2).all()
+    del teacher
+    gc.collect()
+    assert working.bytes_held() == held
+
+
+def test_a_pickled_module_is_a_plain_one(attached: Any) -> None:
+    module = network()
+    attached(module)
+    run(module, X)
+    loaded = pickle.loads(pickle.dumps(module))
+    assert torch.equal(loaded(X), module(X))
+    assert loaded[0].forward.__func__ is nn.Linear.forward
+
+
+def test_the_signature_of_forward_stays(attached: Any) -> None:
+    layer = nn.MultiheadAttention(4, 2)
+    expected = inspect.signature(layer.forward)
+    attached(layer)
+    assert inspect.signature(layer.forward) == expected
+
+
+# --- compiled code -------------------------------------------------------------------------------
+
+
+class _Whole(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self:
+            x = each(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")
+@pytest.mark.parametrize("way", ["whole", "blocks", "wrapped", "function"])
+def test_compiled_code_stays_one_graph_and_learns(way: str, attached: Any) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    module: Any = network()
+    if way == "whole":  # torch compiles the members of an nn.Sequential one by one
+        module = _Whole(*module)
+        module.compile(backend="aot_eager")
+    elif way == "wrapped":
+        module[0] = torch.compile(nn.Sequential(module[0], nn.Tanh()), backend="aot_eager")
+    elif way == "blocks":
+        module[0].compile(backend="aot_eager")
+    norms = [each for each in module.modules() if isinstance(each, nn.LayerNorm)]
+    working = attached(module, keep=norms)
+    call = torch.compile(lambda x: module(x), backend="aot_eager") if way == "function" else module
+    optimizer, losses = SGD(module.parameters(), lr=0.05), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = run(call, X).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        working.refresh()
+        losses.append(loss.item())
+    counters = torch._dynamo.utils.counters
+    assert losses[-1] < 0.9 * losses[0]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(counters["graph_break"].values()) == 0
+    assert all(
+        isinstance(p, nn.Parameter) for m in module.modules() for p in m._parameters.values()
+    )
+    torch.compiler.reset()
