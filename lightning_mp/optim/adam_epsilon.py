@@ -56,7 +56,7 @@ def check_adam_epsilon(
     Args:
         optimizer: The optimizer; its states need not exist yet.
         named_parameters: Names to report under, such as `model.named_parameters()`.
-        ignore: Parameters with fp32 masters. A set, a mapping, or `MasterWeights`; no list.
+        ignore: Parameters that are stepped in fp32. A set or a mapping; no list.
 
     Returns:
         A name and a report for each such parameter.
@@ -94,7 +94,7 @@ def guard_adam_epsilon(
         adam_epsilon: `"auto"` guards; `"keep"` does nothing at all; a positive number becomes the
             epsilon of every parameter group that has a scalar one, for good, also when a
             checkpoint with another one is loaded, and then guards like `"auto"`.
-        ignore: Parameters with fp32 masters. A set, a mapping, or `MasterWeights`; no list.
+        ignore: Parameters that are stepped in fp32. A set or a mapping; no list.
         name_of: Gives the dotted name of a parameter, for the error.
 
     Returns:

@@ -28,7 +28,14 @@ from torch import Tensor
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weight
 
-__all__ = ["ATAN2_A", "ATAN2_B", "bias_corrections", "foreach_adamw_step", "mix_seed"]
+__all__ = [
+    "ATAN2_A",
+    "ATAN2_B",
+    "bias_corrections",
+    "foreach_adamw_step",
+    "mix_seed",
+    "round_weights",
+]
 
 ATAN2_A = 1.27
 """Scale of Adam-atan2's update: close to 4/pi, so that m = sqrt(v) gives 1, as in Adam."""
@@ -120,7 +127,7 @@ def foreach_adamw_step(
     if skip is not None:
         _commit(exp_avgs, moments, skip)
         _commit(exp_avg_sqs, squares, skip)
-    _write_back(params, residuals, weights, skip, write_back, seed)
+    round_weights(params, residuals, weights, write_back, seed, skip)
 
 
 def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
@@ -206,23 +213,33 @@ def _update_rms(gradients: list[Tensor], roots: list[Tensor], eps: float) -> Ten
     return torch.stack(torch._foreach_mul(whole, sizes))
 
 
-def _write_back(
+def round_weights(
     params: list[Tensor],
     residuals: list[Tensor] | None,
     weights: list[Tensor],
-    skip: Tensor | None,
-    write_back: str,
+    way: str,
     seed: int,
+    skip: Tensor | None = None,
 ) -> None:
+    """Write fp32 values into half weights, and into their residuals if they have any.
+
+    Args:
+        params: The weights, in half; in the dtype of the values they take them as they are.
+        residuals: What takes the rest; `None` for none.
+        weights: The values.
+        way: Without residuals, "stochastic" rounds at random and any other word to nearest.
+        seed: Of the noise; tensor `i` draws from `mix_seed(seed, i)`.
+        skip: A bool of shape []: write nothing where it is true.
+    """
     half = params[0].dtype
     if half == weights[0].dtype:
-        if skip is not None:
+        if weights is not params:
             _commit(params, weights, skip)
     elif residuals is not None:
         split = [split_weight(weight, half) for weight in weights]
         _commit(params, [weight for weight, _ in split], skip)
         _commit(residuals, [rest for _, rest in split], skip)
-    elif write_back == "stochastic":
+    elif way == "stochastic":
         generator = torch.Generator(params[0].device)
         rounded = [
             round_stochastically(w, half, generator=generator.manual_seed(mix_seed(seed, index)))

@@ -61,7 +61,8 @@ class SafeAdamW(Optimizer):
             needs no epsilon, does not depend on the gradients' scale and never passes 2.
         write_back: What half weights do with the bits that they lack. "kahan" keeps them in
             `state[p]["residual"]`; "nearest" drops them, and updates below half a step with them;
-            "stochastic" rounds at random, alike on all ranks and after a resumption.
+            "stochastic" rounds at random, alike on all ranks and after a resumption. Under
+            `PureFP16` its `write_back` takes the place of this one.
         amsgrad: Not supported; here for the signature of torch.
         maximize: Step along the gradients.
         foreach: `True` steps all tensors at once, `False` one by one, with fp32 temporaries of only

@@ -5,7 +5,6 @@ from lightning_mp.precision.fsdp import FSDPBalancedAMP
 from lightning_mp.precision.inf_clamp import InfClamp
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.loss_scaler import LossScaler
-from lightning_mp.precision.master_weights import MasterWeights
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.precision.op_policy import OpPolicy
 from lightning_mp.precision.pure_fp16 import PureFP16
@@ -16,7 +15,6 @@ __all__ = [
     "InfClamp",
     "LossScaleConfig",
     "LossScaler",
-    "MasterWeights",
     "ModelParallelBalancedAMP",
     "OpPolicy",
     "PureFP16",

@@ -1,15 +1,23 @@
-"""A module whose activations are in half throughout: its buffers, and islands of fp32 in it."""
+"""A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["HalfBuffers", "cast_at_borders", "cast_floats"]
+from lightning_mp.precision.op_tables import (
+    GROUPS,
+    callables_of,
+    follow_changes_of_torch,
+    opened_composites,
+)
+
+__all__ = ["MixedInputs", "cast_at_borders", "cast_floats"]
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
@@ -21,92 +29,98 @@ def cast_floats(data: Any, dtype: torch.dtype) -> Any:
     return apply_to_collection(data, Tensor, cast)
 
 
-def cast_at_borders(modules: Iterable[nn.Module], half: torch.dtype) -> list[RemovableHandle]:
-    """Let modules that keep fp32 weights compute in fp32 amid half activations.
+def cast_at_borders(
+    modules: Iterable[nn.Module], inside: torch.dtype, outside: torch.dtype
+) -> list[RemovableHandle]:
+    """Let modules compute in one dtype amid activations of another.
 
     Args:
-        modules: What casts its inputs to fp32 and its outputs back to half.
-        half: The dtype of activations.
+        modules: Whose inputs and outputs are cast.
+        inside: What their inputs are cast to.
+        outside: What their outputs are cast to.
 
     Returns:
         What removes the casts.
     """
 
-    def widen(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, inside), cast_floats(kwargs, inside)
 
-    def narrow(_: nn.Module, __: Any, output: Any) -> Any:
-        return cast_floats(output, half)
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        return cast_floats(output, outside)
 
     handles: list[RemovableHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(widen, with_kwargs=True))
-        handles.append(module.register_forward_hook(narrow))
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
     return handles
 
 
-class HalfBuffers:
-    """Holds a module's floating-point buffers in half, and remembers them in fp32.
+class MixedInputs(TorchFunctionMode):
+    """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
 
-    Where activations are in half and nothing casts them, an fp32 buffer turns what it is added to
-    into fp32, which the next linear layer refuses. A checkpoint holds the fp32 values, such as a
-    table of angles of which half keeps 11 bits, unless something has been written since.
+    Buffers stay in fp32: half keeps 11 bits of a table of frequencies, and counts no further than
+    2048. What is added to an fp32 table is fp32 too, and a product with half weights refuses that.
+    Here the inputs of products, attention, recurrent cells and norms become half, and those of the
+    functions that autocast promotes, such as `grid_sample`, become fp32; if all are of one dtype
+    they stay as they are.
 
     Args:
         half: `torch.float16` or `torch.bfloat16`.
     """
 
     def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
         self.half = half
-        self._originals: dict[tuple[nn.Module, str], Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self.narrowed, self.widened = _names_of("half", "norm") | _KERNELS, _names_of("promote")
+        self.opened = opened_composites()
+        self.names_opened = frozenset(function.__name__ for function in self.opened)
+        follow_changes_of_torch()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "HalfBuffers":
-        return self  # a copy of the module brings its hooks, and is a plain half module
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        name = getattr(func, "__name__", "")  # as in `op_policy`: Dynamo traces this
+        if name in self.names_opened and func in self.opened:
+            with self:
+                return self.opened[func](*args, **kwargs)
+        if name in self.narrowed or name in self.widened:
+            dtypes = _dtypes_of([*args, *kwargs.values()])
+            if self.half in dtypes and torch.float32 in dtypes:
+                dtype = self.half if name in self.narrowed else torch.float32
+                args = tuple(self._cast(each, dtype) for each in args)
+                kwargs = {key: self._cast(value, dtype) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
 
-    def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
-        """Turn the fp32 buffers of a module into half, in place.
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.dtype in (self.half, torch.float32) else value
+        if isinstance(value, list | tuple):
+            cast = [self._cast(each, dtype) for each in value]
+            return cast if isinstance(value, list) else tuple(cast)
+        return value
 
-        Args:
-            module: The model.
-            keep_fp32: Modules whose own buffers stay as they are.
-        """
-        kept = set(keep_fp32)
-        for owner in module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                if owner not in kept and buffer.dtype == torch.float32:
-                    self._originals[owner, name] = buffer
-                    owner._buffers[name] = buffer.to(self.half)
-            if any(each is owner for each, _ in self._originals):
-                self._handles += [
-                    owner.register_state_dict_post_hook(functools.partial(self._write)),
-                    owner.register_load_state_dict_pre_hook(self._read),
-                ]
 
-    def release(self) -> None:
-        """Turn the buffers back into fp32, and forget them."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for owner, name in self._originals:
-            owner._buffers[name] = self._value(owner, name)
-        self._originals.clear()
+# What torch's own transformers call in evaluation.
+_KERNELS = frozenset({"_native_multi_head_attention", "_transformer_encoder_layer_fwd"})
 
-    def _value(self, owner: nn.Module, name: str) -> Tensor | None:
-        """Return a buffer in fp32; what was written since wins."""
-        buffer, original = owner._buffers[name], self._originals[owner, name]
-        if buffer is None or buffer.shape != original.shape:
-            return buffer
-        original = original.to(buffer.device)
-        return torch.where(original.to(buffer.dtype) == buffer, original, buffer.float())
 
-    def _write(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-        for each, name in self._originals:
-            if each is owner and prefix + name in state_dict:
-                state_dict[prefix + name] = self._value(owner, name)
+@lru_cache(maxsize=4)
+def _names_of(*classes: str) -> frozenset[str]:
+    ops = [op for group in GROUPS if group.op_class in classes for op in group.ops]
+    return frozenset(function.__name__ for op in ops for function in callables_of(op))
 
-    def _read(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        for (each, name), original in self._originals.items():
-            loaded = state_dict.get(prefix + name)
-            if each is owner and isinstance(loaded, Tensor) and loaded.shape == original.shape:
-                self._originals[each, name] = loaded.detach().to(original, copy=True)
+
+def _dtypes_of(values: Iterable[Any]) -> set[torch.dtype]:
+    dtypes: set[torch.dtype] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            dtypes.add(value.dtype)
+        elif isinstance(value, list | tuple):
+            dtypes |= _dtypes_of(value)
+    return dtypes

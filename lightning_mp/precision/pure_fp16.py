@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin as _HasDtype
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -14,9 +15,14 @@ from typing_extensions import override
 
 from lightning_mp.precision.fp32_islands import outermost
 from lightning_mp.precision.gradient_reduction import average_in_fp32
-from lightning_mp.precision.half_module import HalfBuffers, cast_at_borders, cast_floats
+from lightning_mp.precision.half_module import MixedInputs, cast_at_borders, cast_floats
+from lightning_mp.precision.half_weight_limits import (
+    check_callbacks,
+    check_modules,
+    check_optimizer,
+)
+from lightning_mp.precision.half_weights import HalfWeights
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
-from lightning_mp.precision.master_weights import MasterWeights
 from lightning_mp.precision.module_selection import select_modules
 from lightning_mp.precision.scaled_precision import ScaledPrecision, check_choice
 
@@ -32,26 +38,41 @@ class PureFP16(ScaledPrecision):
     Lightning's `precision="16-true"` makes every weight non-finite in three steps of Adam: its
     states are in fp16, where `eps=1e-8` is 0, and there is no loss scale (Lightning#20619). A
     larger epsilon does not cure it: at 1e-6 one step is still up to 5300 times the learning rate.
-    Here any torch optimizer steps in fp32, with fp32 states, weights of 22 bits (from 1.2e-4
-    on), and gradients that are unscaled in fp32.
+    Here any plain torch optimizer steps in fp32, with fp32 states, weights of 22 bits (from
+    1.2e-4 on), and gradients that are unscaled in fp32.
 
     .. math::
         m_{32} = w_{16} + 2^{-11} r_{16}, \quad
         g_{32} = \nabla_{w_{16}}(s \cdot L) / s, \quad
         (w_{16}, r_{16}) \leftarrow \mathrm{split}(\mathrm{step}(m_{32}, g_{32}))
 
-    **Memory** per parameter, at rest: weight 2 bytes, residual 2, gradient 2, and the optimizer's
-    fp32 states, 8 with Adam. During a step, when activations are gone, 8 bytes more for each
-    parameter of the optimizer that steps: its weight and its gradient in fp32.
+    **Memory**, in bytes per parameter: weight 2, residual 2, the optimizer's fp32 states (8 with
+    Adam); gradient 2 while it is accumulated, and 4 from `on_before_optimizer_step` until
+    `zero_grad`, which Lightning calls between the next forward and its backward: call it in
+    `on_train_batch_end` to have them back before. `SafeAdamW` steps weight and residual as they
+    are; any other optimizer steps an fp32 stand-in, 4 bytes more for each of its parameters.
 
-    **Nothing is cast on its way**: inputs and buffers become half (integers stay), losses are
-    computed in half unless `training_step` calls `.float()`, which is better where they are large.
-    Batch norms keep fp32 weights and statistics, which their kernels take beside half inputs.
+    **Gradients**: in `on_before_optimizer_step`, and in manual optimization from
+    `self.clip_gradients` or `optimizer.step()` on, `p.grad` is in fp32 and unscaled. What
+    `clip_grad_norm_(self.parameters(), ...)`, `grad_norm(self, 2)` or `p.grad = None` do there
+    counts. Where a gradient is not finite nothing moves, and the loss scale shrinks.
 
-    **Gradients**, **skipped steps** and **checkpoints** are as with `BalancedAMP`: what clipping,
-    `on_before_optimizer_step` and the optimizer see is unscaled and in fp32; where a gradient is
-    not finite nothing moves and the loss scale shrinks; checkpoints hold fp32 weights that load
-    into a plain model, and a run resumes bit for bit.
+    **Nothing is cast on its way**: inputs become half (integers stay), losses are computed in half
+    unless `training_step` calls `.float()`, which is better where they are large. There is no
+    autocast: `torch.amp.custom_fwd(cast_inputs=torch.float32)` casts nothing, so name the module
+    that calls such a function in `fp32_modules`. Batch norms keep fp32 weights and statistics,
+    which their kernels take beside half inputs.
+
+    **Buffers stay as they are**: half turns the frequencies of a Llama into angles that are off by
+    1.21 at position 8192, and a count of steps stops at 2048. Activations that meet an fp32 buffer
+    become fp32, and half again in the next product, attention or norm.
+
+    **Writes** into half weights are right to half a step of theirs. A slow average would stand
+    still: write in `with plugin.exposed(module):`. What cannot be right on half weights is refused
+    before training starts, or warned of: optimizers around other ones (Lookahead,
+    `ZeroRedundancyOptimizer`), averages of weights, pruning. `BalancedAMP` takes them all.
+
+    **Checkpoints** hold fp32 weights that load into a plain model, and a run resumes bit for bit.
 
     Args:
         half: `"fp16"`, or `"bf16"` for the same in bf16, without loss scale: weight and residual
@@ -60,7 +81,8 @@ class PureFP16(ScaledPrecision):
             from 2^10, which fp16 gradients below 64 can hold, up to their limit.
         write_back: `"kahan"` keeps what rounding takes from a weight as its residual. Without it,
             weights are rounded at random (`"stochastic"`, right on average) or to `"nearest"`,
-            which loses updates below 2^-12 of a weight; both save the residual's 2 bytes.
+            which loses updates below 2^-12 of a weight; both save the residual's 2 bytes. It also
+            replaces the `write_back` of a `SafeAdamW`, so that there is one residual.
         inf_clamp: Modules whose fp16 outputs are kept from overflowing, as T5's are: `"auto"` for
             those that write to a residual stream, names of classes, or dotted names; see
             `InfClamp`. `[]` for none.
@@ -73,7 +95,8 @@ class PureFP16(ScaledPrecision):
 
     Raises:
         ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: An optimizer cannot be used; before training starts.
+        MisconfigurationException: An optimizer, a module or a callback cannot work on half weights;
+            before training starts.
         FloatingPointError: Steps at the smallest loss scale were skipped again and again; names the
             first parameter whose gradient is not finite.
 
@@ -109,19 +132,34 @@ class PureFP16(ScaledPrecision):
         self.precision = "16-true" if half == "fp16" else "bf16-true"
         self.write_back = write_back
         self.fp32_modules = fp32_modules
-        self._masters = MasterWeights(self.half_dtype, write_back)
-        self._buffers = HalfBuffers(self.half_dtype)
+        self._weights = HalfWeights(self.half_dtype, write_back)
+        self._has_fp32_buffers = False
+        self._is_reduced_in_half = False
+        self._dtypes: list[tuple[_HasDtype, Any]] = []
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Turn the model's weights and buffers into half, in place."""
+        """Turn the model's weights into half, in place; its buffers stay as they are."""
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
-        statistics = [each for each in module.modules() if _has_statistics(each)]
-        kept = [*islands.values(), *statistics]
-        self._masters.convert(module, kept, take_half=True)
-        self._buffers.convert(module, kept)
-        self._handles += cast_at_borders(outermost(islands), self.half_dtype)
+        kept = {*islands.values(), *filter(_has_statistics, module.modules())}
+        check_modules(module, kept)
+        trainer = getattr(module, "_trainer", None)
+        check_callbacks(getattr(trainer, "callbacks", ()))
+        self._weights.convert(module, kept)
+        self._has_fp32_buffers = any(
+            buffer.dtype == torch.float32 and buffer.dim() > 0  # one of shape [] widens nothing
+            for owner in module.modules()
+            if owner not in kept
+            for buffer in owner.buffers(recurse=False)
+        )
+        self._handles += cast_at_borders(outermost(islands), torch.float32, self.half_dtype)
+        # These compare the dtypes of input and weights before any function of torch is called.
+        recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase) and m not in kept]
+        self._handles += cast_at_borders(recurrent, self.half_dtype, self.half_dtype)
+        self._dtypes = [(m, m._dtype) for m in module.modules() if isinstance(m, _HasDtype)]
+        for each, _ in self._dtypes:
+            each._dtype = self.half_dtype
         self.inf_clamp.attach(module)
         return module
 
@@ -130,40 +168,63 @@ class PureFP16(ScaledPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepare optimizers, and give all ranks the same residuals."""
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._masters.broadcast()
+            self._weights.broadcast()
         return super().connect(model, optimizers, lr_schedulers)
+
+    @contextlib.contextmanager
+    def exposed(self, module: nn.Module) -> Iterator[None]:
+        """Hand out fp32 weights for reading and writing, and take back what was written.
+
+        Inside, `module.parameters()` are fp32 parameters of 22 bits; afterwards the half weights
+        are back, with what was written in weight and residual. So a teacher follows its student at
+        a rate of 1e-3 or less, which half weights alone would round away:
+
+            with self.trainer.precision_plugin.exposed(self):
+                for slow, fast in zip(self.teacher.parameters(), self.student.parameters()):
+                    slow.data.lerp_(fast.data, 1e-3)
+
+        Take parameters from the module inside of it, and run no forward there.
+
+        Args:
+            module: The model, or a part of it.
+        """
+        with self._weights.exposed(module):
+            yield
 
     @override
     def _reduce(self, model: DistributedDataParallel) -> None:
+        self._is_reduced_in_half = True
         if self.reduce_dtype == "fp32":
             average_in_fp32(model)
 
     @override
     def _attach(self, optimizer: Optimizer) -> None:
         super()._attach(optimizer)
-        self._masters.attach(optimizer)
+        self._weights.attach(optimizer)
 
     @override
     def _safe_halves(self) -> set[Tensor]:
-        return set(self._masters.parameters())
+        return set(self._weights.parameters())
 
     _steps_in_place = False
 
     @override
     @contextlib.contextmanager
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        with super()._step_of(optimizer), self._masters.standing_in(optimizer):
-            self._masters.take_gradients(optimizer)
+        with super()._step_of(optimizer), self._weights.stepping(optimizer):
             yield
-            self._masters.write_back(optimizer)
 
     @override
     def teardown(self) -> None:
         """Hand back an fp32 model."""
         super().teardown()
-        self._masters.release()
-        self._buffers.release()
+        self._weights.release()
+        for module, dtype in self._dtypes:
+            module._dtype = dtype
+        self._dtypes.clear()
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -174,8 +235,22 @@ class PureFP16(ScaledPrecision):
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Make half the dtype of new tensors, as `precision="16-true"` does."""
-        with _default_dtype(self.half_dtype):
+        with self._in_half():
             yield
+
+    @contextlib.contextmanager
+    def _in_half(self) -> Iterator[None]:
+        mixed = MixedInputs(self.half_dtype) if self._has_fp32_buffers else contextlib.nullcontext()
+        with _default_dtype(self.half_dtype), mixed:
+            yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        """Scale the loss; DDP's half buckets take no gradients that were left in fp32."""
+        tensor = super().pre_backward(tensor, module)
+        if self._is_reduced_in_half:
+            self._weights.narrow_gradients()
+        return tensor
 
     @override
     def backward(  # type: ignore[override]
@@ -187,7 +262,7 @@ class PureFP16(ScaledPrecision):
         **kwargs: Any,
     ) -> None:
         """Run the backward; forwards that it repeats, as in checkpointing, make halves too."""
-        with _default_dtype(self.half_dtype):
+        with self._in_half():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -206,13 +281,13 @@ class PureFP16(ScaledPrecision):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, and the number of writes that seeds rounding."""
         state = super().state_dict()
-        writes = self._masters.storage.writes
+        writes = self._weights.writes
         return {**state, "writes": writes} if writes else state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._masters.storage.writes = state_dict.get("writes", 0)
+        self._weights.writes = state_dict.get("writes", 0)
         super().load_state_dict(state_dict)
 
 

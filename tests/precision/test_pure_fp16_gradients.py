@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import Regression, Transformer, fit, loader, parameters_of, sequences
@@ -29,14 +29,17 @@ class Given(Regression):
         self.at_rest: list[Tensor] = []
         self.scales: list[float] = []
 
+    def on_after_backward(self) -> None:
+        self.at_rest.append(self.network.weight.grad.clone())
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.scales.append(self.trainer.precision_plugin.scaler.scale)
         return (self.network.weight.float() * self.gradients[batch_idx]).sum()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         (parameter,) = optimizer.param_groups[0]["params"]
+        assert parameter is self.network.weight
         self.met.append(parameter.grad.clone())
-        self.at_rest.append(self.network.weight.grad.clone())
 
 
 def test_gradients_of_a_ten_millionth_survive_their_way_into_the_step() -> None:
@@ -105,17 +108,18 @@ def test_any_torch_optimizer_ends_at_the_loss_of_fp32(name: str, half: Any) -> N
 # --- memory --------------------------------------------------------------------------------------
 
 WIDTH = 300
-# Bytes of each parameter between two steps: weight, what is kept beside it, gradient, states.
-MEMORY: dict[str, tuple[Callable[[], Any], int]] = {
-    "kahan": (lambda: PureFP16(), 2 + 2 + 2),
-    "kahan bf16": (lambda: PureFP16(half="bf16"), 2 + 2 + 2),
-    "stochastic": (lambda: PureFP16(write_back="stochastic"), 2 + 2),
-    "nearest": (lambda: PureFP16(write_back="nearest"), 2 + 2),
-    "masters of BalancedAMP": (lambda: BalancedAMP(), 2 + 4 + 2),
+# Bytes of each parameter, at any time: weight, and what is kept beside it.
+WEIGHTS: dict[str, tuple[Callable[[], Any], int]] = {
+    "kahan": (lambda: PureFP16(), 2 + 2),
+    "kahan bf16": (lambda: PureFP16(half="bf16"), 2 + 2),
+    "stochastic": (lambda: PureFP16(write_back="stochastic"), 2),
+    "nearest": (lambda: PureFP16(write_back="nearest"), 2),
 }
-STATES: dict[str, tuple[Callable[[Any], Optimizer], int]] = {
-    "sgd": (lambda p: SGD(p, lr=0.1), 0),
-    "adam": (lambda p: Adam(p, lr=1e-3), 8),
+# Bytes of states, and of a stand-in while the optimizer steps.
+STATES: dict[str, tuple[Callable[[Any], Optimizer], int, int]] = {
+    "sgd": (lambda p: SGD(p, lr=0.1), 0, 4),
+    "adam": (lambda p: Adam(p, lr=1e-3), 8, 4),
+    "SafeAdamW": (lambda p: SafeAdamW(p, lr=1e-3), 8, 0),
 }
 
 
@@ -131,33 +135,50 @@ def bytes_alive() -> int:
 
 
 class Weighed(Regression):
-    """Weighs what is alive right before its second step, and after it."""
+    """Weighs what is alive through its second step."""
 
     def __init__(self, make_optimizer: Any) -> None:
         super().__init__(lambda: nn.Linear(WIDTH, WIDTH, bias=False), make_optimizer)
-        self.stepping: list[int] = []
+        self.bytes: dict[str, int] = {}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return (self.network(torch.ones(1, WIDTH)).float() * batch[1][0]).mean()
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.stepping.append(bytes_alive() if self.stepping else 0)
+    def configure_optimizers(self) -> Optimizer:
+        optimizer = super().configure_optimizers()
+        for name in ("pre", "post"):
+            register = getattr(optimizer, f"register_step_{name}_hook")
+            register(lambda *_, name=name: self.bytes.__setitem__(name, bytes_alive()))
+        return optimizer
+
+    def on_after_backward(self) -> None:
+        held = self.network.weight.grad  # a gradient that nobody has asked for is out of sight
+        self.bytes["accumulated"] = bytes_alive()
+        del held
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.at_rest = bytes_alive()
+        self.bytes["after"] = bytes_alive()
+        self.optimizers().zero_grad()
+        self.bytes["zeroed"] = bytes_alive()
 
 
 @pytest.mark.parametrize(
-    ("way", "optimizer"), [*((way, "adam") for way in MEMORY), ("kahan", "sgd")]
+    ("way", "optimizer"),
+    [*((way, "adam") for way in WEIGHTS), *(("kahan", each) for each in ("sgd", "SafeAdamW"))],
 )
 def test_bytes_per_parameter_are_those_of_the_docstring(way: str, optimizer: str) -> None:
-    (make_plugin, kept), (make_optimizer, states) = MEMORY[way], STATES[optimizer]
+    (make_plugin, kept), (make_optimizer, states, stand_in) = WEIGHTS[way], STATES[optimizer]
     model = Weighed(make_optimizer)
     before = bytes_alive() - 4 * WIDTH**2  # what other tests have left
     fit(model, make_plugin(), loader(2))
-    assert (model.at_rest - before) / WIDTH**2 == kept + states
-    # The weight and its gradient in fp32, while the optimizer steps.
-    assert (model.stepping[-1] - before) / WIDTH**2 == kept + states + 8
+    found = {name: (each - before) / WIDTH**2 for name, each in model.bytes.items()}
+    assert found == {
+        "accumulated": kept + states + 2,
+        "pre": kept + states + 4 + stand_in,
+        "post": kept + states + 4 + stand_in,
+        "after": kept + states + 4,
+        "zeroed": kept + states,
+    }
 
 
 # --- reuse ---------------------------------------------------------------------------------------

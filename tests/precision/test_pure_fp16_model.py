@@ -1,7 +1,6 @@
 """What PureFP16 makes of a model: dtypes of weights, activations, buffers, batches, islands."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,7 +45,9 @@ class Watched(Regression):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.parameter_dtypes = {n: p.dtype for n, p in self.network.named_parameters()}
-        self.at_rest = {n: p.grad.dtype for n, p in self.network.named_parameters()}
+
+    def on_after_backward(self) -> None:
+        self.accumulated = {p.grad.dtype for p in self.network.parameters()}
 
 
 # --- weights, activations and gradients ----------------------------------------------------------
@@ -58,7 +59,7 @@ def test_weights_activations_and_gradients_are_half_and_the_step_is_fp32(half: A
     trainer = fit(model, PureFP16(half=half), sequences(2))
     assert trainer.precision == {"fp16": "16-true", "bf16": "bf16-true"}[half]
     assert set(model.parameter_dtypes.values()) == {HALVES[half]}
-    assert set(model.at_rest.values()) == {HALVES[half]}
+    assert model.accumulated == {HALVES[half]}
     assert model.outputs.pop("") == torch.float32  # where the transformer itself says so
     assert set(model.outputs.values()) == {HALVES[half]}
     assert model.gradient_dtypes == {torch.float32}
@@ -201,64 +202,6 @@ def test_batch_norm_keeps_fp32_statistics_and_weights_amid_half(half: Any) -> No
     for name in ("running_mean", "running_var"):
         mine, theirs = (getattr(m.network[1], name) for m in (model, reference))
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 8)
-
-
-class _Rotary(nn.Module):
-    """Turns pairs of features by angles from a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.register_buffer("angles", torch.arange(1, 5) / 7)
-        self.register_buffer("fleeting", torch.rand(8), persistent=False)
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.angles.dtype, self.fleeting.dtype, self.count.dtype
-        a, b = self.body(x).chunk(2, dim=-1)
-        turned = [a * self.angles.cos() - b * self.angles.sin(), a * self.angles.sin() + b]
-        return self.head(torch.cat(turned, dim=-1) + self.fleeting)
-
-
-@halves
-def test_buffers_are_half_in_the_forward_and_fp32_in_checkpoints_and_after(
-    half: Any, tmp_path: Path
-) -> None:
-    class Saves(Regression):
-        def on_train_epoch_end(self) -> None:
-            self.trainer.save_checkpoint(tmp_path / "run.ckpt")
-
-    model = Saves(_Rotary)
-    before = {name: buffer.clone() for name, buffer in model.network.named_buffers()}
-    fit(model, PureFP16(half=half), loader(2))
-    assert model.network.seen == (HALVES[half], HALVES[half], torch.int64)
-    saved = torch.load(tmp_path / "run.ckpt")["state_dict"]
-    assert "network.fleeting" not in saved
-    for name, buffer in model.network.named_buffers():
-        assert buffer.dtype == before[name].dtype
-        assert torch.equal(buffer, before[name])  # more bits than half has
-        if name != "fleeting":
-            assert torch.equal(saved["network." + name], before[name])
-    # Loaded values win over those that the model was made with.
-    other = Regression(_Rotary)
-    other.network.angles.mul_(1 / 3)
-    fit(other, PureFP16(half=half), loader(2), ckpt_path=tmp_path / "run.ckpt", max_epochs=1)
-    assert torch.equal(other.network.angles, before["angles"])
-
-
-def test_a_buffer_that_training_writes_keeps_what_was_written() -> None:
-    class Counts(_Rotary):
-        def forward(self, x: Tensor) -> Tensor:
-            self.fleeting.fill_(0.25)
-            self.angles = self.angles + 1
-            return super().forward(x)
-
-    model = Regression(Counts)
-    angles = model.network.angles.clone()
-    fit(model, PureFP16(), loader(1))
-    assert torch.equal(model.network.fleeting, torch.full((8,), 0.25))
-    assert model.network.angles.dtype == torch.float32
-    assert torch.equal(model.network.angles, (angles.half() + 1).float())
 
 
 # --- islands of fp32 -----------------------------------------------------------------------------

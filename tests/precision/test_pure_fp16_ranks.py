@@ -119,3 +119,60 @@ def test_inf_cl_trains_half_towers_on_micro_batches_and_host_batches_as_in_fp32(
             half = torch.float16 if "fp16" in name else torch.bfloat16
             assert seen == {half}, name
             assert (value - expected).norm() / moved < (0.02 if "fp16" in name else 0.1), name
+
+
+# --- gradients that wait -------------------------------------------------------------------------
+
+
+class _Waiting(Regression):
+    """Clips in every micro-batch, and steps in every second one."""
+
+    def __init__(self) -> None:
+        super().__init__(make_optimizer=momentum)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=100.0)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+class _Kept(Regression):
+    """Keeps its gradients' tensors, filled with zeros."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def _accumulate(rank: int | None = None) -> dict[str, Tensor]:
+    ends = {}
+    for name, model, options in (
+        ("waiting", _Waiting(), {}),
+        ("kept", _Kept(make_optimizer=momentum), {}),
+        ("accumulated", Regression(make_optimizer=momentum), {"accumulate_grad_batches": 4}),
+        ("views", _Waiting(), {"gradient_as_bucket_view": True}),
+    ):
+        if rank is None:
+            options.pop("gradient_as_bucket_view", None)
+            fit(model, None, batches(), **options)
+        else:
+            view = options.pop("gradient_as_bucket_view", False)
+            strategy = DDPStrategy(gradient_as_bucket_view=view)
+            plugin = PureFP16(loss_scale=2.0**10)
+            options |= {"devices": RANKS, "use_distributed_sampler": False}
+            fit(model, plugin, batches(rank), strategy=strategy, **options)
+        ends[name] = parameters_of(model)
+    return ends
+
+
+def test_gradients_that_wait_for_a_further_backward_are_reduced_with_it() -> None:
+    expected, start = _accumulate(), parameters_of(Regression())
+    first, second = run_ranks(_accumulate, RANKS)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        moved = (expected[name] - start).norm()
+        assert moved > 1e-2
+        assert (value - expected[name]).norm() < 2**-7 * moved, name
