@@ -16,13 +16,11 @@ from lightning_mp.precision.residual_stream import find_residual_stream
 
 __all__ = ["InfClamp"]
 
-# 32752: twice that is 65504, fp16's largest, so a sum of two and a dropout of one half are finite.
 _MAX = torch.finfo(torch.float16).max
-_LIMIT = _MAX / 2
 
 
 class InfClamp:
-    r"""Replaces +-inf in the fp16 tensors of chosen modules by +-32752, through forward hooks.
+    r"""Replaces +-inf in the fp16 tensors of chosen modules by a finite value, by forward hooks.
 
     An fp16 value above 65504 is inf, and the next norm makes NaN of its whole token. Hugging Face's
     T5 clamps its residual stream, but after dropout, which makes NaN of the infs that it drops, and
@@ -30,15 +28,16 @@ class InfClamp:
     and the inf of an fp16 layer passes.
 
     .. math::
-        y = \begin{cases} \mathrm{sign}(x) \cdot 65504 / 2 & x = \pm\infty \\ x & \text{else}
+        y = \begin{cases} \mathrm{sign}(x) \cdot v & x = \pm\infty \\ x & \text{else}
         \end{cases} \qquad
         \frac{dy}{dx} = \begin{cases} 0 \text{ (or 1)} & x = \pm\infty \\ 1 & \text{else}
         \end{cases}
 
-    **The value** is the largest whose double is finite: two clamped values can be added, and
-    dropout of up to 0.5 can scale one. T5's own 64512 is inf again after a dropout of 0.1, which
-    makes it 71680. Each element is clamped by itself, so no sample depends on the others in its
-    batch. NaN passes, as do bf16 and fp32 tensors. Where nothing is clamped outputs keep every bit;
+    **The value** :math:`v` is 32752, the largest whose double is finite: two clamped values can be
+    added, and dropout of up to 0.5 can scale one. T5's own is `value=64504.0`, 64512 in fp16, which
+    is inf again after a dropout of 0.1, as 71680. Each element is clamped by itself, so no sample
+    depends on the others in its batch. NaN passes, as do bf16 and fp32 tensors; nested ones are
+    clamped like others. Where nothing is clamped outputs keep every bit;
     fp16 gradients may be added up in another order.
 
     **"auto"** is the residual stream of a transformer, found by names and structure:
@@ -70,6 +69,7 @@ class InfClamp:
             outputs of the module itself, not for the modules inside it.
         gradient: What flows back through a clamped element: `"zero"` as in T5, or
             `"straight_through"`, the gradient unchanged, which may then grow from block to block.
+        value: What takes the place of infinity, above 0 and up to 65504, fp16's largest.
 
     Raises:
         ValueError: An argument is not of these.
@@ -85,6 +85,7 @@ class InfClamp:
         modules: Sequence[str] = ("auto",),
         *,
         gradient: Literal["zero", "straight_through"] = "zero",
+        value: float = _MAX / 2,
     ) -> None:
         if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
             raise ValueError(
@@ -96,7 +97,13 @@ class InfClamp:
                 f"Passed `InfClamp(gradient={gradient!r})`. `gradient` must be 'zero' or "
                 "'straight_through'. Pass 'zero' for the gradient of T5's clamp."
             )
+        if isinstance(value, bool) or not 0 < value <= _MAX:
+            raise ValueError(
+                f"Passed `InfClamp(value={value!r})`. `value` must be above 0 and at most 65504, "
+                "the largest of fp16. Leave it out for 32752."
+            )
         self.modules = tuple(modules)
+        self.value = float(value)
         self.gradient = gradient
         self._names: tuple[str, ...] = ()
         self._counters = _Counters([], torch.device("cpu"))
@@ -125,7 +132,7 @@ class InfClamp:
         self._counters = _Counters([self._loaded.get(n, 0) for n in self._names], _device_of(root))
         self._loaded = {}
         for index, (_, module) in enumerate(clamped):
-            clamp = functools.partial(_Clamp, self._counters, index, self.gradient)
+            clamp = functools.partial(_Clamp, self._counters, index, self.gradient, self.value)
             if module in stream.norms:
                 before = _ClampInputs(clamp())
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -221,26 +228,37 @@ class _Clamp:
     """Clamps and counts one tensor."""
 
     def __init__(
-        self, counters: _Counters | None, index: int, gradient: str, *, dropout: float = 0.0
+        self,
+        counters: _Counters | None,
+        index: int,
+        gradient: str,
+        value: float,
+        *,
+        dropout: float = 0.0,
     ) -> None:
         self.counters = counters
         self.index = index
         self.gradient = gradient
+        self.value = value
         self.dropout = dropout
         self.top = _top_before(dropout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Clamp":
-        return _Clamp(None, self.index, self.gradient, dropout=self.dropout)
+        return _Clamp(None, self.index, self.gradient, self.value, dropout=self.dropout)
 
     def __call__(self, tensor: Tensor, *, is_training: bool) -> Tensor:
-        if tensor.dtype is not torch.float16 or tensor.layout is not torch.strided:
+        if tensor.dtype is not torch.float16:
+            return tensor
+        if tensor.is_nested:
+            return _mapped_nested(tensor, functools.partial(self, is_training=is_training))
+        if tensor.layout is not torch.strided:
             return tensor
         top = self.top if is_training else _MAX
         values = tensor.detach()  # or autograd would keep them for the backward of `abs`
         is_over = values.abs() > top  # False for NaN
         if self.counters is not None and not _is_repeated():
             self.counters.add(self.index, is_over)
-        limited = values.clamp(-min(_LIMIT, top), min(_LIMIT, top))
+        limited = values.clamp(-min(self.value, top), min(self.value, top))
         if self.gradient == "straight_through":
             replaced: Tensor = _StraightThrough.apply(tensor, is_over, limited)
             return replaced
@@ -327,6 +345,19 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(replaced, field.name, each)  # it may be frozen
         return replaced
     return value
+
+
+def _mapped_nested(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to the values of a nested tensor of either layout."""
+    if tensor.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor([change(each) for each in tensor.unbind()])
+    jagged: Any = tensor
+    return torch.nested.nested_tensor_from_jagged(
+        change(jagged.values()),
+        jagged.offsets(),
+        jagged.lengths(),
+        jagged_dim=jagged._ragged_idx,
+    )
 
 
 def _rebuilt(value: Any, items: list[Any]) -> Any:
