@@ -127,12 +127,24 @@ def guard_adam_epsilon(
         if not move_states_to_fp32(optimizer, group, parameter):
             raise ValueError(
                 f"Passed `{type(optimizer).__name__}(eps={group['eps']!r})` with "
-                f"{name_of(parameter)!r}, a parameter in {parameter.dtype} without fp32 master: "
-                f"{report}. Create the parameter in fp32, for which `BalancedAMP` and `PureFP16` "
-                "keep masters, or use `SafeAdamW`, or pass `adam_epsilon='keep'` to go on as it is."
+                f"{name_of(parameter)!r}, a parameter in {parameter.dtype} that it steps as such: "
+                f"{report}. Create the parameter in fp32, so that `BalancedAMP` and `PureFP16` "
+                f"step it in fp32, {_instead_of(optimizer, group, parameter)}or pass "
+                "`adam_epsilon='keep'` to go on as it is."
             )
         is_moved = True
     return handles + (keep_fp32_states(optimizer) if is_moved else [])
+
+
+def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
+    """Advise `SafeAdamW` in the place of Adam, without the arguments that it refuses."""
+    if not isinstance(optimizer, optim.Adam):
+        return ""
+    refused = [name for name in ("amsgrad", "differentiable") if group.get(name)]
+    if group.get("fused") and not parameter.is_cuda:
+        refused.append("fused")
+    without = f" without {' and '.join(f'`{name}`' for name in refused)}" if refused else ""
+    return f"or use `SafeAdamW`{without}, "
 
 
 def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:

@@ -145,10 +145,30 @@ def test_check_knows_below_which_gradient_torchs_other_optimizers_fail(
 def test_guard_refuses_half_parameters_whose_optimizer_cannot_use_fp32_states(make: Make) -> None:
     """Lightning#20619."""
     optimizer = make([half_parameter()])
-    with pytest.raises(ValueError, match="a parameter in torch.float16 without") as error:
+    with pytest.raises(ValueError, match="a parameter in torch.float16 that") as error:
         guard_adam_epsilon(optimizer, name_of=lambda _: "tower.weight")
-    for part in ("'tower.weight'", "SafeAdamW", "BalancedAMP", "'keep'", type(optimizer).__name__):
+    for part in ("'tower.weight'", "BalancedAMP", "'keep'", type(optimizer).__name__):
         assert part in str(error.value)
+    assert ("use `SafeAdamW`" in str(error.value)) == isinstance(optimizer, optim.Adam)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("others", [(), ("amsgrad",), ("differentiable",), ("maximize",)])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_the_advice_of_the_guard_is_taken_by_whom_it_names(
+    kind: Any, others: tuple[str, ...], fused: bool
+) -> None:
+    if fused and "differentiable" in others:
+        others = ()  # torch refuses both
+    options = {"fused": fused, **dict.fromkeys(others, True)}
+    parameter = half_parameter()
+    optimizer = kind([parameter], lr=1e-3, **options)
+    with pytest.raises(ValueError, match="or use `SafeAdamW`") as error:
+        guard_adam_epsilon(optimizer)
+    advice = str(error.value).split("or use `SafeAdamW`")[1].split(",")[0]
+    kept = {name: value for name, value in options.items() if f"`{name}`" not in advice}
+    guard_adam_epsilon(SafeAdamW([parameter], lr=1e-3, **kept))
+    assert guard_adam_epsilon(optimizer, "keep") == []
 
 
 def test_guard_names_the_gradient_that_would_blow_up() -> None:

@@ -1,0 +1,122 @@
+"""A character GPT on this repository's own text: a small model that every precision can be held to.
+
+Legend: `B` sequences, `T` characters of each, `C` width, `V` characters that there are.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
+
+__all__ = ["CharGPT", "char_batches", "held_out_loss", "vocabulary"]
+
+ROOT = Path(__file__).parents[2]
+TEXT_BYTES = 200_000
+CONTEXT, WIDTH, BLOCKS, HEADS = 32, 32, 2, 2
+HELD_OUT = 0.1  # of the text, from its end
+
+
+@functools.cache
+def repository_text() -> str:
+    """Return the beginning of the package's source, in the order of its paths."""
+    paths = sorted((ROOT / "lightning_mp").rglob("*.py"))
+    text = (ROOT / "README.md").read_text() + "".join(path.read_text() for path in paths)
+    return text[:TEXT_BYTES]
+
+
+@functools.cache
+def vocabulary() -> str:
+    return "".join(sorted(set(repository_text())))
+
+
+@functools.cache
+def _encoded() -> Tensor:
+    index = {character: number for number, character in enumerate(vocabulary())}
+    return torch.tensor([index[character] for character in repository_text()])
+
+
+def _windows(starts_B: Tensor) -> list[Tensor]:
+    """Return characters, and the ones that follow them, both of shape [B, T]."""
+    text = _encoded()[starts_B[:, None] + torch.arange(CONTEXT + 1)]
+    return [text[:, :-1], text[:, 1:]]
+
+
+def char_batches(count: int, batch_size: int = 16, seed: int = 0) -> DataLoader:
+    """Return batches from random places of the text, but for its held-out end."""
+    last = int(len(_encoded()) * (1 - HELD_OUT)) - CONTEXT - 1
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(last, (count, batch_size), generator=generator)
+    return DataLoader([_windows(each) for each in starts], batch_size=None)
+
+
+class Block(nn.Module):
+    """A pre-norm block with causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x_BTC)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x_BTC = x_BTC + self.out_proj(attended.transpose(1, 2).flatten(2))
+        return x_BTC + self.fc2(F.gelu(self.fc1(self.norm2(x_BTC))))
+
+
+class CharGPT(pl.LightningModule):
+    """Predicts the next character; embedding and head share their weight.
+
+    Args:
+        make_optimizer: Makes the optimizer from the parameters.
+        seed: Of the initial weights.
+    """
+
+    def __init__(
+        self,
+        make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda p: AdamW(p, lr=3e-3),
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(len(vocabulary()), WIDTH)
+        self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, len(vocabulary()), bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.head.weight = self.embed.weight
+        self.make_optimizer = make_optimizer
+        self.losses: list[float] = []
+
+    def forward(self, text_BT: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(text_BT) + self.position)))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        text_BT, next_BT = batch
+        return F.cross_entropy(self(text_BT).float().flatten(0, 1), next_BT.flatten())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+@torch.no_grad()
+def held_out_loss(model: CharGPT) -> float:
+    """Return the loss over the held-out text, in nats a character, in the dtype of the model."""
+    text = _encoded()
+    starts = torch.arange(int(len(text) * (1 - HELD_OUT)), len(text) - CONTEXT - 1, CONTEXT)
+    return model.loss(_windows(starts)).item()
