@@ -15,8 +15,8 @@ from lightning_mp.callbacks.non_finite_search import gather_objects, search
 from lightning_mp.callbacks.replay import Record
 from lightning_mp.callbacks.skipped_steps import SkippedSteps
 from lightning_mp.callbacks.training_state import loss_scale_of, step_of
-from lightning_mp.contrastive.replay_state import RngState
 from lightning_mp.numerics.async_readback import AsyncReadback
+from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import tensor_stats
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf

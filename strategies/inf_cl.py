@@ -1,13 +1,12 @@
 """`InfCLStrategy`: DDP whose towers see a micro-batch while the loss sees the global batch."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive.gradient_cache import GradientCache
-from lightning_mp.contrastive.towers import Tower, find_tower
+from lightning_mp.strategies._inf_cl.arguments import check_arguments
+from lightning_mp.strategies._inf_cl.reduction import reduce_gradients
 
 __all__ = ["InfCLStrategy"]
 
@@ -39,9 +40,11 @@ class InfCLStrategy(DDPStrategy):
     in this way; validation, test and prediction run them plainly. Together with `ContrastiveLoss`,
     memory grows with the batch only by features and data.
 
-    **Exact**: dropout masks are drawn again from the same generator states (CPU, GPU, Python,
-    numpy); buffers such as running statistics are updated once a step; the autocast of the forward
-    holds in the replay; gradients are all-reduced once a bucket and step, when all are complete.
+    **Exact**, and verified: each replay's outputs are compared with those of the call, and a
+    difference beyond rounding is an error. Dropout masks are drawn again from the same generator
+    states (CPU, GPU, Python, numpy, those of modules); buffers such as running statistics are
+    updated once a step; the autocast of the forward holds in the replay. Every parameter gets its
+    whole gradient once, with hooks, and gradients are all-reduced once a bucket and step.
 
     **Not the same as a whole batch**: layers that mix rows (BatchNorm) see micro-batches, and
     dropout draws micro-batch by micro-batch, so its masks differ from those of one big call.
@@ -56,6 +59,14 @@ class InfCLStrategy(DDPStrategy):
             copies micro-batches to the device as towers need them. What `training_step` itself
             does with the batch is then done on the CPU.
         prefetch: Micro-batches to copy ahead with `offload="host"`.
+        rows: Names of arguments of towers that have one row, or element, for each of the batch,
+            where that cannot be told by their shapes.
+        whole: Names of arguments that all rows share, such as a prompt with as many rows as the
+            batch.
+        leave_out: Names of outputs that towers return as `None` and do not keep for the whole
+            batch, such as `last_hidden_state`.
+        replay_tolerance: See `GradientCache`; a larger one is for kernels that are not
+            deterministic.
         **kwargs: All that `DDPStrategy` takes, and for `DistributedDataParallel` as there.
 
     Raises:
@@ -81,19 +92,24 @@ class InfCLStrategy(DDPStrategy):
         micro_batch_size: int = 256,
         offload: Literal["none", "host"] = "none",
         prefetch: int = 2,
+        rows: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        leave_out: Sequence[str] = (),
+        replay_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_arguments(towers, micro_batch_size, offload, prefetch, kwargs)
+        check_arguments(towers, micro_batch_size, offload, prefetch, kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
         self.micro_batch_size = micro_batch_size
         self.offload = offload
         self.prefetch = prefetch
+        self.rows = tuple(rows)
+        self.whole = tuple(whole)
+        self.leave_out = tuple(leave_out)
+        self.replay_tolerance = replay_tolerance
         self._forward_redirection = _NoSyncForwardRedirection()
         self._cache: GradientCache | None = None
-        self._found: list[Tower] = []
-        self._a_tower_was_called = False
-        self._in_a_tower = False
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -102,21 +118,24 @@ class InfCLStrategy(DDPStrategy):
             self._find_towers()  # a wrong name should not cost a set-up
         super().setup(trainer)
         if fitting:
-            self._found = self._find_towers()  # the precision plugin may have replaced modules
-            _warn_of_batch_norm(self._found)
-            self._a_tower_was_called = False
+            _warn_of_batch_norm(self._find_towers())  # the precision plugin may replace modules
             self._cache = GradientCache(
                 micro_batch_size=self.micro_batch_size,
                 device=self.root_device,
                 prefetch=self.prefetch,
+                rows=self.rows,
+                whole=self.whole,
+                leave_out=self.leave_out,
+                replay_tolerance=self.replay_tolerance,
                 context=self.precision_plugin.train_step_context,
             )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with ExitStack() as interceptions:
-            for tower in self._found:
-                interceptions.enter_context(tower.intercepted(self._serve))
+        assert self._cache is not None
+        assert self.lightning_module is not None
+        batch = args[0] if args else next(iter(kwargs.values()), None)
+        with self._cache.serving(self.lightning_module, self.towers, batch):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -128,21 +147,29 @@ class InfCLStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self._check_a_tower_was_called()
-        module = self.lightning_module
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        assert self._cache is not None
+        if not self._cache.calls:
+            raise MisconfigurationException(
+                f"Passed `InfCLStrategy(towers={list(self.towers)})`, but the first training step "
+                "called none of them, so nothing would be served in micro-batches. Name what "
+                "`training_step` calls, and call it there as `self.name(batch)`: not as "
+                "`self.name.forward(batch)`, and not from inside compiled code."
+            )
+        closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         # Not under `no_sync`, as Lightning holds it while it accumulates batches.
         if (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
         ):
-            _reduce_gradients(self.model)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
+            reduce_gradients(self.model)
         return closure_loss
+
+    @override
+    def teardown(self) -> None:
+        cache, self._cache = self._cache, None
+        super().teardown()
+        if cache is not None:
+            cache.check()
 
     @override
     def batch_to_device(
@@ -176,44 +203,12 @@ class InfCLStrategy(DDPStrategy):
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
-    def _serve(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Answer a call to a tower; a tower inside a tower runs as it is."""
-        assert self._cache is not None
-        self._a_tower_was_called = True
-        if self._in_a_tower:
-            return original(*args, **kwargs)
-
-        def tower(*args: Any, **kwargs: Any) -> Any:
-            self._in_a_tower = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._in_a_tower = False
-
-        return self._cache.call(tower, module, args, kwargs)
-
-    def _check_a_tower_was_called(self) -> None:
-        """Raise before the first gradient exists, when nothing has been trained yet."""
-        if not self._a_tower_was_called:
-            raise MisconfigurationException(
-                f"Passed `InfCLStrategy(towers={list(self.towers)})`, but the first training step "
-                "called none of them, so nothing would be served in micro-batches. Name what "
-                "`training_step` calls, and call it there as `self.name(batch)`: not as "
-                "`self.name.forward(batch)`, and not from inside compiled code."
-            )
-
 
 class _NoSyncForwardRedirection(_ForwardRedirection):
     """Runs `training_step` through DDP's forward without preparing DDP to reduce.
 
-    The replays in the backward touch a parameter once in each micro-batch, which DDP would take
-    for an error; `_reduce_gradients` prepares it when they are done.
+    Reentrant checkpoints in towers accumulate into the parameters themselves, once a micro-batch,
+    which DDP would take for an error; and parameters that a step leaves out need no setting.
     """
 
     @override
@@ -230,34 +225,6 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
         wrapper_module.require_backward_grad_sync = self._sync
 
 
-class _Touch(torch.autograd.Function):
-    """A graph that reaches every parameter and gives none of them a gradient.
-
-    Its backward makes DDP's hooks fire once a parameter, and so reduces the gradients that the
-    parameters hold by then, without reading a parameter or writing a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, ...]:
-        count: int = ctx.count
-        return (None,) * count
-
-
-def _reduce_gradients(model: DistributedDataParallel) -> None:
-    """All-reduce every bucket of gradients once, also those that no tower has a part in."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        return
-    touched: Tensor = _Touch.apply(*trained)
-    prepare_for_backward(model, touched)
-    touched.backward()
-
-
 def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
     names = [
         f"{tower.name}.{name}" if name else tower.name
@@ -271,41 +238,4 @@ def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
             "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
             "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
             "matters."
-        )
-
-
-def _check_arguments(
-    towers: Sequence[str], micro_batch_size: int, offload: str, prefetch: int, ddp: dict[str, Any]
-) -> None:
-    is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
-    if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
-        raise ValueError(
-            f"Passed `InfCLStrategy(towers={towers!r})`. `towers` must be a list of at least one "
-            "name. Name the submodules or methods that `training_step` calls, such as "
-            "`towers=['visual', 'text']`."
-        )
-    if len(set(towers)) < len(towers):
-        raise ValueError(
-            f"Passed `InfCLStrategy(towers={list(towers)!r})`. Each tower must be named once. "
-            "Leave the repeated name out."
-        )
-    for name, value, least in (
-        ("micro_batch_size", micro_batch_size, 1),
-        ("prefetch", prefetch, 0),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(
-                f"Passed `InfCLStrategy({name}={value!r})`. `{name}` must be an integer of at "
-                f"least {least}. Leave it out to get the default."
-            )
-    if offload not in ("none", "host"):
-        raise ValueError(
-            f"Passed `InfCLStrategy(offload={offload!r})`. `offload` must be 'none' or 'host'. "
-            "Pass 'host' to leave batches in host memory."
-        )
-    if ddp.get("static_graph"):
-        raise ValueError(
-            "Passed `InfCLStrategy(static_graph=True)`. Replayed towers do not give DDP the static "
-            "graph that it would record. Leave `static_graph` out; gradients are all-reduced once "
-            "a step all the same."
         )

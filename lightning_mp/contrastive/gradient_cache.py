@@ -1,261 +1,278 @@
-"""Gradient caching: a tower runs in micro-batches, and its activations are never all held at once.
+"""`GradientCache`: a tower runs in micro-batches, and its activations are never all held at once.
 
 Shapes:
-    B: the batch of one call. m: rows of one micro-batch.
+    B: the batch of one call. D: width of the features.
 
-Run 1, without grad: `features = tower(batch)`, micro-batch by micro-batch, nothing saved. The loss
-turns the features into `dL/dfeatures`. Run 2, inside that backward: each micro-batch again with
-grad, from the same generator states, then `backward(dL/dfeatures[rows])`. By the chain rule the
-parameters get exactly the gradients of the whole batch; the price is one more forward.
+Run 1: `features = tower(batch)`, micro-batch by micro-batch, every graph let go at once. The loss
+turns the features into `dL/dfeatures`. Run 2, inside that backward: each micro-batch again, from
+the same generator states, then `backward(dL/dfeatures[rows])` into sums that stand aside. By the
+chain rule these are exactly the gradients of the whole batch; the price is one more forward.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
-from lightning_mp.contrastive.micro_batches import MicroBatches
-from lightning_mp.contrastive.replay_state import AutocastState, BufferState, RngState
+from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
+from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
+from lightning_mp.contrastive._cache.node import attach
+from lightning_mp.contrastive._cache.towers import Tower, find_tower
+from lightning_mp.contrastive._cache.verification import difference_error
+from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
 
-_TENSOR = object()  # stands where a tensor was in a list of outputs
-
-_CHANGED = (
-    "A parameter of a tower was changed in place between the tower's call and the backward through "
-    "it, so a replay would not give the gradient of that call. Call the tower again after "
-    "`optimizer.step()`, or step after the last backward."
-)
+_WORTH_A_WORD = 2**20  # bytes of outputs that nobody used
 
 
 class GradientCache:
-    """Serves calls to towers in micro-batches and replays them in the backward.
+    """Serves calls to towers in micro-batches and replays them in the backward, in any loop.
+
+    Every feature of a contrastive batch meets every other, so a batch cannot be accumulated from
+    smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. With this cache,
+    activations are those of one micro-batch and gradients those of the whole batch. What a tower
+    trains becomes an input of its call's node in the graph of the loss: hooks, DDP's reducer and
+    `torch.autograd.grad` see each whole gradient once.
+
+    **Verified**: each replayed output is compared with that of the call, on the device, and a
+    difference beyond rounding is an error, as the gradients would be silently wrong. It costs a
+    pass over the outputs, 8 bytes a row, and one number read back a call: at once on a CPU; on CUDA
+    without waiting, so that the error comes with a later call or with `check()`.
+
+    **Replayed**: dropout masks from the same generator states (CPU, GPU, Python, numpy, and those
+    that a module owns), autocast, and what preprocessing in place overwrites. Buffers such as
+    running statistics are updated once a call.
+
+    **Not the same as a whole batch**: layers that mix rows (BatchNorm) see micro-batches, and
+    dropout draws micro-batch by micro-batch, so its masks differ from those of one big call.
 
     Args:
-        micro_batch_size: Rows that a tower sees at a time.
-        device: Where towers run; arguments elsewhere are brought there.
+        micro_batch_size: Rows that a tower sees at a time. As large as memory allows is fastest; it
+            does not change the gradients.
+        device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
+            `None` leaves them where they are.
         prefetch: Micro-batches to copy ahead when arguments are on the host.
+        rows: Names of arguments of towers that have one row, or element, for each of the batch,
+            where that cannot be told by their shapes.
+        whole: Names of arguments that all rows share, such as a prompt with as many rows as the
+            batch. Names may be those of parts: `prompt`, `batch.prompt`, `extra[0]`.
+        leave_out: Names of outputs to return as `None`, such as `last_hidden_state`, which are not
+            kept for the whole batch then.
+        replay_tolerance: The difference of a replay's outputs that is allowed, relative to their
+            norm. `None`: rounding noise of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and tf32, 6% in
+            bf16, and 0 under `torch.use_deterministic_algorithms(True)`. `inf` allows any.
         context: Makes the context of every replay, such as a precision plugin's forward context.
+
+    Raises:
+        ValueError: For arguments that cannot be used, here or in a tower's call.
+        RuntimeError: In the backward, for a replay that cannot be right or was not.
 
     References:
         - Scaling deep contrastive learning batch size under memory limited setup (GradCache),
           https://arxiv.org/abs/2101.06983
         - BASIC, section on memory, https://arxiv.org/abs/2111.10050
+
+    Example::
+
+        cache = GradientCache(micro_batch_size=64)
+        with cache.serving(model, ["visual", "text"]):
+            loss = training_step(model, batch)  # calls model.visual(...) and model.text(...)
+        loss.backward()
     """
 
     def __init__(
         self,
         *,
         micro_batch_size: int,
-        device: torch.device,
+        device: torch.device | str | None = None,
         prefetch: int = 2,
+        rows: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        leave_out: Sequence[str] = (),
+        replay_tolerance: float | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.micro_batch_size = micro_batch_size
-        self.device = device
-        self.prefetch = prefetch
-        self.context = context
+        _check_count("micro_batch_size", micro_batch_size, 1)
+        _check_count("prefetch", prefetch, 0)
+        for name, names in (("rows", rows), ("whole", whole), ("leave_out", leave_out)):
+            _check_names(name, names)
+        if replay_tolerance is not None and not replay_tolerance >= 0:
+            raise ValueError(
+                f"Passed `GradientCache(replay_tolerance={replay_tolerance!r})`. "
+                "`replay_tolerance` must be a number of at least 0. Leave it out to allow rounding."
+            )
+        self._settings = Settings(
+            micro_batch_size=micro_batch_size,
+            device=None if device is None else torch.device(device),
+            prefetch=prefetch,
+            rows=tuple(rows),
+            whole=tuple(whole),
+            leave_out=tuple(leave_out),
+            replay_tolerance=replay_tolerance,
+            context=context,
+        )
+        self._expected_rows: int | None = None
+        self._in_a_tower = False
+        self._told_of: set[str] = set()
+        self._differences = AsyncReadback()
+        self.calls = 0
+        """How many calls of towers were served."""
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return `function(*args, **kwargs)`, a graph node that replays the call in its backward.
+    @contextmanager
+    def serving(self, model: nn.Module, towers: Sequence[str], batch: Any = None) -> Iterator[None]:
+        """Serve all calls to some towers until the context ends; the backward may come later.
+
+        A tower inside a tower runs as it is.
 
         Args:
-            function: The tower; every tensor that it returns has the batch first.
-            module: Whose parameters and buffers the function uses.
+            model: Whose towers they are; it may be wrapped in DDP.
+            towers: Submodules or methods of the model by dotted path, such as `visual` or
+                `model.encode_image`.
+            batch: The batch of the step. Its rows tell which arguments of a tower are the batch
+                where those have different first dimensions.
+
+        Raises:
+            ValueError: The model has no such tower.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        found = [find_tower(model, name) for name in towers]
+        before, self._expected_rows = self._expected_rows, rows_of(batch)
+        try:
+            with ExitStack() as interceptions:
+                for tower in found:
+                    interceptions.enter_context(tower.intercepted(self._serve))
+                yield
+        finally:
+            self._expected_rows = before
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `function(*args, **kwargs)`, served in micro-batches.
+
+        Args:
+            function: A module or a method of one. Tensors that it returns have the batch first.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
 
         Raises:
-            ValueError: No argument has a batch dimension, or a returned tensor has none.
-            RuntimeError: In the backward, when a parameter was changed in place since the call.
+            ValueError: No argument is a batch, or an output has no rows.
         """
-        call = _Call(self, function, module, args, kwargs)
-        needs_grad = torch.is_grad_enabled() and (
-            bool(call.inputs_with_grad) or any(p.requires_grad for p in module.parameters())
+        module = (
+            function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         )
-        if needs_grad:
-            anchor = torch.empty(0, requires_grad=True)
-            outputs = _CachedCall.apply(call, anchor, *call.inputs_with_grad)
-        else:
-            with torch.no_grad():
-                outputs = call.run_without_grad()
-        return call.assemble(outputs)
+        module = module if isinstance(module, nn.Module) else None
+        signature_of = function.forward if isinstance(function, nn.Module) else function
+        name = getattr(function, "__name__", type(function).__name__)
+        return self._run(name, signature_of, function, module, args, kwargs)
 
+    def check(self) -> None:
+        """Wait for the comparisons of all replays so far.
 
-class _Call:
-    """One call of a tower: its arguments and all that a replay needs."""
+        Raises:
+            RuntimeError: A replay gave other outputs than its call.
+        """
+        self._judge(self._differences.drain())
 
-    def __init__(
+    def _serve(
+        self, tower: Tower, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if self._in_a_tower:
+            return original(*args, **kwargs)
+        return self._run(tower.name, tower.signature_of, original, tower.module, args, kwargs)
+
+    def _run(
         self,
-        cache: GradientCache,
+        name: str,
+        signature_of: Callable[..., Any],
         function: Callable[..., Any],
-        module: nn.Module,
+        module: nn.Module | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> None:
-        self._cache = cache
-        self._function = function
-        self._module = module
-        leaves, self._argument_tree = pytree.tree_flatten((args, kwargs))
-        self._with_grad = [
-            index
-            for index, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        self.inputs_with_grad = [leaves[index] for index in self._with_grad]
-        detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._batches = MicroBatches(detached, cache.micro_batch_size, cache.device, cache.prefetch)
-        self._autocast = AutocastState(cache.device.type)
-        self._buffers = BufferState(module)
-        self._versions = {parameter: parameter._version for parameter in module.parameters()}
-        self._rng: list[RngState] = []
-        self._outputs_template: list[Any] = []
-        self._output_tree = self._argument_tree
+    ) -> Any:
+        _check_no_transform(name)
+        self._judge(self._differences.ready())
+        self.calls += 1
 
-    def run_without_grad(self) -> list[Tensor]:
-        """Return the tensors among the outputs, for the whole batch."""
-        outputs: list[Tensor] = []
-        for rows, leaves in self._batches:
-            self._buffers.restore()
-            self._rng.append(RngState(self._cache.device))
-            with self._autocast.entered():
-                returned = self._run(leaves)
-            self._buffers.collect(rows.stop - rows.start)
-            tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
-            if not outputs:
-                self._outputs_template = [_TENSOR if isinstance(x, Tensor) else x for x in returned]
-                outputs = [
-                    tensor.new_empty(self._batches.batch_size, *tensor.shape[1:])
-                    for tensor in tensors
-                ]
-            # Copied at once: CUDA graphs write the next micro-batch over this one's outputs.
-            for output, tensor in zip(outputs, tensors, strict=True):
-                _check_rows(tensor, output[rows])
-                output[rows].copy_(tensor)
-        self._buffers.commit()
-        return outputs
+        def tower(*args: Any, **kwargs: Any) -> Any:
+            before, self._in_a_tower = self._in_a_tower, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._in_a_tower = before
 
-    def replay(self, cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Run every micro-batch with grad and backward; return the gradients of the inputs."""
-        input_grads: list[Tensor | None] = [None] * len(self._with_grad)
-        changed = {p for p, version in self._versions.items() if p._version != version}
-        with self._undisturbed():
-            for (rows, leaves), rng in zip(self._batches, self._rng, strict=True):
-                self._buffers.restore()
-                rng.restore()
-                for index in self._with_grad:
-                    leaves[index] = leaves[index].detach().requires_grad_()
-                with torch.enable_grad(), self._cache.context(), self._autocast.entered():
-                    returned = self._run(leaves)
-                tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
-                roots = [
-                    (tensor, cotangent[rows])
-                    for tensor, cotangent in zip(tensors, cotangents, strict=True)
-                    if cotangent is not None and tensor.requires_grad
-                ]
-                if not roots:
-                    break  # nothing in this tower is trained
-                if changed & _leaves_of([root for root, _ in roots] if changed else []):
-                    raise RuntimeError(_CHANGED)
-                torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-                self._collect_input_grads(input_grads, leaves, rows)
-        return input_grads
+        arguments = Arguments(
+            signature_of,
+            args,
+            kwargs,
+            constants=() if module is None else list(module.buffers()),
+            rows=self._settings.rows,
+            whole=self._settings.whole,
+            expected=self._expected_rows,
+        )
+        call = Call(self._settings, name, tower, module, arguments)
+        outputs = call.run()
+        if call.needs_grad:
+            outputs = attach(self, call, outputs)
+        return call.outputs.assemble(outputs)
 
-    def assemble(self, outputs: tuple[Tensor, ...] | list[Tensor]) -> Any:
-        """Return the outputs in the shape that the function gave them."""
-        remaining = iter(outputs)
-        leaves = [next(remaining) if x is _TENSOR else x for x in self._outputs_template]
-        return pytree.tree_unflatten(leaves, self._output_tree)
-
-    def _run(self, leaves: list[Any]) -> list[Any]:
-        args, kwargs = pytree.tree_unflatten(leaves, self._argument_tree)
-        returned, self._output_tree = pytree.tree_flatten(self._function(*args, **kwargs))
-        return returned
-
-    def _collect_input_grads(
-        self, grads: list[Tensor | None], leaves: list[Any], rows: slice
-    ) -> None:
-        """Put the rows of a cut input in their place, and sum up those of a shared one."""
-        for place, (index, whole) in enumerate(
-            zip(self._with_grad, self.inputs_with_grad, strict=True)
-        ):
-            part = leaves[index].grad
-            if part is None:
-                continue
-            grad = grads[place]
-            if grad is None:
-                grad = grads[place] = torch.zeros_like(whole)
-            if self._batches.is_cut(index):
-                grad[rows].copy_(part)
-            else:
-                grad.add_(part.to(grad.device))
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Leave generators and buffers as they are found, whatever a replay does."""
-        rng, buffers = RngState(self._cache.device), BufferState(self._module)
-        try:
-            yield
-        finally:
-            rng.restore()
-            buffers.restore()
-
-
-class _CachedCall(torch.autograd.Function):
-    """The node that stands for a call in the graph of the loss.
-
-    The anchor requires grad, so that the outputs do even when no input does.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(call.run_without_grad())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError(
-                "Called `torch.autograd.grad(...)` or `backward(inputs=...)` through a tower whose "
-                "gradients are cached. A replay adds to the `.grad` of all its parameters, so only "
-                "a full `backward()` is right. Take the tower out of `towers`, or call "
-                "`self.manual_backward(loss)`."
+    def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        replayed = call.replay(cotangents)
+        self._tell_of_unused(call.tower, replayed)
+        if replayed.difference is not None and replayed.tolerance < float("inf"):
+            self._differences.submit(
+                0, replayed.difference, tower=call.tower, tolerance=replayed.tolerance
             )
-        return (None, None, *ctx.call.replay(cotangents))
+            if call.device.type == "cpu":
+                self.check()
+        return replayed.gradients
+
+    def _judge(self, arrived: Sequence[Any]) -> None:
+        for _, difference, context in arrived:
+            if not float(difference) <= context["tolerance"]:
+                raise difference_error(context["tower"], float(difference), context["tolerance"])
+
+    def _tell_of_unused(self, tower: str, replayed: Replayed) -> None:
+        unused = sum(replayed.unused.values())
+        is_initialized = dist.is_available() and dist.is_initialized()
+        is_first = not is_initialized or dist.get_rank() == 0
+        if unused < max(_WORTH_A_WORD, replayed.used_bytes) or tower in self._told_of:
+            return
+        self._told_of.add(tower)
+        if is_first:
+            names = sorted(replayed.unused, key=replayed.unused.__getitem__, reverse=True)
+            warnings.warn(
+                f"The tower `{tower}` returns {unused:,} bytes for the whole batch that the loss "
+                f"never used, next to {replayed.used_bytes:,} that it did: {', '.join(names)}. "
+                f"Leave them out to save that memory: `leave_out={names!r}`.",
+                stacklevel=2,
+            )
 
 
-def _leaves_of(roots: list[Tensor]) -> set[Tensor]:
-    """Return the leaves, such as parameters, that gradients of `roots` would reach."""
-    nodes: list[Any] = [root.grad_fn for root in roots]
-    seen, leaves = set(nodes), set()
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):  # it accumulates into a leaf's `.grad`
-            leaves.add(node.variable)
-        following = {parent for parent, _ in getattr(node, "next_functions", ())} - seen
-        nodes.extend(following)
-        seen |= following
-    return leaves
+def _check_no_transform(tower: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"Called the tower `{tower}` inside a transform of `torch.func` while its gradients "
+            "are cached. A replay needs a plain backward. Call it outside of `cache.serving(...)` "
+            "there, or take the gradient with `torch.autograd.grad`."
+        )
 
 
-def _check_rows(tensor: Tensor, expected: Tensor) -> None:
-    if tensor.shape != expected.shape:
+def _check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
-            f"A tower returned a tensor of shape {list(tensor.shape)} for a micro-batch of "
-            f"{len(expected)} rows, where {list(expected.shape)} was expected. Every tensor that "
-            "a tower returns must have one row for each row of its input and the same shape in "
-            "every micro-batch. Compute losses, scales and pairwise scores outside of towers, and "
-            "pad sequences to a fixed length."
+            f"Passed `GradientCache({name}={value!r})`. `{name}` must be an integer of at least "
+            f"{least}. Leave it out to get the default."
+        )
+
+
+def _check_names(name: str, names: Sequence[str]) -> None:
+    if isinstance(names, str) or not all(isinstance(x, str) for x in names):
+        raise ValueError(
+            f"Passed `GradientCache({name}={names!r})`. `{name}` must be a list of names. Write "
+            f"`{name}=[{names!r}]`."
         )

@@ -97,7 +97,7 @@ def test_counts_of_a_tower_replayed_by_a_gradient_cache_are_not_doubled() -> Non
     one = clamped_once(model, clamp)
     clamp.reset_counts()
     cache = GradientCache(micro_batch_size=2, device=torch.device("cpu"))
-    cache.call(model, model, (batch(),), {}).float().sum().backward()
+    cache.call(model, batch()).float().sum().backward()
     assert clamp.counts().tolist() == one
 
 

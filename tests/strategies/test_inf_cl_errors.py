@@ -94,15 +94,3 @@ def test_inf_cl_compiled_lightning_module_raises() -> None:
     model = torch.compile(TinyCLIP())
     with pytest.raises(MisconfigurationException, match=r"self.visual.compile\(\)"):
         make_trainer(InfCLStrategy(), max_steps=1).fit(model, loader(8, 8))
-
-
-class TakesGradients(TinyCLIP):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        pixels = batch[0].requires_grad_()
-        torch.autograd.grad(self.visual(pixels).sum(), pixels)
-        return self.head.weight.sum()
-
-
-def test_inf_cl_autograd_grad_through_a_tower_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad"):
-        make_trainer(InfCLStrategy(), max_steps=1).fit(TakesGradients(), loader(8, 8))

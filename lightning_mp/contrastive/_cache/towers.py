@@ -1,6 +1,8 @@
 """Towers by their names, and a way to take over the calls to them for a while."""
 
+import copy
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +12,8 @@ from torch import nn
 
 __all__ = ["Tower", "find_tower"]
 
-Handler = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""`handler(original, module, args, kwargs)` answers a call in the tower's place."""
+Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`handler(tower, original, args, kwargs)` answers a call in the tower's place."""
 
 _MISSING = object()
 
@@ -35,21 +37,17 @@ class Tower:
         """Send every call to `handler` until the context ends.
 
         A call of a module goes through `_compiled_call_impl` if that is set. Setting it on the
-        instance therefore catches compiled and plain modules alike, leaves hooks and `forward`
-        as they are, and stays behind when the module is copied or pickled, for which torch drops
-        that attribute. A method is caught by an attribute of its instance.
+        instance therefore catches compiled and plain modules alike, and leaves hooks and `forward`
+        as they are. A method is caught by an attribute of its instance. Copies and pickles of the
+        module, such as a teacher made in a training step, take their calls themselves: torch drops
+        the one attribute, and the other copies as the plain method.
         """
         # Not `setattr`: a compiled module forwards that to the module inside it.
         attributes = vars(self.module)
         name = "_compiled_call_impl" if self._method is None else self._method
         before = attributes.get(name, _MISSING)
         original = self._original(None if before is _MISSING else before)
-
-        @torch.compiler.disable
-        def intercept(*args: Any, **kwargs: Any) -> Any:
-            return handler(original, self.module, args, kwargs)
-
-        attributes[name] = intercept
+        attributes[name] = _Interceptor(self, name, original, handler)
         try:
             yield
         finally:
@@ -58,12 +56,45 @@ class Tower:
             else:
                 attributes[name] = before
 
+    @property
+    def signature_of(self) -> Callable[..., Any]:
+        """Whose parameters name the arguments of a call."""
+        return self.module.forward if self._method is None else getattr(self.module, self._method)
+
     def _original(self, before: Any) -> Callable[..., Any]:
         if before is not None:
             return before  # type: ignore[no-any-return]
         if self._method is None:
             return self.module._call_impl
         return getattr(self.module, self._method)  # type: ignore[no-any-return]
+
+
+class _Interceptor:
+    """Takes the calls of a module or of a method, and is the plain method in copies."""
+
+    def __init__(
+        self, tower: Tower, attribute: str, original: Callable[..., Any], handler: Handler
+    ) -> None:
+        self._tower, self._attribute = tower, attribute
+        self._original, self._handler = original, handler
+        self.__signature__ = inspect.signature(tower.signature_of)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._handler(self._tower, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._original, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        owner = getattr(self._original, "__self__", None)
+        if owner is self._tower.module:
+            return getattr, (owner, self._attribute)
+        return _itself, (self._original,)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def find_tower(model: nn.Module, name: str) -> Tower:

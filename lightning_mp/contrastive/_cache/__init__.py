@@ -1,0 +1,1 @@
+"""What `GradientCache` is made of: arguments, micro-batches, outputs, replays."""

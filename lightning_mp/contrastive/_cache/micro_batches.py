@@ -1,0 +1,159 @@
+"""A call's arguments in micro-batches, copied to the device ahead of their use.
+
+Shapes:
+    B: the batch of one call.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.replay_state import version_of
+
+__all__ = ["MicroBatches", "WrittenError"]
+
+
+class WrittenError(Exception):
+    """A function wrote to a leaf (its index is the argument) that all micro-batches share."""
+
+
+class MicroBatches:
+    """Cuts leaves into micro-batches; iterate over it as often as needed.
+
+    Tensors elsewhere are brought to `device` in the dtype that they have. From host memory to a GPU
+    they are copied by a stream of their own, `prefetch` micro-batches ahead, so that at most
+    `prefetch + 1` of them are on the device at a time.
+
+    A function may write to its own rows, as `normalize(inplace=True)` does. The first iteration
+    gives it the caller's memory, as a call without micro-batches would; later ones give it the
+    values of before, of which copies are kept where they are needed and nowhere else.
+
+    Args:
+        leaves: The leaves of the argument tree.
+        is_cut: Which of them are cut; all others go to each micro-batch as they are.
+        batch_size: Rows of what is cut.
+        micro_batch_size: Rows in a micro-batch; the last one may have fewer.
+        device: Where the function runs; `None` leaves everything where it is.
+        prefetch: Micro-batches to copy ahead.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        is_cut: Sequence[bool],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        device: torch.device | None,
+        prefetch: int,
+    ) -> None:
+        self.batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._device = device
+        self._prefetch = prefetch
+        self._is_cut = is_cut
+        self._leaves = [
+            leaf.to(device) if isinstance(leaf, Tensor) and device and not is_cut else leaf
+            for leaf, is_cut in zip(leaves, self._is_cut, strict=True)
+        ]
+        self._versions = self._count_writes()
+        self._suspects = {
+            index
+            for index, leaf in enumerate(self._leaves)
+            if is_cut[index]
+            and isinstance(leaf, Tensor)
+            and (device is None or device.type == leaf.device.type)
+        }
+        self._kept: dict[tuple[int, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return -(-self.batch_size // self._micro_batch_size)
+
+    def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
+        """Yield the rows and the leaves of every micro-batch, in order."""
+        starts = range(0, self.batch_size, self._micro_batch_size)
+        slices = [
+            slice(start, min(start + self._micro_batch_size, self.batch_size)) for start in starts
+        ]
+        if self._device is not None and self._device.type == "cuda" and self._any_on_host():
+            return self._copied_ahead(slices)
+        return ((rows, self._take(rows)) for rows in slices)
+
+    def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
+        """Iterate for the first time, and note what the function writes to."""
+        for rows, leaves in self:
+            before = {i: self._leaves[i][rows].clone() for i in self._suspects}
+            yield rows, leaves
+            now = self._count_writes()
+            written = {i for i, version in enumerate(now) if version != self._versions[i]}
+            self._versions = now
+            if not written <= self._suspects:
+                raise WrittenError(min(written - self._suspects))
+            # Later micro-batches are copied where the first one shows that it is needed.
+            self._suspects = written
+            self._kept.update({(i, rows.start): before[i] for i in written})
+
+    def written_since(self) -> list[int]:
+        """Return the leaves that somebody has written to since the first iteration ended."""
+        now = self._count_writes()
+        return [
+            index
+            for index, version in enumerate(self._versions)
+            if version != now[index] and (index, 0) not in self._kept
+        ]
+
+    def _count_writes(self) -> list[int]:
+        return [version_of(x) if isinstance(x, Tensor) else 0 for x in self._leaves]
+
+    def _any_on_host(self) -> bool:
+        return any(self._is_on_host(index) for index in range(len(self._leaves)))
+
+    def _is_on_host(self, index: int) -> bool:
+        leaf = self._leaves[index]
+        return self._is_cut[index] and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+
+    def _take(self, rows: slice) -> list[Any]:
+        return [self._part(index, rows) for index in range(len(self._leaves))]
+
+    def _part(self, index: int, rows: slice) -> Any:
+        leaf = self._leaves[index]
+        if (index, rows.start) in self._kept:
+            return self._kept[index, rows.start].clone()
+        if not self._is_cut[index]:
+            return leaf
+        part = leaf[rows]
+        return part.to(self._device) if isinstance(part, Tensor) and self._device else part
+
+    def _copied_ahead(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
+        copying = torch.cuda.Stream(self._device)
+        waiting: deque[tuple[slice, list[Any], torch.cuda.Event]] = deque()
+        for rows in slices:
+            with torch.cuda.stream(copying):
+                leaves = [
+                    self._copy(leaf[rows]) if self._is_on_host(i) else self._part(i, rows)
+                    for i, leaf in enumerate(self._leaves)
+                ]
+                waiting.append((rows, leaves, copying.record_event()))
+            if len(waiting) > self._prefetch:
+                yield self._arrived(*waiting.popleft())
+        while waiting:
+            yield self._arrived(*waiting.popleft())
+
+    def _copy(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu" and not part.is_pinned():
+            part = part.pin_memory()
+        return part.to(self._device, non_blocking=True)
+
+    def _arrived(
+        self, rows: slice, leaves: list[Any], copied: torch.cuda.Event
+    ) -> tuple[slice, list[Any]]:
+        """Hold the current stream until the copy is done, and tie its memory to that stream."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        for index, leaf in enumerate(leaves):
+            if self._is_on_host(index):
+                leaf.record_stream(current)
+        return rows, leaves

@@ -1,0 +1,71 @@
+"""The node that stands for a call in the graph of the loss."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._cache.call import Call
+
+if TYPE_CHECKING:
+    from lightning_mp.contrastive.gradient_cache import GradientCache
+
+__all__ = ["attach"]
+
+_TWICE = (
+    "Called a second derivative through a tower whose gradients are cached. Its replay leaves no "
+    "graph behind, so there is only a first one. Leave the tower out of `towers` for a gradient "
+    "penalty, or write the penalty on the features."
+)
+
+
+def attach(cache: "GradientCache", call: Call, outputs: list[Tensor]) -> list[Tensor]:
+    """Return the outputs as those of a node whose backward replays the call.
+
+    What the call trains are its inputs. So autograd itself adds up what several calls and the rest
+    of the loss give a parameter, accumulates it once, fires hooks once, and DDP finds the parameter
+    in the graph and reduces it once, as if the tower had been called plainly.
+    """
+    attached: tuple[Tensor, ...] = _Replay.apply(
+        (cache, call, outputs), *call.inputs, *call.leaves.values()
+    )
+    outputs.clear()  # else the node would hold itself
+    return list(attached)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, what: tuple[Any, Call, list[Tensor]], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.cache, ctx.call, outputs = what
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*ctx.call.without_grad(outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            gradients = ctx.cache._replay(ctx.call, cotangents)
+        if torch.is_grad_enabled():  # `create_graph=True`
+            gradients = refuse_second_derivatives(gradients, _TWICE)
+        return (None, *gradients)
+
+
+def refuse_second_derivatives(gradients: list[Tensor | None], message: str) -> list[Tensor | None]:
+    """Return gradients in whose graph a backward raises an error with a message."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    if not given:
+        return gradients
+    handle = torch.zeros((), requires_grad=True, device=given[0].device)
+    refusing = iter(_Refuse.apply(message, handle, *given))
+    return [None if gradient is None else next(refusing) for gradient in gradients]
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, message: str, handle: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(ctx.message)

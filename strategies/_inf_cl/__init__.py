@@ -1,0 +1,1 @@
+"""What `InfCLStrategy` is made of."""

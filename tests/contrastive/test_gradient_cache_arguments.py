@@ -1,0 +1,253 @@
+"""What is taken for the batch, what is put together again, and what is said where that fails."""
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.contrastive._cache.arguments import Arguments, is_named, rows_of
+from lightning_mp.contrastive._cache.structures import open_structure
+from lightning_mp.contrastive.gradient_cache import GradientCache
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    y: Any = None
+
+
+@dataclass
+class Computed:
+    x: Any
+    z: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.z = "made"
+
+
+class ADict(dict):
+    pass
+
+
+class AList(list):
+    pass
+
+
+class ATuple(tuple):
+    __slots__ = ()
+
+
+class Encoding(UserDict):
+    """Keeps something beside its data, as `BatchEncoding` does."""
+
+    def __init__(self, data: Any = None, note: str = "") -> None:
+        super().__init__(data)
+        self.note = note
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, [2, {"x": 3}]),
+        Pair(1, 2),
+        OrderedDict(x=1, y=[2]),
+        defaultdict(list, {"x": 1}),
+        Frozen(1, Frozen(2)),
+        Computed([1]),
+        ADict(x=1, y=(2,)),
+        AList([1, 2]),
+        ATuple((1, 2)),
+        Encoding({"x": 1, "y": {"z": 2}}, "kept"),
+    ],
+)
+def test_structures_come_back_with_other_leaves_and_stay_as_they_were(value: Any) -> None:
+    before = repr(value)
+    structure = open_structure(value)
+    same = structure.rebuild([leaf.value for leaf in structure.leaves])
+    assert same == value
+    assert type(same) is type(value)
+    other = structure.rebuild(["other"] * len(structure.leaves))
+    assert {leaf.value for leaf in open_structure(other).leaves} == {"other"}
+    assert repr(value) == before
+    if isinstance(value, Encoding):
+        assert other.note == "kept"
+
+
+def test_paths_name_leaves() -> None:
+    value = {"batch": Encoding({"pixels": 1}), "images": [2, 3], "out": Frozen(4)}
+    paths = [leaf.path for leaf in open_structure(value).leaves]
+    assert paths == ["batch.pixels", "images[0]", "images[1]", "out.x", "out.y"]
+    for name in ("batch", "pixels", "batch.pixels"):
+        assert is_named("batch.pixels", [name])
+    assert is_named("images[1]", ["images"])
+    assert is_named("images[1]", ["images[1]"])
+    assert not is_named("images[1]", ["images[0]", "image"])
+
+
+def roles(*args: Any, **settings: Any) -> tuple[int, dict[str, bool]]:
+    def tower(a: Any, b: Any = None, c: Any = None) -> None: ...
+
+    arguments = Arguments(tower, args, {}, **settings)
+    names = [arguments.name(index) for index in range(len(arguments.leaves))]
+    return arguments.batch_size, dict(zip(names, arguments.is_cut, strict=True))
+
+
+ROWS, PROMPT = torch.ones(8, 3), torch.ones(4, 3)
+STRINGS = list("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "expected"),
+    [
+        ((ROWS, torch.ones(3, 3)), {}, {"a": True, "b": False}),
+        ((PROMPT, ROWS), {"expected": 8}, {"a": False, "b": True}),
+        ((PROMPT, ROWS), {"whole": ["a"]}, {"a": False, "b": True}),
+        ((PROMPT, ROWS), {"rows": ["b"]}, {"a": False, "b": True}),
+        ((nn.Parameter(PROMPT), ROWS), {}, {"a": False, "b": True}),
+        ((nn.Parameter(ROWS), ROWS), {}, {"a": False, "b": True}),
+        ((ROWS, STRINGS, 1.5), {}, {"a": True, "b": True, "c": False}),
+        ((STRINGS,), {}, {"a": True}),
+        ((tuple(STRINGS), "flag"), {}, {"a": True, "b": False}),
+        ((ROWS, [ROWS, ROWS]), {}, {"a": True, "b[0]": True, "b[1]": True}),
+        ((ROWS, [torch.ones(3, n + 1) for n in range(8)]), {}, {"a": True, "b": True}),
+        (([torch.ones(3, n + 1) for n in range(8)],), {"expected": 8}, {"a": True}),
+        (([torch.ones(3, n + 1) for n in range(8)],), {"rows": ["a"]}, {"a": True}),
+        ((ROWS, [{"boxes": torch.ones(n, 4)} for n in range(8)]), {}, {"a": True, "b": True}),
+        ((np.ones((8, 3)), np.ones(3)), {}, {"a": True, "b": False}),
+        ((ROWS, torch.arange(8)), {}, {"a": True, "b": True}),
+        ((ROWS, torch.ones(8)), {"rows": ["b"]}, {"a": True, "b": True}),
+        ((ROWS, torch.ones(8)), {"whole": ["b"]}, {"a": True, "b": False}),
+        ((Encoding({"x": ROWS, "n": STRINGS}), 2), {}, {"a.x": True, "a.n": True, "b": False}),
+        ((torch.ones(8),), {}, {"a": True}),
+    ],
+)
+def test_roles_of_arguments(args: Any, settings: Any, expected: dict[str, bool]) -> None:
+    assert roles(*args, **settings) == (8, expected)
+
+
+def test_buffer_of_the_tower_with_as_many_rows_as_the_batch_is_whole() -> None:
+    mask = torch.ones(8, 8)
+    assert roles(ROWS, mask, constants=[mask]) == (8, {"a": True, "b": False})
+
+
+def test_vector_as_long_as_the_batch_is_refused_with_both_ways_to_declare_it() -> None:
+    with pytest.raises(ValueError, match=r"`b` of shape \[8\].*rows=\['b'\].*whole=\['b'\]"):
+        roles(ROWS, torch.ones(8))
+
+
+def test_rows_declared_for_something_else_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`b` of shape \[4, 3\], which is declared as rows"):
+        roles(ROWS, PROMPT, rows=["a", "b"])
+
+
+def test_rows_of_a_batch() -> None:
+    assert rows_of([ROWS, torch.ones(8, 2), torch.ones(3)]) == 8
+    assert rows_of({"text": STRINGS, "n": 3}) == 8
+    assert rows_of([STRINGS, ROWS]) == 8
+    assert rows_of(None) is None
+
+
+class Prompted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, prompt: Tensor, batch: Tensor) -> Tensor:
+        return self.linear(batch + prompt.mean(0))
+
+
+def test_wrong_guess_names_what_was_taken_for_what() -> None:
+    message = (
+        r"`Prompted` returned a tensor of shape \[8, 3\].*taken as rows of the batch: "
+        r"`prompt` \[4, 3\]; taken whole: `batch` \[8, 3\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        GradientCache(micro_batch_size=3).call(Prompted(), PROMPT, ROWS)
+    cache = GradientCache(micro_batch_size=3, whole=["prompt"])
+    tower = Prompted()
+    assert torch.allclose(cache.call(tower, PROMPT, ROWS), tower(PROMPT, ROWS))
+
+
+class Captions(nn.Module):
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.embed, self.pack = nn.Embedding(200, 3), pack
+
+    def forward(self, names: list[str]) -> Any:
+        return self.pack(self.embed(torch.tensor([ord(name) for name in names])), names)
+
+
+def test_lists_of_strings_go_in_and_out_with_their_rows() -> None:
+    tower = Captions(lambda x, names: {"x": x, "names": [n.upper() for n in names], "flags": [1]})
+    out = GradientCache(micro_batch_size=3).call(tower, STRINGS)
+    assert out["names"] == list("ABCDEFGH")
+    assert out["flags"] == [1]
+    out["x"].sum().backward()
+    assert tower.embed.weight.grad[ord("a") : ord("i")].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (lambda x, names: object(), "returned no tensor but a object"),
+        (lambda x, names: names, "returned no tensor but a list"),
+        (lambda x, names: (x, names[0]), r"returned `\[1\]` of type str, which differs"),
+        (lambda x, names: {"x": x, names[0]: x}, r"for one micro-batch and"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together_are_refused(pack: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientCache(micro_batch_size=3).call(Captions(pack), STRINGS)
+
+
+class Hidden(nn.Module):
+    """Returns what Hugging Face's towers do: features, and all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: Tensor) -> dict[str, Tensor]:
+        tokens = self.linear(batch)
+        return {"last_hidden_state": tokens, "pooler_output": tokens.mean(1)}
+
+
+def test_outputs_that_the_loss_never_used_are_told_once_with_bytes_and_name() -> None:
+    cache, tower, batch = GradientCache(micro_batch_size=16), Hidden(), torch.ones(64, 2048, 4)
+    unused = 64 * 2048 * 4 * 4
+    message = rf"{unused:,} bytes .*`leave_out=\['last_hidden_state'\]`"
+    with pytest.warns(UserWarning, match=message):
+        cache.call(tower, batch)["pooler_output"].sum().backward()
+    cache.call(tower, batch)["pooler_output"].sum().backward()  # warnings are errors here
+
+
+def test_outputs_left_out_are_not_kept() -> None:
+    tower, batch = Hidden(), torch.ones(64, 2048, 4)
+    cache = GradientCache(micro_batch_size=16, leave_out=["last_hidden_state"])
+    out = cache.call(tower, batch)
+    assert out["last_hidden_state"] is None
+    out["pooler_output"].sum().backward()
+    expected = torch.autograd.grad(tower(batch)["pooler_output"].sum(), tower.linear.weight)[0]
+    assert torch.allclose(tower.linear.weight.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size=0"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"whole": "prompt"}, "whole='prompt'"),
+        ({"replay_tolerance": -1.0}, "replay_tolerance=-1.0"),
+        ({"replay_tolerance": float("nan")}, "replay_tolerance=nan"),
+    ],
+)
+def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientCache(**{"micro_batch_size": 3, **settings})

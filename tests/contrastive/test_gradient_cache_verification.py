@@ -1,0 +1,279 @@
+"""A replay that differs is an error that names the tower, the size and the causes."""
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from lightning_mp.contrastive._cache.verification import Sketch, rounding_noise
+from lightning_mp.contrastive.gradient_cache import GradientCache
+
+CPU = torch.device("cpu")
+
+
+def make_cache(**settings: object) -> GradientCache:
+    return GradientCache(micro_batch_size=3, **settings)
+
+
+class Drifts(nn.Module):
+    """Adds something that is a little larger in every call, outside of buffers."""
+
+    def __init__(self, drift: float) -> None:
+        super().__init__()
+        self.linear, self.drift, self.calls = nn.Linear(4, 4), drift, 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(batch) * (1 + self.drift if self.calls > 3 else 1)
+
+
+@pytest.mark.parametrize("drift", [1e-4, 1e-2, 0.5, 1e30, float("nan"), float("inf")])
+def test_replay_that_differs_raises_before_anything_is_trained(drift: float) -> None:
+    torch.manual_seed(0)
+    tower = Drifts(drift)
+    features = make_cache().call(tower, torch.randn(7, 4))
+    with pytest.raises(RuntimeError, match="`Drifts` gave other outputs .* differ by") as error:
+        features.sum().backward()
+    assert tower.linear.weight.grad is None
+    text = str(error.value)
+    causes = ["changed in place", "generator", "keeps state"]
+    assert sorted(causes, key=text.index) == causes
+    if drift < 1:  # the size is told within what random weights scatter
+        size = float(text.split("differ by ")[1].split(" ")[0])
+        assert drift / 3 < size < 3 * drift
+
+
+def test_tolerance_is_a_switch() -> None:
+    for tolerance, raises in ((1e-3, True), (1e-1, False), (float("inf"), False)):
+        tower = Drifts(1e-2)
+        features = make_cache(replay_tolerance=tolerance).call(tower, torch.randn(7, 4))
+        if raises:
+            with pytest.raises(RuntimeError, match="1.0e-03 is allowed"):
+                features.sum().backward()
+        else:
+            features.sum().backward()
+
+
+def test_deterministic_algorithms_allow_no_difference() -> None:
+    assert rounding_noise({torch.float32}, CPU) == 128 * 2.0**-23
+    assert rounding_noise({torch.float32, torch.bfloat16}, CPU) == 2.0**-4
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert rounding_noise({torch.bfloat16}, CPU) == 0
+        tower = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.LayerNorm(64))
+        make_cache().call(tower, torch.randn(7, 4)).square().sum().backward()
+        features = make_cache().call(Drifts(2.0**-22), torch.randn(7, 4))
+        with pytest.raises(RuntimeError, match="gave other outputs"):
+            features.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_sketch_tells_the_size_of_a_difference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    output, other = torch.randn(256, 3, 32, dtype=dtype), torch.randn(256, 3, 32, dtype=dtype)
+    # The mean of 256 squares of normal variables has a deviation of sqrt(2 / 256) = 9%.
+    difference = Sketch(output).difference(output + 0.25 * other).item()
+    assert abs(difference / 0.25 - 1) < 5 * 0.09 / 2
+    assert Sketch(output).difference(output.clone()) == 0
+    assert Sketch(output.zero_()).difference(torch.zeros_like(output)) == 0
+    assert Sketch(output).difference(output + 1) == torch.inf
+
+
+def test_outputs_that_were_not_finite_are_not_compared() -> None:
+    tower = nn.Linear(4, 4)
+    features = make_cache().call(tower, torch.full((7, 4), torch.nan))
+    features.sum().backward()
+    assert tower.weight.grad.isnan().all()
+
+
+class HiddenNoise(nn.Module):
+    """Draws from a generator that is no attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(4, 4), [np.random.default_rng(1)]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.linear(batch) * float(self.hidden[0].random())
+
+
+def test_generator_that_is_not_found_raises() -> None:
+    features = make_cache().call(HiddenNoise(), torch.randn(7, 4))
+    with pytest.raises(RuntimeError, match="generator that is no attribute"):
+        features.sum().backward()
+
+
+class OwnDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.torch = torch.Generator().manual_seed(1)
+        self.generator, self.state = np.random.default_rng(1), np.random.RandomState(1)
+        self.python = random.Random(1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        draws = [self.generator.random(), self.state.rand(), self.python.random()]
+        return batch * self.weight * torch.rand(1, generator=self.torch) * float(np.prod(draws))
+
+
+def test_generators_of_a_module_are_replayed_and_go_on_from_the_call() -> None:
+    tower, twin = OwnDraws(), OwnDraws()
+    features = make_cache().call(tower, torch.ones(7, 4))
+    features.sum().backward()
+    expected = torch.cat([twin(rows) for rows in torch.ones(7, 4).split(3)])
+    assert torch.equal(features, expected)
+    expected.sum().backward()
+    assert torch.allclose(tower.weight.grad, twin.weight.grad)
+    assert torch.equal(tower(torch.ones(1, 4)), twin(torch.ones(1, 4)))
+
+
+def test_batch_changed_before_the_backward_raises_and_names_it() -> None:
+    tower, batch = nn.Linear(4, 4), torch.randn(7, 4)
+    features = make_cache().call(tower, batch)
+    batch.mul_(2)
+    with pytest.raises(RuntimeError, match="`input`, which .* changed in place between"):
+        features.sum().backward()
+
+
+def test_batch_changed_through_numpy_raises() -> None:
+    tower, batch = nn.Linear(4, 4), np.ones((7, 4), dtype=np.float32)
+    features = make_cache().call(tower, torch.from_numpy(batch))
+    batch *= 2
+    with pytest.raises(RuntimeError, match="gave other outputs"):
+        features.sum().backward()
+
+
+def test_mask_that_a_tower_writes_to_raises() -> None:
+    class WritesToMask(nn.Module):
+        def forward(self, batch: Tensor, mask: Tensor) -> Tensor:
+            return batch * mask.mul_(2)
+
+    with pytest.raises(RuntimeError, match="`WritesToMask` writes to `mask` in place"):
+        make_cache().call(WritesToMask(), torch.ones(7, 4), torch.ones(1, 4))
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("expanded", torch.ones(1).expand(4))
+        self.register_buffer("rows", torch.zeros(0, 4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.rows = torch.cat([self.rows, batch.detach()])  # a history that grows
+        return self.linear(batch * self.expanded)
+
+
+def test_buffers_that_grow_or_are_expanded_stay_as_the_call_left_them() -> None:
+    tower, batch = Expanded(), torch.randn(7, 4)
+    features = make_cache().call(tower, batch)
+    for _ in range(2):
+        assert torch.equal(tower.rows, batch)
+        features.sum().backward(retain_graph=True)
+
+
+def _functional(tower: nn.Module, batch: Tensor) -> Tensor:
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in tower.named_parameters()}
+    return torch.func.functional_call(tower, parameters, (batch,))
+
+
+class Served(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(4, 4)
+
+    def encode(self, batch: Tensor) -> Tensor:
+        return self.tower(batch)
+
+
+def _serving(cache: GradientCache, model: nn.Module) -> AbstractContextManager[None]:
+    return cache.serving(model, ["tower", "encode"])
+
+
+def test_functional_call_of_a_tower_raises_in_the_backward() -> None:
+    model, cache = Served(), make_cache()
+    with _serving(cache, model):
+        features = _functional(model.tower, torch.randn(7, 4))
+    with pytest.raises(RuntimeError, match="trains other tensors in its replay"):
+        features.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+        torch.func.vmap,
+        lambda f: torch.func.jacrev(f),
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    ],
+)
+def test_transforms_of_torch_func_are_refused(transform: Callable[..., object]) -> None:
+    model, cache = Served(), make_cache()
+    with (
+        _serving(cache, model),
+        pytest.raises(RuntimeError, match="`tower` inside a transform of `torch.func`"),
+    ):
+        transform(model.tower)(torch.randn(7, 4))
+
+
+def test_forward_mode_is_refused() -> None:
+    tower = nn.Linear(4, 4)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD"):
+        make_cache().call(tower, forward_ad.make_dual(torch.ones(7, 4), torch.ones(7, 4)))
+
+
+def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() -> None:
+    tower, batch = nn.Linear(4, 4), torch.randn(7, 4, requires_grad=True)
+    features = make_cache().call(tower, batch)
+    (grad,) = torch.autograd.grad(features.square().sum(), batch, create_graph=True)
+    (plain,) = torch.autograd.grad(tower(batch).square().sum(), batch)
+    assert torch.allclose(grad, plain)
+    with pytest.raises(RuntimeError, match="second derivative through a tower"):
+        grad.square().sum().backward()
+
+
+def test_cache_and_models_in_it_are_copied_and_pickled() -> None:
+    model, cache = Served(), make_cache(leave_out=["x"])
+    batch = torch.randn(7, 4)
+    with _serving(cache, model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for copied in copies:
+        with torch.no_grad():
+            copied.tower.weight.zero_()
+        assert torch.equal(copied.encode(batch), copied.tower.bias.expand(7, 4))
+    assert cache.calls == 0
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert torch.equal(copied.call(model.tower, batch), model.tower(batch))
+        assert copied.calls == 1
+
+
+class _CountsReads(TorchFunctionMode):
+    """Counts what would make the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        reads = {Tensor.item, Tensor.__bool__, Tensor.tolist, Tensor.__float__, torch.equal}
+        self.reads += func in reads
+        return func(*args, **(kwargs or {}))
+
+
+def test_comparing_reads_one_number_a_call() -> None:
+    tower = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    features = make_cache().call(tower, torch.randn(30, 4)).sum()
+    with _CountsReads() as counter:
+        features.backward()
+    # The number arrives as a numpy array, which is read without torch.
+    assert counter.reads == 0
