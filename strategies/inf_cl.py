@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.strategies._inf_cl.arguments import check_arguments
+from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 from lightning_mp.strategies._inf_cl.reduction import reduce_gradients
 
 __all__ = ["InfCLStrategy"]
@@ -55,6 +56,10 @@ class InfCLStrategy(DDPStrategy):
             called several times in a step, and may be `torch.compile`d.
         micro_batch_size: Rows that a tower sees at a time on one rank. As large as memory allows
             is fastest; it does not change the gradients.
+        loader_batches_per_step: Batches of the training loader that make the batch of a step, in
+            the dtype of the data set and in pinned memory for CUDA. Workers then hold small
+            batches, and the host one whole one; `limit_train_batches`, the progress bar and
+            `accumulate_grad_batches` count whole ones. As one loader of whole batches otherwise.
         offload: `"host"` leaves training batches in host memory in the dtype of the data set and
             copies micro-batches to the device as towers need them. What `training_step` itself
             does with the batch is then done on the CPU.
@@ -90,6 +95,7 @@ class InfCLStrategy(DDPStrategy):
         *,
         towers: Sequence[str] = ("visual", "text"),
         micro_batch_size: int = 256,
+        loader_batches_per_step: int = 1,
         offload: Literal["none", "host"] = "none",
         prefetch: int = 2,
         rows: Sequence[str] = (),
@@ -98,10 +104,16 @@ class InfCLStrategy(DDPStrategy):
         replay_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        check_arguments(towers, micro_batch_size, offload, prefetch, kwargs)
+        counts = {
+            "micro_batch_size": (micro_batch_size, 1),
+            "loader_batches_per_step": (loader_batches_per_step, 1),
+            "prefetch": (prefetch, 0),
+        }
+        check_arguments(towers, counts, offload, kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
         self.micro_batch_size = micro_batch_size
+        self.loader_batches_per_step = loader_batches_per_step
         self.offload = offload
         self.prefetch = prefetch
         self.rows = tuple(rows)
@@ -170,6 +182,15 @@ class InfCLStrategy(DDPStrategy):
         super().teardown()
         if cache is not None:
             cache.check()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
+            return dataloader
+        pin = self.root_device.type == "cuda"
+        return gather_batches(dataloader, self.loader_batches_per_step, pin=pin)
 
     @override
     def batch_to_device(

@@ -7,9 +7,18 @@ __all__ = ["check_arguments"]
 
 
 def check_arguments(
-    towers: Sequence[str], micro_batch_size: int, offload: str, prefetch: int, ddp: dict[str, Any]
+    towers: Sequence[str],
+    counts: dict[str, tuple[int, int]],
+    offload: str,
+    ddp: dict[str, Any],
 ) -> None:
     """Refuse arguments of `InfCLStrategy` that cannot be used.
+
+    Args:
+        towers: Names.
+        counts: Arguments that count something, with the least that they may be.
+        offload: Where batches stay.
+        ddp: What is for DDP.
 
     Raises:
         ValueError: With what is accepted.
@@ -26,10 +35,7 @@ def check_arguments(
             f"Passed `InfCLStrategy(towers={list(towers)!r})`. Each tower must be named once. "
             "Leave the repeated name out."
         )
-    for name, value, least in (
-        ("micro_batch_size", micro_batch_size, 1),
-        ("prefetch", prefetch, 0),
-    ):
+    for name, (value, least) in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
                 f"Passed `InfCLStrategy({name}={value!r})`. `{name}` must be an integer of at "

@@ -1,0 +1,170 @@
+"""Gathers small batches of a loader into the batch of a step, in host memory."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._cache.arguments import rows_of
+from lightning_mp.contrastive._cache.structures import Structure, open_structure
+
+__all__ = ["gather_batches"]
+
+
+def gather_batches(loader: Any, count: int, *, pin: bool) -> Any:
+    """Return a loader that yields `count` batches of another as one.
+
+    With N loader batches a step, workers hold loader batches, and the host one whole batch, where a
+    loader of whole batches holds `prefetch_factor` of them a worker besides.
+
+    Args:
+        loader: What yields small batches, such as a `DataLoader`; attributes are its own.
+        count: Batches in one. The last one has what is left; with `drop_last`, what does not fill
+            it is dropped, as by a loader of whole batches.
+        pin: Whether to gather in pinned memory.
+    """
+    is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (_StatefulGathered if is_stateful else _Gathered)(loader, count, pin)
+
+
+class _Gathered:
+    _OWN = ("_loader", "_count", "_pin")
+
+    def __init__(self, loader: Any, count: int, pin: bool) -> None:
+        self._loader, self._count, self._pin = loader, count, pin
+
+    def __len__(self) -> int:
+        batches: int = len(self._loader)
+        return batches // self._count if self._drops_last() else -(-batches // self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, as it moves generators: samplers then draw as those of a loader of whole batches.
+        return self._gather(iter(self._loader))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._OWN:  # not there yet, as while it is copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def _gather(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            gathered: _Batch | None = None
+            taken = 0
+            for batch in batches:
+                gathered = gathered or _Batch(batch, self._count, self._pin)
+                gathered.add(batch)
+                taken += 1
+                del batch
+                if taken == self._count:
+                    break
+            if gathered is None or (taken < self._count and self._drops_last()):
+                return
+            whole, gathered = gathered.whole(), None
+            yield whole
+            del whole  # before the next one is begun
+
+    def _drops_last(self) -> bool:
+        return bool(getattr(self._loader, "drop_last", False))
+
+
+class _StatefulGathered(_Gathered):
+    """Stands between two steps where its loader does, as no batch is gathered ahead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+
+class _Batch:
+    """A batch under construction: memory for all rows at the first of its parts."""
+
+    def __init__(self, first: Any, count: int, pin: bool) -> None:
+        self._rows = rows_of(first) or 0
+        self._structure = _open(first)
+        self._pin = pin
+        self._memory = [
+            self._allocate(leaf.value, count * self._rows) if self._has_rows(leaf.value) else None
+            for leaf in self._structure.leaves
+        ]
+        self._others: list[list[Any]] = [[] for _ in self._structure.leaves]
+        self._filled = 0
+
+    def add(self, batch: Any) -> None:
+        structure = _open(batch)
+        if [leaf.path for leaf in structure.leaves] != [x.path for x in self._structure.leaves]:
+            raise ValueError(
+                f"Gathered loader batches of {[leaf.path for leaf in structure.leaves]} and of "
+                f"{[leaf.path for leaf in self._structure.leaves]} into one. All must have the "
+                "same parts. Let `collate_fn` return the same things for every batch."
+            )
+        filled = self._filled + (rows_of(batch) or 0)
+        for index, (path, value) in enumerate(structure.leaves):
+            memory = self._memory[index]
+            if memory is None:
+                self._others[index].append(value)
+                continue
+            if memory.shape[1:] != value.shape[1:] or memory.dtype != value.dtype:
+                raise ValueError(
+                    f"Gathered `{path}` of {value.dtype} {list(value.shape)} with rows of "
+                    f"{memory.dtype} {list(memory.shape[1:])} into one batch. All rows must have "
+                    "one shape. Pad to a fixed length in the data set or `collate_fn`."
+                )
+            if filled > len(memory):  # batches of a sampler of its own may grow
+                memory = self._memory[index] = self._allocate(value, 2 * filled, memory)
+            memory[self._filled : filled] = value
+        self._filled = filled
+
+    def whole(self) -> Any:
+        leaves = [
+            self._join(index) if memory is None else memory[: self._filled]
+            for index, memory in enumerate(self._memory)
+        ]
+        return self._structure.rebuild(leaves)
+
+    def _has_rows(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self._rows
+
+    def _allocate(self, like: Tensor, rows: int, old: Tensor | None = None) -> Tensor:
+        pin = self._pin and like.device.type == "cpu"
+        memory = torch.empty(
+            rows, *like.shape[1:], dtype=like.dtype, device=like.device, pin_memory=pin
+        )
+        if old is not None:
+            memory[: self._filled] = old[: self._filled]
+        return memory
+
+    def _join(self, index: int) -> Any:
+        """Return lists and arrays of rows in a row, and what is the same everywhere once."""
+        values = self._others[index]
+        if all(isinstance(value, (list, tuple)) for value in values):
+            return type(values[0])(x for value in values for x in value)
+        if all(isinstance(value, np.ndarray) and value.ndim for value in values):
+            return np.concatenate(values)
+        same = [bool(torch.as_tensor(value == values[0]).all()) for value in values[1:]]
+        if not all(same):
+            raise ValueError(
+                f"Gathered `{self._structure.leaves[index].path}`, which differs between loader "
+                f"batches: {values[0]!r} and {values[same.index(False) + 1]!r}. Only tensors, "
+                "arrays and lists with one thing a row are put together. Return one value a row."
+            )
+        return values[0]
+
+
+def _open(batch: Any) -> Structure:
+    def is_list_of_rows(value: Any) -> bool:
+        return type(value) in (list, tuple) and not any(
+            isinstance(x, (Tensor, np.ndarray, list, tuple, Mapping)) for x in value
+        )
+
+    return open_structure(batch, "", is_list_of_rows)
