@@ -1,5 +1,6 @@
-"""Contrastive losses for batches whose logit matrix would not fit; usable from any loop."""
+"""Contrastive losses over batches that do not fit in memory, and a cache for their towers."""
 
+from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
-__all__ = ["ContrastiveLoss"]
+__all__ = ["ContrastiveLoss", "GradientCache"]
