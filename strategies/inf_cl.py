@@ -7,6 +7,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.arguments import check_arguments
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 from lightning_mp.strategies._inf_cl.reduction import reduce_gradients
@@ -122,6 +124,21 @@ class InfCLStrategy(DDPStrategy):
         self.replay_tolerance = replay_tolerance
         self._forward_redirection = _NoSyncForwardRedirection()
         self._cache: GradientCache | None = None
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Called by the constructor, and by that of the Trainer with its own.
+        if isinstance(precision_plugin, (FSDPPrecision, ModelParallelBalancedAMP)):
+            raise MisconfigurationException(
+                f"Passed `{type(precision_plugin).__name__}` with `InfCLStrategy`. It is for "
+                "sharded models, and `InfCLStrategy` is DDP. Pass `BalancedAMP()` instead."
+            )
+        self._precision_plugin = precision_plugin
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

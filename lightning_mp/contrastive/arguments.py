@@ -1,5 +1,8 @@
 """What can be wrong with the arguments of a contrastive loss, each in a sentence that helps."""
 
+import numbers
+
+import numpy as np
 from torch import Tensor
 
 from lightning_mp.numerics.floats import FLOAT_DTYPES
@@ -55,12 +58,6 @@ def _pair_problem(image_features: object, text_features: object) -> str | None:
             "so the shapes must be equal. Project both to one width; repeat an image that has "
             "several texts."
         )
-    if image_features.dtype != text_features.dtype:
-        return (
-            f"Passed `image_features` of {image_features.dtype} and `text_features` of "
-            f"{text_features.dtype}. Both must have one dtype. Convert one of them, such as "
-            "`text_features.to(image_features.dtype)`."
-        )
     if image_features.device != text_features.device:
         return (
             f"Passed `image_features` on {image_features.device} and `text_features` on "
@@ -75,8 +72,10 @@ def _scalar_problem(name: str, value: object) -> str | None:
         if value.numel() == 1 and value.is_floating_point():
             return None
         what = f"dtype {value.dtype} and shape {list(value.shape)}"
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind == "f":
         return None
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return None  # also numpy's numbers
     else:
         what = f"type {type(value).__name__}"
     return (

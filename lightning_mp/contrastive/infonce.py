@@ -26,13 +26,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_mp.contrastive.ring import FollowingSum, Ring
 from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
-__all__ = ["InfoNCE", "Plan", "Swept", "differentiate", "sweep"]
+__all__ = ["NO_SECOND_DERIVATIVE", "InfoNCE", "Plan", "Swept", "differentiate", "sweep"]
+
+NO_SECOND_DERIVATIVE = (
+    "Called a second derivative through `ContrastiveLoss`, which has a first one only. Write a "
+    "gradient penalty on something else, or use a dense loss for it."
+)
 
 # Rows are taken in chunks of about this many values where a float64 copy is made: 2 MiB a copy on
 # a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should take longer than its launch.
@@ -93,11 +98,15 @@ class InfoNCE(torch.autograd.Function):
         return swept.loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """Sweep once more around the ring for the gradients."""
         image_bD, text_bD, scale, bias, *swept = ctx.saved_tensors
-        d_inputs = differentiate(cotangent, image_bD, text_bD, scale, bias, Swept(*swept), ctx.plan)
+        with torch.no_grad():
+            d_inputs = differentiate(
+                cotangent, image_bD, text_bD, scale, bias, Swept(*swept), ctx.plan
+            )
+        if torch.is_grad_enabled():  # `create_graph=True`
+            return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
         return (*d_inputs, None)
 
 

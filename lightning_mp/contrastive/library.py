@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_mp.contrastive.backends import make_tiles
-from lightning_mp.contrastive.infonce import Plan, Swept, differentiate, sweep
+from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, Swept, differentiate, sweep
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
@@ -157,6 +157,11 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | No
 
 
 infonce.register_autograd(_differentiate, setup_context=_save)
+
+
+@infonce_backward.register_autograd
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 @register_flop_formula(torch.ops.lightning_mp.infonce)

@@ -4,11 +4,14 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
+import copy
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
@@ -44,6 +47,9 @@ class ContrastiveLoss(nn.Module):
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
     backward (a dense loss: six). A locked tower (LiT) saves its product.
+
+    Features of two dtypes, as those of a locked tower that were kept in fp32, are taken in the
+    wider one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
 
     **Precision**: products are summed in fp32, in float64 for float64 features; log-sum-exps are
     kept in float64. The positive is kept apart from the negatives, so a pair with a loss of 1e-12
@@ -148,6 +154,9 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for."""
+        if not torch.compiler.is_compiling():
+            _check_derivatives(image_features, text_features, logit_scale)
+        image_features, text_features = _in_one_dtype(image_features, text_features)
         if self._world_size() == 1:
             loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias)
         else:
@@ -160,8 +169,21 @@ class ContrastiveLoss(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
         # Weight averaging copies whole modules, and a process group cannot be copied.
-        copied = type(self)(process_group=self.process_group, **self._options)
-        return copied.train(self.training)
+        memo[id(self.process_group)] = self.process_group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "Passed `ContrastiveLoss(process_group=...)` to be pickled. A group belongs to its "
+                "process. Set `loss.process_group = None` first, and pass the group again where "
+                "the loss is loaded."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -258,4 +280,28 @@ def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
     if isinstance(value, Tensor):
         return value.to(like.device)
+    if isinstance(value, np.ndarray):
+        value = value.item()
     return torch.tensor(float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
+
+
+def _in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features in the wider of their dtypes; each gets its gradient in its own."""
+    are_floats = all(isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES for x in (image_bD, text_bD))
+    if not are_floats or image_bD.dtype == text_bD.dtype:
+        return image_bD, text_bD
+    dtype = torch.promote_types(image_bD.dtype, text_bD.dtype)
+    return image_bD.to(dtype), text_bD.to(dtype)
+
+
+def _check_derivatives(*inputs: object) -> None:
+    """Refuse derivatives that would come out as zero without a word."""
+    is_dual = any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    )
+    if is_dual or torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "Called `ContrastiveLoss` in forward-mode AD or inside a transform of `torch.func`. It "
+            "has a plain backward only. Take its gradient with `backward()` or "
+            "`torch.autograd.grad`."
+        )

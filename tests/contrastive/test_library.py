@@ -87,14 +87,6 @@ def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) ->
     assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
 
 
-def test_gradient_of_the_gradient_is_refused() -> None:
-    image, text, *_ = leaves(6, 8)
-    loss = ContrastiveLoss()(image, text, 5.0)
-    (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
-    with pytest.raises(RuntimeError, match="infonce_backward"):
-        gradient.sum().backward()
-
-
 def test_operator_is_the_loss() -> None:
     image, text, scale, _ = leaves(40, 8)
     loss, *_ = torch.ops.lightning_mp.infonce(image, text, scale, None, *OPTIONS)

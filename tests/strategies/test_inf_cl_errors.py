@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor
 
-import lightning_mp  # noqa: F401  registers "inf_cl"
+from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
 from tests.strategies.models import (
@@ -94,3 +95,13 @@ def test_inf_cl_compiled_lightning_module_raises() -> None:
     model = torch.compile(TinyCLIP())
     with pytest.raises(MisconfigurationException, match=r"self.visual.compile\(\)"):
         make_trainer(InfCLStrategy(), max_steps=1).fit(model, loader(8, 8))
+
+
+@pytest.mark.parametrize("plugin", [FSDPPrecision("bf16-mixed"), FSDPBalancedAMP()])
+def test_inf_cl_with_a_plugin_for_shards_is_refused_when_constructed(plugin: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"Pass `BalancedAMP\(\)` instead"):
+        InfCLStrategy(precision_plugin=plugin)
+    with pytest.raises(MisconfigurationException, match=type(plugin).__name__):
+        make_trainer(InfCLStrategy(), plugins=[plugin])
+    with pytest.raises(MisconfigurationException, match="ModelParallelBalancedAMP"):
+        make_trainer(InfCLStrategy(), plugins=[ModelParallelBalancedAMP()])

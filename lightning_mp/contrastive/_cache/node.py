@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._cache.call import Call
+from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 
 if TYPE_CHECKING:
     from lightning_mp.contrastive.gradient_cache import GradientCache
@@ -48,24 +49,3 @@ class _Replay(torch.autograd.Function):
         if torch.is_grad_enabled():  # `create_graph=True`
             gradients = refuse_second_derivatives(gradients, _TWICE)
         return (None, *gradients)
-
-
-def refuse_second_derivatives(gradients: list[Tensor | None], message: str) -> list[Tensor | None]:
-    """Return gradients in whose graph a backward raises an error with a message."""
-    given = [gradient for gradient in gradients if gradient is not None]
-    if not given:
-        return gradients
-    handle = torch.zeros((), requires_grad=True, device=given[0].device)
-    refusing = iter(_Refuse.apply(message, handle, *given))
-    return [None if gradient is None else next(refusing) for gradient in gradients]
-
-
-class _Refuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, message: str, handle: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-        ctx.message = message
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError(ctx.message)

@@ -1,0 +1,161 @@
+"""What users do with the loss: mixed dtypes, numpy scales, copies, pickles, odd derivatives."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from lightning_mp import ContrastiveLoss
+from tests.processes import run_ranks
+
+
+def features(*dtypes: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    parts = torch.nn.functional.normalize(torch.randn(2, 9, 8), dim=-1)
+    return [x.to(dtype).requires_grad_() for x, dtype in zip(parts, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.half)])
+def test_features_of_two_dtypes_are_taken_in_the_wider_one(dtypes: Any) -> None:
+    image, text = features(*dtypes)
+    wide = torch.promote_types(*dtypes)
+    twins = [x.detach().to(wide).requires_grad_() for x in (image, text)]
+    loss, expected = ContrastiveLoss()(image, text, 5.0), ContrastiveLoss()(*twins, 5.0)
+    assert loss.dtype == wide
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    for x, twin in zip((image, text), twins, strict=True):
+        assert x.grad.dtype == x.dtype
+        assert torch.equal(x.grad, twin.grad.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    "scale", [np.float32(5), np.float64(5), np.array(5.0), np.array([5.0]), np.int64(5), 5]
+)
+def test_numbers_of_numpy_are_scales(scale: Any) -> None:
+    image, text = features(torch.float32, torch.float32)
+    assert torch.equal(ContrastiveLoss()(image, text, scale), ContrastiveLoss()(image, text, 5.0))
+
+
+class Scaled(ContrastiveLoss):
+    """A subclass with a parameter, an attribute and an `__init__` of its own."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__(backend="torch")
+        self.log_scale, self.note = nn.Parameter(torch.tensor(start)), ["kept"]
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        return super().forward(image, text, self.log_scale.exp())
+
+
+def _note_call(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def _copies(loss: nn.Module) -> list[nn.Module]:
+    return [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
+
+
+def test_copies_and_pickles_of_subclasses_keep_parameters_attributes_and_hooks() -> None:
+    loss = Scaled(1.0).eval()
+    loss.register_forward_hook(_note_call)
+    image, text = features(torch.float32, torch.float32)
+    for copied in _copies(loss):
+        assert (copied.note, copied.training, copied.backend) == (["kept"], False, "torch")
+        assert copied.note is not loss.note
+        assert torch.equal(copied(image, text), loss(image, text))
+        with torch.no_grad():
+            copied.log_scale.zero_()
+        assert loss.log_scale == 1
+
+
+def _copy_with_group(rank: int) -> tuple[bool, str]:
+    loss = nn.ModuleList([ContrastiveLoss(process_group=dist.new_group([0, 1]))])
+    copied = copy.deepcopy(loss)
+    try:
+        pickle.dumps(loss)
+    except TypeError as error:
+        return copied[0].process_group is loss[0].process_group, str(error)
+    return False, ""
+
+
+@pytest.mark.distributed
+def test_copy_shares_its_process_group_and_a_pickle_is_refused() -> None:
+    for shares, message in run_ranks(_copy_with_group, 2):
+        assert shares
+        assert "Set `loss.process_group = None` first" in message
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(f)(x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.vmap(f)(x[None]),
+        lambda f, x: torch.func.hessian(f)(x),
+    ],
+)
+def test_transforms_of_torch_func_are_refused(transform: Callable[..., Any]) -> None:
+    image, text = (x.detach() for x in features(torch.float32, torch.float32))
+    with pytest.raises(RuntimeError, match="`ContrastiveLoss` in forward-mode AD or inside a tran"):
+        transform(lambda x: ContrastiveLoss()(x, text, 5.0), image)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_forward_mode_is_refused(which: int) -> None:
+    inputs = [*(x.detach() for x in features(torch.float32, torch.float32)), torch.tensor(5.0)]
+    with forward_ad.dual_level():
+        inputs[which] = forward_ad.make_dual(inputs[which], torch.ones_like(inputs[which]))
+        with pytest.raises(RuntimeError, match="in forward-mode AD"):
+            ContrastiveLoss()(*inputs)
+
+
+def _second_derivative(rank: int = 0) -> tuple[float, str]:
+    image, text = features(torch.float32, torch.float32)
+    (grad,) = torch.autograd.grad(ContrastiveLoss()(image, text, 5.0), image, create_graph=True)
+    (plain,) = torch.autograd.grad(ContrastiveLoss()(image, text, 5.0), image)
+    try:
+        grad.square().sum().backward()
+    except RuntimeError as error:
+        return (grad - plain).abs().max().item(), str(error)
+    return 0.0, "no error"
+
+
+def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() -> None:
+    difference, message = _second_derivative()
+    assert difference == 0
+    assert "second derivative through `ContrastiveLoss`" in message
+
+
+@pytest.mark.distributed
+def test_second_derivatives_are_refused_on_ranks() -> None:
+    for difference, message in run_ranks(_second_derivative, 2):
+        assert difference == 0
+        assert "second derivative through `ContrastiveLoss`" in message
+
+
+_INTERPRETED = """
+import torch
+from lightning_mp import ContrastiveLoss
+torch.manual_seed(0)
+image, text = torch.nn.functional.normalize(torch.randn(2, 32, 16), dim=-1).bfloat16()
+values = [ContrastiveLoss(backend=b)(image, text, 5.0).item() for b in ("auto", "torch")]
+assert values[0] == values[1], values
+"""
+
+
+def test_interpreter_of_triton_is_not_taken_unless_asked_for() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, check=True)
