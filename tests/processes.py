@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# A fork server imports torch once, before any of its threads exist, and forks ranks cheaply.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning_mp"])
+# A fork server imports once, before any of its threads exist, and forks ranks cheaply. All of these
+# are imported by some test of ranks: it would take every rank 0.2 to 0.4 seconds.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["pytest", "lightning.pytorch.cli", "lightning_mp.callbacks", "lightning_mp.strategies"]
+)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
