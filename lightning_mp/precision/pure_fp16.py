@@ -143,9 +143,10 @@ class PureFP16(ScaledPrecision):
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
         kept = {*islands.values(), *filter(_has_statistics, module.modules())}
-        check_modules(module, kept)
         trainer = getattr(module, "_trainer", None)
-        check_callbacks(getattr(trainer, "callbacks", ()))
+        if trainer is not None and trainer.state.fn == "fit":
+            check_modules(module, kept)
+            check_callbacks(trainer.callbacks)
         self._weights.convert(module, kept)
         self._has_fp32_buffers = any(
             buffer.dtype == torch.float32 and buffer.dim() > 0  # one of shape [] widens nothing

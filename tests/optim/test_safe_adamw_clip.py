@@ -66,6 +66,30 @@ def test_run_of_zero_gradients_clipped_moves_no_more_than_without_zeros(
         assert abs(next_update(optimizer, clip) / (0.1 * clip) - 1) < 1e-3
 
 
+def test_a_loose_clip_bounds_the_starved_step_and_leaves_the_usual_one(
+    starved: dict[int, SafeAdamW],
+) -> None:
+    assert abs(next_update(starved[10_000], 3.0) / 0.3 - 1) < 1e-3
+    assert next_update(starved[0], 3.0) == next_update(starved[0], None)
+
+
+def test_a_clip_that_never_acts_leaves_torchs_adamw() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(40, 30)
+    parameters = [torch.nn.Parameter(weights.clone()) for _ in range(2)]
+    optimizers = [
+        torch.optim.AdamW([parameters[0]], lr=1e-2),
+        SafeAdamW([parameters[1]], lr=1e-2, clip_update_rms=3.0),
+    ]
+    for _ in range(100):
+        gradient = torch.randn(40, 30)  # its RMS over 1200 elements is 1 within 10%
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    # Of each step, a few roundings of fp32.
+    torch.testing.assert_close(parameters[1], parameters[0], rtol=100 * 2.0**-22, atol=2.0**-22)
+
+
 def test_spike_after_settled_gradients_clipped_moves_by_its_share_alone() -> None:
     """A gradient 1000 times the usual: RMS is its size over root v, here 31.6 = 1 / sqrt(0.001)."""
     moved = {}

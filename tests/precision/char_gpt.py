@@ -4,7 +4,6 @@ Legend: `B` sequences, `T` characters of each, `C` width, `V` characters that th
 """
 
 import functools
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,13 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-__all__ = ["CharGPT", "char_batches", "held_out_loss", "vocabulary"]
+from tests.precision.models import Optimizers, fit
+
+__all__ = ["CharGPT", "char_batches", "held_out_loss", "train_char_gpt", "vocabulary"]
 
 ROOT = Path(__file__).parents[2]
 TEXT_BYTES = 200_000
@@ -77,13 +79,15 @@ class CharGPT(pl.LightningModule):
 
     Args:
         make_optimizer: Makes the optimizer from the parameters.
+        steps: Over which the learning rate rises and falls.
         seed: Of the initial weights.
     """
 
     def __init__(
         self,
-        make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda p: AdamW(p, lr=3e-3),
+        make_optimizer: Optimizers = lambda p: AdamW(p, lr=3e-3),
         *,
+        steps: int = 200,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class CharGPT(pl.LightningModule):
         self.head = nn.Linear(WIDTH, len(vocabulary()), bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.head.weight = self.embed.weight
-        self.make_optimizer = make_optimizer
+        self.make_optimizer, self.steps = make_optimizer, steps
         self.losses: list[float] = []
 
     def forward(self, text_BT: Tensor) -> Tensor:
@@ -111,7 +115,12 @@ class CharGPT(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
+        optimizer = self.make_optimizer(self.parameters())
+
+        def factor(step: int) -> float:
+            return min(1.0, (step + 1) / 20) * max(0.05, 1 - step / self.steps)
+
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, factor), "interval": "step"}]
 
 
 @torch.no_grad()
@@ -120,3 +129,17 @@ def held_out_loss(model: CharGPT) -> float:
     text = _encoded()
     starts = torch.arange(int(len(text) * (1 - HELD_OUT)), len(text) - CONTEXT - 1, CONTEXT)
     return model.loss(_windows(starts)).item()
+
+
+def train_char_gpt(seed: int, plugin: Any, *, steps: int = 200, **options: Any) -> float:
+    """Train from a seed, and return the held-out loss in fp32.
+
+    Args:
+        seed: Of weights and batches.
+        plugin: A precision plugin; `None` for fp32.
+        steps: Batches.
+        options: Of `CharGPT`, such as `make_optimizer`.
+    """
+    model = CharGPT(steps=steps, seed=seed, **options)
+    fit(model, plugin, char_batches(steps, seed=seed))
+    return held_out_loss(model)

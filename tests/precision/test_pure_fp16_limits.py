@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_mp.precision.pure_fp16 import PureFP16
-from tests.precision.models import Regression, fit, loader, perceptron
+from tests.precision.models import Regression, fit, loader, make_trainer, perceptron
 
 
 class Lookahead(Optimizer):
@@ -90,6 +90,7 @@ def test_pruned_modules_and_averages_in_half_are_refused_by_name(make: Any, name
     with pytest.raises(MisconfigurationException, match=rf"`{name}` .*`BalancedAMP`"):
         fit(model, PureFP16(), loader(1))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    make_trainer(PureFP16()).validate(model, loader(1), verbose=False)  # which writes nothing
 
 
 def test_an_average_in_an_island_of_fp32_is_taken() -> None:

@@ -1,0 +1,52 @@
+"""A character GPT on this repository's text learns, and in pure half as much as in fp32."""
+
+import math
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from lightning_mp.optim.safe_adamw import SafeAdamW
+from lightning_mp.precision.pure_fp16 import PureFP16
+from tests.precision.char_gpt import (
+    CharGPT,
+    char_batches,
+    held_out_loss,
+    train_char_gpt,
+    vocabulary,
+)
+from tests.precision.models import parameters_of
+
+
+def test_batches_are_text_and_the_text_that_follows_it() -> None:
+    batches = list(char_batches(3))
+    assert len(batches) == 3
+    for text, following in batches:
+        assert torch.equal(text[:, 1:], following[:, :-1])
+        assert text.max() < len(vocabulary())
+    again = next(iter(char_batches(3)))
+    assert torch.equal(again[0], batches[0][0])
+
+
+def test_without_training_it_knows_nothing() -> None:
+    model = CharGPT()
+    assert held_out_loss(model) == pytest.approx(math.log(len(vocabulary())), rel=0.02)
+    assert len(parameters_of(model)) < 40_000
+
+
+@pytest.mark.slow
+def test_safe_adamw_in_fp32_is_torchs_adamw() -> None:
+    ends = [
+        train_char_gpt(0, None, make_optimizer=lambda p, kind=kind: kind(p, lr=3e-3))
+        for kind in (AdamW, SafeAdamW)
+    ]
+    assert ends[0] < 0.7 * math.log(len(vocabulary()))
+    assert ends[1] == pytest.approx(ends[0], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_in_pure_half_it_learns_what_it_does_in_fp32(half: str) -> None:
+    start = math.log(len(vocabulary()))
+    learnt = start - train_char_gpt(0, None)
+    assert start - train_char_gpt(0, PureFP16(half=half)) > 0.98 * learnt
