@@ -16,7 +16,7 @@ setup: $(STAMP)  ## Create .venv with the pinned versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli,demo,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo,dev]'
 	@touch $(STAMP)
 
 lint: $(STAMP)

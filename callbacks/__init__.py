@@ -1,4 +1,4 @@
-"""callbacks of lightning-mp; imported as `lightning_mp.callbacks`."""
+"""Callbacks that watch for instability; imported as `lightning_mp.callbacks`."""
 
 if __name__ != "lightning_mp.callbacks":
     raise ImportError(
@@ -6,15 +6,20 @@ if __name__ != "lightning_mp.callbacks":
         "write `import lightning_mp.callbacks`."
     )
 
-from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
-from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
-from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
-from lightning_mp.callbacks.history import Alarm
-from lightning_mp.callbacks.instability_report import InstabilityReport
-from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-from lightning_mp.callbacks.monitor import InstabilityMonitor, InstabilityWarning
-from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
-from lightning_mp.callbacks.spike_guard import SpikeGuard
+from typing import TYPE_CHECKING
+
+from lightning_mp._lazy import lazy_names
+
+if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
+    from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
+    from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
+    from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
+    from lightning_mp.callbacks.history import Alarm
+    from lightning_mp.callbacks.instability_report import InstabilityReport
+    from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
+    from lightning_mp.callbacks.monitor import InstabilityMonitor, InstabilityWarning
+    from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
+    from lightning_mp.callbacks.spike_guard import SpikeGuard
 
 __all__ = [
     "ActivationRangeMonitor",
@@ -28,3 +33,17 @@ __all__ = [
     "NonFiniteLocator",
     "SpikeGuard",
 ]
+
+_NAMES_OF = {
+    "activation_range_monitor": ("ActivationRangeMonitor",),
+    "adam_state_monitor": ("AdamStateMonitor",),
+    "gradient_underflow_monitor": ("GradientUnderflowMonitor",),
+    "history": ("Alarm",),
+    "instability_report": ("InstabilityReport",),
+    "loss_scale_monitor": ("LossScaleMonitor",),
+    "monitor": ("InstabilityMonitor", "InstabilityWarning"),
+    "non_finite_locator": ("NonFiniteLocator",),
+    "spike_guard": ("SpikeGuard",),
+}
+# `lightning-mp report` reads a report's data with modules from here, and needs no torch.
+__getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)

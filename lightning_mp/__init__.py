@@ -1,34 +1,98 @@
 """Low-precision and large-batch training plugins for PyTorch Lightning.
 
-Importing the package registers its strategies, so that `Trainer(strategy="inf_cl")` knows them.
+Every public name imports from here. Each is loaded when it is first used, so that
+`import lightning_mp` takes milliseconds, and what needs no Lightning does not load it.
+`Trainer(strategy="inf_cl")` knows the strategies as soon as the package is imported.
 """
 
-from lightning_mp import strategies
-from lightning_mp.contrastive import ContrastiveLoss
-from lightning_mp.metrics import ContrastiveRecall
-from lightning_mp.optim import SafeAdamW
-from lightning_mp.precision import (
-    BalancedAMP,
-    FSDPBalancedAMP,
-    InfClamp,
-    LossScaleConfig,
-    ModelParallelBalancedAMP,
-    OpPolicy,
-    PureFP16,
-)
+import os
+from typing import TYPE_CHECKING
+
+from lightning_mp._lazy import lazy_names
+from lightning_mp._registration import register_strategies
+
+if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
+    from lightning_mp import callbacks as callbacks
+    from lightning_mp import cli as cli
+    from lightning_mp import contrastive as contrastive
+    from lightning_mp import metrics as metrics
+    from lightning_mp import numerics as numerics
+    from lightning_mp import optim as optim
+    from lightning_mp import precision as precision
+    from lightning_mp import strategies as strategies
+    from lightning_mp.callbacks import ActivationRangeMonitor as ActivationRangeMonitor
+    from lightning_mp.callbacks import AdamStateMonitor as AdamStateMonitor
+    from lightning_mp.callbacks import Alarm as Alarm
+    from lightning_mp.callbacks import GradientUnderflowMonitor as GradientUnderflowMonitor
+    from lightning_mp.callbacks import InstabilityMonitor as InstabilityMonitor
+    from lightning_mp.callbacks import InstabilityReport as InstabilityReport
+    from lightning_mp.callbacks import InstabilityWarning as InstabilityWarning
+    from lightning_mp.callbacks import LossScaleMonitor as LossScaleMonitor
+    from lightning_mp.callbacks import NonFiniteLocator as NonFiniteLocator
+    from lightning_mp.callbacks import SpikeGuard as SpikeGuard
+    from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
+    from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
+    from lightning_mp.metrics import ContrastiveRecall as ContrastiveRecall
+    from lightning_mp.optim import EpsilonReport as EpsilonReport
+    from lightning_mp.optim import SafeAdamW as SafeAdamW
+    from lightning_mp.optim import check_adam_epsilon as check_adam_epsilon
+    from lightning_mp.optim import epsilon_report as epsilon_report
+    from lightning_mp.optim import guard_adam_epsilon as guard_adam_epsilon
+    from lightning_mp.optim import keep_fp32_states as keep_fp32_states
+    from lightning_mp.precision import BalancedAMP as BalancedAMP
+    from lightning_mp.precision import FSDPBalancedAMP as FSDPBalancedAMP
+    from lightning_mp.precision import InfClamp as InfClamp
+    from lightning_mp.precision import LossScaleConfig as LossScaleConfig
+    from lightning_mp.precision import ModelParallelBalancedAMP as ModelParallelBalancedAMP
+    from lightning_mp.precision import OpPolicy as OpPolicy
+    from lightning_mp.precision import PureFP16 as PureFP16
+    from lightning_mp.strategies import InfCLStrategy as InfCLStrategy
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BalancedAMP",
-    "ContrastiveLoss",
-    "ContrastiveRecall",
-    "FSDPBalancedAMP",
-    "InfClamp",
-    "LossScaleConfig",
-    "ModelParallelBalancedAMP",
-    "OpPolicy",
-    "PureFP16",
-    "SafeAdamW",
-    "strategies",
-]
+_NAMES_OF = {
+    "callbacks": (
+        "ActivationRangeMonitor",
+        "AdamStateMonitor",
+        "Alarm",
+        "GradientUnderflowMonitor",
+        "InstabilityMonitor",
+        "InstabilityReport",
+        "InstabilityWarning",
+        "LossScaleMonitor",
+        "NonFiniteLocator",
+        "SpikeGuard",
+    ),
+    "cli": (),
+    "cli.lightning_cli": ("LightningMPCLI",),
+    "contrastive": ("ContrastiveLoss",),
+    "metrics": ("ContrastiveRecall",),
+    "numerics": (),
+    "optim": (
+        "EpsilonReport",
+        "SafeAdamW",
+        "check_adam_epsilon",
+        "epsilon_report",
+        "guard_adam_epsilon",
+        "keep_fp32_states",
+    ),
+    "precision": (
+        "BalancedAMP",
+        "FSDPBalancedAMP",
+        "InfClamp",
+        "LossScaleConfig",
+        "ModelParallelBalancedAMP",
+        "OpPolicy",
+        "PureFP16",
+    ),
+    "strategies": ("InfCLStrategy",),
+}
+__all__ = sorted(name for names in _NAMES_OF.values() for name in names)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)
+
+# A checkout without symlinks (git on Windows, an unpacked zip) has text files in their place:
+# `callbacks` and `strategies` are then found where they are, one folder up.
+if os.path.isfile(os.path.join(__path__[0], "callbacks")):
+    __path__.append(os.path.dirname(__path__[0]))
+
+register_strategies()

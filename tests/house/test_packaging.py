@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
 
 
 def _public_names() -> dict[str, list[str]]:
-    """`__all__` of every module in the wheel, read without importing."""
+    """`__all__` of every module in the wheel, read without importing, where it is written out."""
     names = {}
     for file in sorted(_tree()):
         if not file.endswith(".py"):
@@ -66,7 +67,8 @@ def _public_names() -> dict[str, list[str]]:
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for node in ast.parse(source.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", 0)]
-            if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+            is_all = any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets)
+            if is_all and isinstance(node.value, ast.List):
                 names[module] = ast.literal_eval(node.value)
     return names
 
@@ -92,6 +94,7 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
             "import lightning_mp",
             "from lightning.pytorch.strategies import StrategyRegistry",
             "assert 'inf_cl' in StrategyRegistry.available_strategies()",
+            "from lightning_mp import *",
             *(f"from {module} import {name}" for module, all_ in names.items() for name in all_),
             "print(lightning_mp.__file__)",
         ]
@@ -105,7 +108,11 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
         [python.with_name("lightning-mp"), "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert console.returncode == 0, console.stderr
-    assert "fit" in console.stdout
+    assert "{fit,validate,test,predict,report}" in console.stdout
+    # All that `lightning-mp fit` needs comes with the package, without an extra.
+    (metadata,) = Path(site).glob("lightning_mp-*.dist-info/METADATA")
+    needed = r"^Requires-Dist: jsonargparse\[[^;]*signatures[^;]*$"
+    assert re.search(needed, metadata.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["callbacks", "strategies"])

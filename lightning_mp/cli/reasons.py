@@ -1,0 +1,124 @@
+"""Finds in jsonargparse's errors what was wrong.
+
+Of a value that may be of one of six types, jsonargparse says for each why it is not that one: the
+one line that helps, such as "Expected 'fp16' or 'bf16'", stands in the middle of fifty.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jsonargparse import ArgumentParser
+
+import lightning_mp
+from lightning_mp._arguments import nearest
+
+__all__ = ["reason_of"]
+
+_UNION = "Does not validate against any of the Union subtypes"
+_PLACE = re.compile(r"""(?:Parser key "|Problem with given class_path ')(.+)["']:$""")
+_OPTION = re.compile(r"Option '(.+)' is not accepted")
+_UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
+# What is said of every type that the value was not meant to be, and of a class that is none of it.
+_NOISE = re.compile(r"Expected an? |Not a valid subclass of |Import path .+ does not correspond to")
+_MAX_REASONS = 3
+
+
+@dataclass(frozen=True)
+class _Reason:
+    places: tuple[str, ...]  # keys and classes, from the outside to the inside
+    text: str
+    rank: int  # 2 where it tells what to change, 0 where it is noise
+
+
+def reason_of(message: str) -> str | None:
+    """Return the lines of an error that say what to change, `None` where it is not such an error.
+
+    Args:
+        message: What jsonargparse says, when it parses or when it instantiates.
+    """
+    if _UNION not in message and "Problem with given class_path" not in message:
+        return None
+    found = _best(_reasons(message.strip().splitlines()))[:_MAX_REASONS]
+    return "\n".join(" -> ".join((*reason.places, reason.text)) for reason in found)
+
+
+def _reasons(
+    lines: list[str], places: tuple[str, ...] = (), *, is_choice: bool = False
+) -> Iterator[_Reason]:
+    head = lines[0].strip()
+    body = [each for each in textwrap.dedent("\n".join(lines[1:])).splitlines() if each]
+    if len(body) > 1 and body[0].startswith("- Expected a path"):  # a value may be in a file
+        body = [body[1].removeprefix("- "), *body[2:]]
+    place = _PLACE.match(head)
+    if place and body:
+        yield from _reasons(body, (*places, place[1]))
+    elif head == _UNION:
+        items = (_reasons(item, places, is_choice=True) for item in _items(body))
+        best = _best(each for item in items for each in item)
+        # A name that is none of the choices was not meant to be a class.
+        least = 2 if "Literal[" in body[0] else 1
+        yield from best if best and best[0].rank >= least else [_of_no_type(body, places)]
+    elif option := _OPTION.match(head):
+        yield _Reason(places, head + _near_option(option[1], places), rank=2)
+    elif unknown := _UNKNOWN.match(head):
+        yield _Reason(places, _no_class(unknown[1]), rank=1)
+    else:
+        yield _Reason(places, _plain(head), rank=0 if is_choice and _NOISE.match(head) else 2)
+
+
+def _best(reasons: Iterator[_Reason]) -> list[_Reason]:
+    """Return those of the highest rank, each once."""
+    unique = list(dict.fromkeys(reasons))
+    highest = max((reason.rank for reason in unique), default=0)
+    return [reason for reason in unique if reason.rank == highest]
+
+
+def _items(body: list[str]) -> Iterator[list[str]]:
+    """Split what is said of the types of a union, without what stands around it."""
+    start = body.index("Errors:") + 1
+    item: list[str] = []
+    for line in body[start:]:
+        if not line.startswith("  "):
+            break
+        if line.startswith("  - "):
+            if item:
+                yield item
+            item = [line[4:]]
+        else:
+            item.append(line[4:])
+    if item:
+        yield item
+
+
+def _of_no_type(body: list[str], places: tuple[str, ...]) -> _Reason:
+    given = next((line for line in body if line.startswith("Given value: ")), "")
+    types = _plain(body[0].removeprefix("Subtypes: "))
+    text = f"Expected one of {types}. Got value: {given.removeprefix('Given value: ')}"
+    return _Reason(places, text, rank=2)
+
+
+def _no_class(name: str) -> str:
+    near = nearest(name, lightning_mp.__all__)
+    hint = f" Did you mean `{near}`?" if near not in (None, name) else ""
+    return f"No class called `{name}` fits here.{hint}"
+
+
+def _near_option(name: str, places: tuple[str, ...]) -> str:
+    """Return a question for an option that the class of the innermost place may have instead."""
+    module, _, class_name = places[-1].rpartition(".") if places else ("", "", "")
+    if not module:
+        return ""
+    cls = getattr(__import__(module, fromlist=[class_name]), class_name, None)
+    if not isinstance(cls, type):
+        return ""
+    names = ArgumentParser().add_class_arguments(cls, fail_untyped=False)
+    near = nearest(name, names)
+    return f". Did you mean `{near}`?" if near else f". It takes {', '.join(names)}."
+
+
+def _plain(text: str) -> str:
+    """Write types as they are written in annotations."""
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    return re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text).replace("NoneType", "None")

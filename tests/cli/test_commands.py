@@ -1,0 +1,101 @@
+"""Commands that need no Trainer stand beside `fit`, in `lightning-mp` and in a user's own CLI."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_mp.cli.commands
+from lightning_mp import LightningMPCLI
+from lightning_mp.cli import main
+from lightning_mp.cli.commands import COMMANDS, summary
+from tests.cli.models import Model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{{fit,validate,test,predict,{','.join(COMMANDS)}}}" in printed
+    assert f"report {summary('report')}" in printed
+    assert "usage: lightning-mp " in printed
+
+
+@pytest.fixture
+def greeted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Adds a command, as one would be added to `commands.py`; returns what it was called with."""
+    calls = []
+
+    def greet(name: str, times: int = 1) -> None:
+        """Greet somebody.
+
+        Args:
+            name: Who.
+            times: How often.
+        """
+        calls.append((name, times))
+
+    monkeypatch.setitem(lightning_mp.cli.commands.COMMANDS, "greet", greet)
+    return calls
+
+
+def test_command_is_a_function_and_its_name(
+    greeted: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["greet", "Ada", "--times", "3"])
+    assert greeted == [("Ada", 3)]
+    with pytest.raises(SystemExit, match="0"):
+        main(["greet", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "usage: lightning-mp greet [--times TIMES] name Greet somebody." in printed
+    assert "times TIMES How often." in printed
+    with pytest.raises(SystemExit, match="2"):
+        main(["greet"])
+    assert "required: name" in capsys.readouterr().err
+
+
+def test_command_runs_in_a_users_cli(greeted: list[tuple[str, int]]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        LightningMPCLI(Model, args=["greet", "Grace"])
+    assert greeted == [("Grace", 1)]
+
+
+def test_help_offers_completion_for_shells(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--print_completion {jsonschema,shtab-bash,shtab-zsh" in capsys.readouterr().out
+
+
+COMPLETE = """
+source "$1"; shift
+COMP_WORDS=(lightning-mp "$@"); COMP_CWORD=$#
+_shtab_lightning_mp lightning-mp "${COMP_WORDS[$COMP_CWORD]}" 2>/dev/null
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.slow
+def test_bash_completes_commands_options_and_classes(tmp_path: Path) -> None:
+    script = tmp_path / "completion.sh"
+    with script.open("w") as file:
+        # In a process of its own: the models that tests have defined would be offered as well.
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "lightning_mp", "--print_completion=shtab-bash"],
+            check=True,
+            stdout=file,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    for words, expected in (
+        (["r"], {"report"}),
+        (["fit", "--trainer.plugins.half_o"], {"--trainer.plugins.half_ops"}),
+        (["fit", "--trainer.callbacks", "lightning_mp.S"], {"lightning_mp.SpikeGuard"}),
+        (["fit", "--trainer.strategy", "lightning_mp.I"], {"lightning_mp.InfCLStrategy"}),
+    ):
+        command = ["bash", "-c", COMPLETE, "bash", str(script), *words]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert set(ran.stdout.split()) == expected

@@ -1,0 +1,122 @@
+"""Of a mistake in a config, the helpful line is among the last three that are printed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_mp.cli import main
+from lightning_mp.cli.reasons import reason_of
+from tests.cli.models import TRAINER, Model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _config(folder: Path, trainer: dict[str, Any]) -> str:
+    model = {"class_path": f"{Model.__module__}.Model"}
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({"model": model, "trainer": {**TRAINER, **trainer}}))
+    return str(file)
+
+
+def _spec(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": name, "init_args": arguments}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        (
+            {"plugins": [_spec("BalancedAMP", half="float16")]},
+            "BalancedAMP -> half -> Expected a Literal['fp16', 'bf16']. Got value: float16",
+        ),
+        (
+            {"plugins": _spec("BalancedAMP", half="float16")},
+            "BalancedAMP -> half -> Expected a Literal['fp16', 'bf16']. Got value: float16",
+        ),
+        (
+            {"plugins": [_spec("PureFP16", writeback="nearest")]},
+            "PureFP16 -> Option 'writeback' is not accepted. Did you mean `write_back`?",
+        ),
+        (
+            {"plugins": [_spec("BalancedAMP", loss_scale={"init_scal": 3})]},
+            "LossScaleConfig -> Option 'init_scal' is not accepted. Did you mean `init_scale`?",
+        ),
+        ({"plugins": [_spec("BalancedAMP", loss_scale="dynamik")]}, "Got value: dynamik"),
+        (
+            {"plugins": ["BalancedAMPP"]},
+            "trainer.plugins -> No class called `BalancedAMPP` fits here. "
+            "Did you mean `BalancedAMP`?",
+        ),
+        (
+            {"callbacks": [_spec("SpikeGuard", action="explode")]},
+            "action -> Expected a Literal['warn', 'skip', 'stop', 'rewind']. Got value: explode",
+        ),
+        ({"callbacks": [_spec("SpikGuard")]}, "Did you mean `SpikeGuard`?"),
+        (
+            {"strategy": _spec("InfCLStrategy", find_unused_paramters=True)},
+            "Did you mean `find_unused_parameters`?",
+        ),
+    ],
+)
+def test_mistake_is_said_last(
+    trainer: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", _config(tmp_path, trainer)])
+    assert said in " ".join(capsys.readouterr().err.splitlines()[-3:])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        (
+            {"plugins": [_spec("BalancedAMP", half="bf16", loss_scale=3)]},
+            r"^Passed `BalancedAMP\(half='bf16', loss_scale=3.0\)`",
+        ),
+        (
+            {"plugins": [_spec("BalancedAMP", loss_scale={"init_scale": -3})]},
+            r"^Passed `LossScaleConfig\(init_scale=-3.0\)`",
+        ),
+        ({"callbacks": [_spec("SpikeGuard", window_steps=1)]}, r"^Passed `SpikeGuard\(window_"),
+        ({"strategy": _spec("InfCLStrategy", prefetch=-1)}, r"^Passed `InfCLStrategy\(prefetch"),
+    ],
+)
+def test_what_a_constructor_refuses_is_said_last(
+    trainer: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        main(["fit", "--config", _config(tmp_path, trainer)])
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.__cause__ is not None  # all that was tried stays in the traceback
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["Subcommand 'fit' does not accept option 'trainer.max_stepss'", "a\nb", ""],
+)
+def test_other_errors_have_no_reason_of_ours(message: str) -> None:
+    assert reason_of(message) is None
+
+
+def test_reasons_that_are_as_good_are_all_said() -> None:
+    message = (
+        'Parser key "loss":\n'
+        "  Does not validate against any of the Union subtypes\n"
+        "  Subtypes: [<class 'a.Loss'>, <class 'b.Loss'>, <class 'NoneType'>]\n"
+        "  Errors:\n"
+        "    - Problem with given class_path 'a.Loss':\n"
+        '        Parser key "scale":\n'
+        "          Expected a <class 'float'>. Got value: x\n"
+        "    - Problem with given class_path 'b.Loss':\n"
+        '        Parser key "scale":\n'
+        "          Expected a <class 'int'>. Got value: x\n"
+        "    - Expected a <class 'NoneType'>\n"
+        "  Given value type: <class 'dict'>\n"
+        "  Given value: {'scale': 'x'}\n"
+    )
+    assert reason_of(message) == (
+        "loss -> a.Loss -> scale -> Expected a float. Got value: x\n"
+        "loss -> b.Loss -> scale -> Expected a int. Got value: x"
+    )

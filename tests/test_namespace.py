@@ -1,0 +1,118 @@
+"""Every public name imports from `lightning_mp`, when it is first used and not before."""
+
+import ast
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import lightning_mp
+import lightning_mp.callbacks
+from lightning_mp._registration import _AfterImport
+
+ROOT = Path(__file__).parents[1]
+# Public where they are; names of another package's making come from that.
+NOT_AT_THE_TOP = {"precision": {"LossScaler", "MasterWeights"}, "cli": {"main"}}
+
+
+def _run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process that sees a source tree, not what is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tree)
+
+
+def test_import_loads_neither_torch_nor_lightning() -> None:
+    ran = _run(
+        "import sys, lightning_mp, lightning_mp.callbacks.report_files, lightning_mp.cli\n"
+        "print({'torch', 'lightning', 'triton', 'torchmetrics'} & set(sys.modules))",
+        ROOT,
+    )
+    assert ran.stdout == "set()\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    "package", ["callbacks", "contrastive", "metrics", "optim", "precision", "strategies", "cli"]
+)
+def test_names_of_the_packages_import_from_the_top(package: str) -> None:
+    module = importlib.import_module(f"lightning_mp.{package}")
+    public = set(module.__all__) - NOT_AT_THE_TOP.get(package, set())
+    for name in public:
+        assert getattr(lightning_mp, name) is getattr(module, name)
+    assert public <= set(lightning_mp.__all__)
+
+
+@pytest.mark.parametrize("module", [lightning_mp, lightning_mp.callbacks])
+def test_type_checkers_see_the_names_that_are_loaded_lazily(module: ModuleType) -> None:
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE" in ast.dump(node))
+    seen = {
+        (f"{node.module}.{alias.name}", alias.asname or alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    name = module.__name__
+    loaded = {(f"{name}.{m}.{n}", n) for m, names in module._NAMES_OF.items() for n in names}
+    assert {(path, name) for path, name in seen if path.count(".") > 1} == loaded
+    assert {name for _, names in module._NAMES_OF.items() for name in names} == set(module.__all__)
+
+
+def test_star_import_brings_every_name() -> None:
+    names: dict[str, object] = {}
+    exec("from lightning_mp import *", names)
+    assert set(lightning_mp.__all__) <= set(names)
+    assert len(set(lightning_mp.__all__)) == len(lightning_mp.__all__)
+
+
+def test_dir_lists_names_and_packages() -> None:
+    packages = {"callbacks", "cli", "contrastive", "metrics", "optim", "precision", "strategies"}
+    assert {*lightning_mp.__all__, *packages} <= set(dir(lightning_mp))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'lightning_mp' has no attribute 'SpikeGard'"):
+        lightning_mp.SpikeGard  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_strategies_are_registered_when_the_registry_is_imported_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "some_lightning"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "strategies.py").write_text(
+        "from lightning.fabric.strategies.registry import _StrategyRegistry\n"
+        "StrategyRegistry = _StrategyRegistry()\n"
+        "StrategyRegistry.register('ddp', dict)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finder = _AfterImport("some_lightning.strategies", lambda class_name: f"made {class_name}")
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    registry = importlib.import_module("some_lightning.strategies").StrategyRegistry
+    assert registry.available_strategies()[0] == "ddp"  # the import took its course before
+    assert registry.get("inf_cl") == registry.get("infclstrategy") == "made InfCLStrategy"
+    assert finder not in sys.meta_path
+
+
+def test_tree_without_symlinks_imports_all_the_same(tmp_path: Path) -> None:
+    # git on Windows and zip downloads leave a text file where a symlink was.
+    for folder in ("lightning_mp", "callbacks", "strategies"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
+    for folder in ("callbacks", "strategies"):
+        (tmp_path / "lightning_mp" / folder).unlink()
+        (tmp_path / "lightning_mp" / folder).write_text(f"../{folder}")
+    ran = _run(
+        "import importlib.util, lightning_mp.callbacks.report_page\n"
+        "print(lightning_mp.callbacks.report_page.__file__)\n"
+        "print(importlib.util.find_spec('lightning_mp.strategies').origin)",
+        tmp_path,
+    )
+    found = [tmp_path / "callbacks/report_page.py", tmp_path / "strategies/__init__.py"]
+    assert ran.stdout.split() == [str(path) for path in found], ran.stderr
