@@ -1,5 +1,6 @@
 """`InfCLStrategy`: DDP whose towers see a micro-batch while the loss sees the global batch."""
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
+from lightning_mp._foreign import ForLightning
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
@@ -28,8 +31,16 @@ from lightning_mp.strategies._inf_cl.reduction import reduce_gradients
 
 __all__ = ["InfCLStrategy"]
 
+# What `**kwargs` take; DDPStrategy passes on what it does not know, and sees to the first four.
+_DDP = {
+    name
+    for base in (DDPStrategy, DistributedDataParallel)
+    for name in inspect.signature(base.__init__).parameters
+} - {"self", "kwargs", "module", "device_ids"}
 
-class InfCLStrategy(DDPStrategy):
+
+@explains_arguments(also=sorted(_DDP))
+class InfCLStrategy(DDPStrategy, ForLightning):
     r"""DDP for near-infinite contrastive batches: activations of one micro-batch, gradients of all.
 
     Every feature of a contrastive batch meets every other, so a batch cannot simply be accumulated

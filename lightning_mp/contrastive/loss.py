@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -31,6 +32,12 @@ __all__ = ["ContrastiveLoss"]
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
 
 
+@explains_arguments(
+    hints={
+        "temperature": "Pass `1 / temperature` as `logit_scale` in the call.",
+        "logit_scale": "Pass it in the call.",
+    }
+)
 class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 

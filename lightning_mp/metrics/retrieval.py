@@ -15,6 +15,7 @@ from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.metrics.tiled_ranks import SimilarityTiles, retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
@@ -23,6 +24,7 @@ __all__ = ["ContrastiveRecall"]
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@explains_arguments()
 class ContrastiveRecall(Metric):
     r"""Measures how well images find their texts and texts their images, in O(N) memory.
 

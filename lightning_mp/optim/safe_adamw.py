@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
 from lightning_mp.optim.adamw_arguments import check_group, check_loaded_group, check_parameter
 from lightning_mp.optim.adamw_batch import AdamWBatch
@@ -20,6 +21,7 @@ __all__ = ["SafeAdamW"]
 _MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
+@explains_arguments()
 class SafeAdamW(Optimizer):
     r"""AdamW that is safe on half weights: fp32 states, fp32 math, and no update is lost.
 

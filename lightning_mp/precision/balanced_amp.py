@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision.fp32_islands import FP32Islands, outermost
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["BalancedAMP", "widen"]
 
 
+@explains_arguments()
 class BalancedAMP(ScaledPrecision):
     r"""Trains an fp32 model with half working weights and fp32 norms: Apex' O2, balanced.
 
@@ -101,7 +103,7 @@ class BalancedAMP(ScaledPrecision):
         *,
         half: Literal["fp16", "bf16"] = "fp16",
         weights: Literal["half", "full"] = "half",
-        loss_scale: float | str | LossScaleConfig | None = None,
+        loss_scale: Literal["dynamic"] | float | LossScaleConfig | None = None,
         fp32_modules: Sequence[str] = ("norm",),
         fp32_ops: Sequence[str] = (),
         half_ops: Sequence[str] = (),

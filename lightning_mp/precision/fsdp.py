@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision.balanced_amp import BalancedAMP, widen
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf
@@ -31,7 +32,7 @@ class ShardedBalancedAMP(BalancedAMP):
         self,
         *,
         half: Literal["fp16", "bf16"] = "fp16",
-        loss_scale: float | str | LossScaleConfig | None = None,
+        loss_scale: Literal["dynamic"] | float | LossScaleConfig | None = None,
         fp32_modules: Sequence[str] = ("norm",),
         fp32_ops: Sequence[str] = (),
         half_ops: Sequence[str] = (),
@@ -90,6 +91,7 @@ class _FP32Module(nn.Module, metaclass=_KeepsFP32):
     """The class, as far as `isinstance` tells, of modules whose weights stay in fp32."""
 
 
+@explains_arguments()
 class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     r"""Trains with FSDP on half working weights, fp32 shards and fp32 norms.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision.module_selection import as_written, class_names, select_modules
 from lightning_mp.precision.residual_stream import find_residual_stream
 
@@ -19,6 +20,7 @@ __all__ = ["InfClamp"]
 _MAX = torch.finfo(torch.float16).max
 
 
+@explains_arguments()
 class InfClamp:
     r"""Replaces +-inf in the fp16 tensors of chosen modules by a finite value, by forward hooks.
 

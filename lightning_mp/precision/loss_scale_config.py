@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+from lightning_mp._arguments import explains_arguments
 
 __all__ = ["LossScaleConfig"]
 
@@ -13,6 +15,7 @@ __all__ = ["LossScaleConfig"]
 _LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-126, 2.0**126
 
 
+@explains_arguments()
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """How the loss scale starts, moves and gives up.
@@ -84,7 +87,7 @@ class LossScaleConfig:
     @classmethod
     def parse(
         cls,
-        loss_scale: "str | float | LossScaleConfig",
+        loss_scale: "Literal['dynamic'] | float | LossScaleConfig",
         gradients_dtype: torch.dtype = torch.float32,
     ) -> "LossScaleConfig":
         """Make the configuration that a plugin's `loss_scale` argument stands for.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -20,6 +21,7 @@ from lightning_mp.precision.loss_scaler import LossScaler
 __all__ = ["ModelParallelBalancedAMP"]
 
 
+@explains_arguments()
 class ModelParallelBalancedAMP(ShardedBalancedAMP):
     """Trains with `fully_shard` on half working weights, fp32 shards and fp32 norms.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision.op_tables import (
     GROUPS,
     INPUT_ONLY,
@@ -30,6 +31,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _CASTABLE = (*_HALF_DTYPES, torch.float32)  # never float64, float8 or complex
 
 
+@explains_arguments()
 @dataclass(frozen=True, kw_only=True)
 class OpPolicy:
     """Decides which ops run in half and which in fp32, the same way on every device.

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision.fp32_islands import outermost
 from lightning_mp.precision.gradient_reduction import average_in_fp32
 from lightning_mp.precision.half_module import MixedInputs, cast_at_borders, cast_floats
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["PureFP16"]
 
 
+@explains_arguments()
 class PureFP16(ScaledPrecision):
     r"""Trains in fp16 throughout: weights, activations, gradients; no fp32 copy of the weights.
 
@@ -113,7 +115,7 @@ class PureFP16(ScaledPrecision):
         self,
         *,
         half: Literal["fp16", "bf16"] = "fp16",
-        loss_scale: float | str | LossScaleConfig | None = None,
+        loss_scale: Literal["dynamic"] | float | LossScaleConfig | None = None,
         write_back: Literal["kahan", "stochastic", "nearest"] = "kahan",
         inf_clamp: Sequence[str] = ("auto",),
         fp32_modules: Sequence[str] = (),

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_mp._foreign import ForLightning
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
 from lightning_mp.precision.fp32_accumulation import accumulate_in_fp32
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -41,7 +42,7 @@ class _SkipStep(Exception):
     """Leaves `optimizer.step` before anything moves, where a closure runs inside of it."""
 
 
-class ScaledPrecision(Precision):
+class ScaledPrecision(Precision, ForLightning):
     """Steps with unscaled fp32 gradients, or skips the step.
 
     Between a backward and its step, `p.grad` is scaled, as in Lightning's `16-mixed`. It is
@@ -61,7 +62,7 @@ class ScaledPrecision(Precision):
         self,
         *,
         half: Literal["fp16", "bf16"],
-        loss_scale: float | str | LossScaleConfig | None,
+        loss_scale: Literal["dynamic"] | float | LossScaleConfig | None,
         gradients_dtype: torch.dtype,
         reduce_dtype: Literal["fp32", "half"],
         adam_epsilon: float | Literal["auto", "keep"],

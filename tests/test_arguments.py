@@ -1,0 +1,138 @@
+"""A constructor names the argument that it does not take, and what is near."""
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_mp
+from lightning_mp._arguments import explains_arguments
+
+PARAMETERS = [nn.Parameter(torch.zeros(2))]
+# Class -> the arguments it needs, a misspelt keyword, and what was meant.
+MISSPELT: dict[str, tuple[list[Any], str, str]] = {
+    "ActivationRangeMonitor": ([], "min_headroom_bit", "min_headroom_bits"),
+    "AdamStateMonitor": ([], "max_update_rsm", "max_update_rms"),
+    "BalancedAMP": ([], "lossscale", "loss_scale"),
+    "ContrastiveLoss": ([], "tile_dtyp", "tile_dtype"),
+    "ContrastiveRecall": ([], "topk", "top_k"),
+    "FSDPBalancedAMP": ([], "fp32_module", "fp32_modules"),
+    "GradientUnderflowMonitor": ([], "warn_shares", "warn_share"),
+    "InfCLStrategy": ([], "find_unused_paramters", "find_unused_parameters"),
+    "InfClamp": ([], "gradients", "gradient"),
+    "InstabilityMonitor": ([], "repeat_after_step", "repeat_after_steps"),
+    "InstabilityReport": ([], "file_name", "filename"),
+    "LossScaleConfig": ([], "init_scal", "init_scale"),
+    "LossScaleMonitor": ([], "window_step", "window_steps"),
+    "ModelParallelBalancedAMP": ([], "reduce_dtyp", "reduce_dtype"),
+    "NonFiniteLocator": ([], "max_replay", "max_replays"),
+    "OpPolicy": ([], "fp32_op", "fp32_ops"),
+    "PureFP16": ([], "writeback", "write_back"),
+    "SafeAdamW": ([PARAMETERS], "weight_decya", "weight_decay"),
+    "SpikeGuard": ([], "acton", "action"),
+}
+# Nobody calls their constructors, or they only pass on.
+OTHERS = {"Alarm", "EpsilonReport", "InstabilityWarning", "LightningMPCLI"}
+
+
+def test_every_public_class_is_listed_here() -> None:
+    public = {name: getattr(lightning_mp, name) for name in lightning_mp.__all__}
+    assert {n for n, value in public.items() if isinstance(value, type)} == {*MISSPELT, *OTHERS}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_misspelt_keyword_is_named_with_what_was_meant(name: str) -> None:
+    needed, wrong, right = MISSPELT[name]
+    message = (
+        rf"^Passed `{name}\(.*{wrong}=1\)`\. It takes no `{wrong}`\. Did you mean `{right}`\?$"
+    )
+    with pytest.raises(TypeError, match=message):
+        getattr(lightning_mp, name)(*needed, **{wrong: 1})
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_argument_without_a_name_is_refused_by_its_value(name: str) -> None:
+    cls = getattr(lightning_mp, name)
+    kinds = [p.kind for p in list(inspect.signature(cls).parameters.values())]
+    places = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    with pytest.raises(TypeError, match="'surplus' must be passed by name. The names are `"):
+        cls(*[PARAMETERS] * places, "surplus")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "said"),
+    [
+        ("BalancedAMP", ["bf16"], {}, "Did you mean `half='bf16'`?"),
+        ("BalancedAMP", [], {"precision": "bf16"}, "Did you mean `half='bf16'`?"),
+        ("SpikeGuard", ["skip"], {}, "Did you mean `action='skip'`?"),
+        ("InfClamp", [["auto"], "zero"], {}, "Did you mean `gradient='zero'`?"),
+        ("ContrastiveLoss", [], {"temperature": 0.1}, "Pass `1 / temperature` as `logit_scale`"),
+        (
+            "ContrastiveLoss",
+            [],
+            {"local_loss": True},
+            "It takes `process_group`, `workspace_bytes`",
+        ),
+        ("SafeAdamW", [], {}, "`params` is missing. Pass `params=...`."),
+        ("InfCLStrategy", [], {"module": 1}, "It takes no `module`"),
+    ],
+)
+def test_message_helps_with(name: str, args: list[Any], kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(lightning_mp, name)(*args, **kwargs)
+    assert said in str(caught.value)
+
+
+def test_what_kwargs_take_is_not_refused() -> None:
+    strategy = lightning_mp.InfCLStrategy(find_unused_parameters=True, process_group_backend="gloo")
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert not lightning_mp.ContrastiveRecall(sync_on_compute=False).sync_on_compute
+
+
+def test_what_kwargs_do_not_take_is_left_to_their_owner() -> None:
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: `compute_on_disk`"):
+        lightning_mp.ContrastiveRecall(compute_on_disk=True)
+
+
+def test_values_are_shown_in_short() -> None:
+    with pytest.raises(TypeError) as caught:
+        lightning_mp.BalancedAMP(model=nn.Sequential(*[nn.Linear(3, 3)] * 100))  # type: ignore[call-arg]
+    assert len(str(caught.value)) < 400
+
+
+class Mine(lightning_mp.BalancedAMP):
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(half="bf16", **kwargs)
+        self.name = name
+
+
+def test_subclass_may_have_arguments_of_its_own() -> None:
+    assert Mine("a").name == "a"
+    with pytest.raises(TypeError, match=r"^Passed `BalancedAMP\(half='bf16', haf=1\)`"):
+        Mine("a", haf=1)
+
+
+def test_subclass_without_a_constructor_is_called_by_its_name() -> None:
+    class Ours(lightning_mp.SpikeGuard):
+        pass
+
+    with pytest.raises(TypeError, match=r"^Passed `Ours\('skip'\)`"):
+        Ours("skip")  # type: ignore[misc]
+
+
+def test_signature_copies_and_pickles_stay() -> None:
+    @explains_arguments()
+    class Plain:
+        def __init__(self, a: int, *, b: str = "x") -> None:
+            self.a, self.b = a, b
+
+    assert str(inspect.signature(Plain)) == "(a: int, *, b: str = 'x') -> None"
+    assert vars(copy.deepcopy(Plain(1, b="y"))) == {"a": 1, "b": "y"}
+    config = lightning_mp.LossScaleConfig(init_scale=4.0)
+    assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == config
+    loss = lightning_mp.ContrastiveLoss(backend="torch")
+    assert pickle.loads(pickle.dumps(loss)).backend == copy.deepcopy(loss).backend == "torch"
