@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.output_sampler import OutputKey, OutputSampler, eager_modules
 from lightning_mp.callbacks.sampling import SamplingMonitor, merge_ranks
 from lightning_mp.callbacks.training_state import loss_scale_of, lower_rate, plain_name
@@ -20,6 +21,7 @@ from lightning_mp.precision.module_selection import select_modules
 __all__ = ["ActivationRangeMonitor"]
 
 
+@explains_arguments()
 class ActivationRangeMonitor(SamplingMonitor):
     """Watches how far the outputs of modules are from overflow, and what `InfClamp` had to clamp.
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.adam_statistics import (
     AdamField,
     adam_statistics,
@@ -29,6 +30,7 @@ from lightning_mp.numerics.async_readback import Readback
 __all__ = ["AdamStateMonitor"]
 
 
+@explains_arguments()
 class AdamStateMonitor(SamplingMonitor):
     r"""Watches how far Adam's next update is from what its second moment expects.
 

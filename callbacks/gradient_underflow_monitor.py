@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks.training_state import (
     gradients_of,
@@ -26,6 +27,7 @@ _ALL = "all gradients"
 _WIDE_SCALE = 2.0**112
 
 
+@explains_arguments()
 class GradientUnderflowMonitor(SamplingMonitor):
     """Watches the share of gradients that are exactly zero, and how far the rest is from it.
 

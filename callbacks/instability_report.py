@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.callbacks.report_data import report_data
 from lightning_mp.callbacks.report_files import write_atomically
@@ -22,6 +25,7 @@ from lightning_mp.callbacks.training_state import step_of
 __all__ = ["InstabilityReport"]
 
 
+@explains_arguments()
 class InstabilityReport(InstabilityMonitor):
     """Writes one HTML page: time lines, tensors by steps, alarms with remedies.
 
@@ -49,6 +53,7 @@ class InstabilityReport(InstabilityMonitor):
 
     Raises:
         ValueError: An argument is out of range.
+        MisconfigurationException: Two reports would write to one file.
     """
 
     def __init__(
@@ -66,16 +71,12 @@ class InstabilityReport(InstabilityMonitor):
                 f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
                 "name that ends in .html, without a folder. Pass the folder as `dirpath`."
             )
-        for name, value, most in (
-            ("every_n_steps", every_n_steps, None),
-            ("max_tensors", max_tensors, 500),
-        ):
-            if type(value) is not int or value < 1 or (most and value > most):
-                limit = f"an integer from 1 to {most}" if most else "an integer of at least 1"
-                raise ValueError(
-                    f"Passed `InstabilityReport({name}={value!r})`. `{name}` must be {limit}. "
-                    "Leave it out for the default."
-                )
+        self._check_at_least(1, every_n_steps=every_n_steps)
+        if type(max_tensors) is not int or not 1 <= max_tensors <= 500:
+            raise ValueError(
+                f"Passed `InstabilityReport(max_tensors={max_tensors!r})`. `max_tensors` must be "
+                "an integer from 1 to 500. Leave it out for the default."
+            )
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_steps = every_n_steps
@@ -90,11 +91,19 @@ class InstabilityReport(InstabilityMonitor):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find out where to write, and go behind all callbacks that may raise a last alarm."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self.path = self._page_path(trainer)
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        others = [c for c in callbacks if isinstance(c, InstabilityReport) and c is not self]
+        data = [os.path.abspath(c._page_path(trainer).with_suffix(".json")) for c in others]
+        if os.path.abspath(self.path.with_suffix(".json")) in data:
+            raise MisconfigurationException(
+                f"Passed two `InstabilityReport`s that write to {str(self.path)!r}. Each must have "
+                "a file of its own. Pass one of them a `filename` or a `dirpath`."
+            )
         before = [c for c in callbacks if c is not self and not isinstance(c, Checkpoint)]
         last = [c for c in callbacks if isinstance(c, Checkpoint)]
         trainer.callbacks = [*before, self, *last]  # type: ignore[attr-defined]
@@ -211,7 +220,11 @@ class InstabilityReport(InstabilityMonitor):
             "facts": run_facts(trainer),
         }
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        monitors = [c for c in callbacks if isinstance(c, InstabilityMonitor) and c is not self]
+        monitors = [
+            c
+            for c in callbacks
+            if isinstance(c, InstabilityMonitor) and not isinstance(c, InstabilityReport)
+        ]
         run["monitors"] = [type(monitor).__name__ for monitor in monitors]
         others = [monitor.history for monitor in monitors]
         return report_data(self.history, others, run, self.max_tensors)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.callbacks.training_state import loss_scale_of, lower_rate, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -20,6 +21,7 @@ __all__ = ["LossScaleMonitor"]
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
+@explains_arguments()
 class LossScaleMonitor(InstabilityMonitor):
     """Watches the loss scale and the steps that are skipped for it.
 

@@ -5,8 +5,12 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
+from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks.history import Alarm, History
+from lightning_mp.callbacks.side_by_side import check_peers, state_for, state_key_of
 from lightning_mp.callbacks.training_state import step_of
 
 __all__ = ["InstabilityMonitor", "InstabilityWarning"]
@@ -16,25 +20,40 @@ class InstabilityWarning(UserWarning):
     """A monitor's alarm. `warnings.filterwarnings("error", category=...)` makes it stop a run."""
 
 
+@explains_arguments()
 class InstabilityMonitor(pl.Callback):
     """Raises alarms: as warnings, as metrics `instability/<kind>`, and in `history`.
 
     An alarm of one kind about one tensor is repeated after `repeat_after_steps` steps at the
     earliest, so that a long run is not buried in one sentence.
 
+    Monitors of one class with different arguments can stand side by side, each with a state of its
+    own in checkpoints. Their metrics have the same names.
+
     Args:
         repeat_after_steps: Steps until the same alarm may be raised again.
     """
 
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
-        if type(repeat_after_steps) is not int or repeat_after_steps < 1:
-            raise ValueError(
-                f"Passed `{type(self).__name__}(repeat_after_steps={repeat_after_steps!r})`. "
-                "`repeat_after_steps` must be an integer of at least 1. Pass 1000."
-            )
+        self._check_at_least(1, repeat_after_steps=repeat_after_steps)
         self.repeat_after_steps = repeat_after_steps
         self.history = History()
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
+        self._state_key = ""
+
+    def _check_at_least(self, least: int, **values: object) -> None:
+        for name, value in values.items():
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"Passed `{type(self).__name__}({name}={value!r})`. `{name}` must be an "
+                    f"integer of at least {least}. Leave it out for the default."
+                )
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a Trainer of `pytorch_lightning`, and two monitors that act on one step."""
+        check_trainer(trainer, self)
+        check_peers(self, trainer)
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -99,11 +118,30 @@ class InstabilityMonitor(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
+    @property
+    @override
+    def state_key(self) -> str:
+        """The key of its state in checkpoints."""
+        # Lightning asks for it at every hook.
+        self._state_key = self._state_key or state_key_of(self)
+        return self._state_key
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on from the state of the same monitor with other arguments."""
+        state = state_for(self, trainer, checkpoint)
+        if state is not None:
+            self.load_state_dict(state)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the alarms and curves so far, and when each alarm was raised last."""
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
         return {"history": self.history.to_dict(), "raised": raised}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self.history = History.from_dict(state_dict["history"])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.callbacks.non_finite_remedy import remedy_for
 from lightning_mp.callbacks.non_finite_search import gather_objects, search
@@ -37,6 +38,7 @@ class _Step:
     located: bool = False
 
 
+@explains_arguments()
 class NonFiniteLocator(InstabilityMonitor):
     """Replays a failing step once, with hooks, and names the first producer of NaN or inf.
 

@@ -3,6 +3,7 @@
 Legend: `R` rows (tensors) and `C` columns (steps) of a heat map.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def report_data(
     alarms = sorted((a for h in histories for a in h.alarms), key=lambda alarm: alarm.step)
     curves = _pick_curves(histories)
     alarmed = {alarm.tensor for alarm in alarms if alarm.tensor}
-    maps = {name: heat for history in histories for name, heat in history.maps.items()}
+    maps = _name_maps(histories)
     counts = {s: sum(a.severity == s for a in alarms) for s in ("error", "warning", "info")}
     first = next((alarm for alarm in alarms if alarm.severity != "info"), None)
     return {
@@ -56,6 +57,16 @@ def report_data(
             for name, heat in list(maps.items())[:_MAX_MAPS]
         ],
     }
+
+
+def _name_maps(histories: Sequence[History]) -> dict[str, dict[str, Any]]:
+    """Return all heat maps; a second one of a name, as of a second monitor, is numbered."""
+    maps: dict[str, dict[str, Any]] = {}
+    for history in histories:
+        for name, heat in history.maps.items():
+            names = itertools.chain([name], (f"{name}, {number}" for number in itertools.count(2)))
+            maps[next(each for each in names if each not in maps)] = heat
+    return maps
 
 
 def _choose_alarms(alarms: list[Alarm]) -> list[Alarm]:

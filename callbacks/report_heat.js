@@ -16,7 +16,7 @@ function meaningOf(map) {
   if (map.name.includes("headroom")) {
     return { unit: "number", suffix: " bits", bad: (v) => clamp(1 - v / 16), ticks: [[16, "16 bits and more"], [8, "8"], [4, "4"], [0, "0"]] };
   }
-  if (map.name === "update RMS") {
+  if (map.name.startsWith("update RMS")) {
     return { unit: "number", bad: (v) => clamp(Math.log10(Math.max(v, 1e-9))), ticks: [[1, "≤1"], [2.3, "2.3"], [5, "5"], [10, "≥10"]] };
   }
   const values = map.cells.flat().filter((v) => typeof v === "number");

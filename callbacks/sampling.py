@@ -44,15 +44,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        for name, value in (
-            ("every_n_steps", every_n_steps),
-            ("baseline_samples", baseline_samples),
-        ):
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"Passed `{type(self).__name__}({name}={value!r})`. `{name}` must be an "
-                    "integer of at least 1. Leave it out for the default."
-                )
+        self._check_at_least(1, every_n_steps=every_n_steps, baseline_samples=baseline_samples)
         self.every_n_steps = every_n_steps
         self.baseline_samples = baseline_samples
         self.samples = 0  # judged so far

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks import spike_report
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.callbacks.rewind import Rewinder
@@ -26,6 +27,7 @@ _ACTIONS = ("warn", "skip", "stop", "rewind")
 _FLOORS = (0.05, 0.12)  # noise below these is none: of the loss, of the gradient norm
 
 
+@explains_arguments()
 class SpikeGuard(InstabilityMonitor):
     """Warns of loss spikes, gradient spikes and NaN; on request skips, stops or rewinds.
 
@@ -91,7 +93,8 @@ class SpikeGuard(InstabilityMonitor):
 
     Raises:
         ValueError: An argument is out of range.
-        MisconfigurationException: `"rewind"` with a `training_step` that takes the data iterator.
+        MisconfigurationException: `"rewind"` with a `training_step` that takes the data iterator;
+            two guards that both skip or rewind.
 
     References:
         PaLM, section 5.1 (arXiv:2204.02311): rewind 100 steps, skip 200 to 500 batches.
@@ -123,10 +126,10 @@ class SpikeGuard(InstabilityMonitor):
                 f"Passed `SpikeGuard(z_threshold={z_threshold!r})`. `z_threshold` must be a "
                 "positive number. Leave it out for 6."
             )
-        _check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
-        _check_at_least(1, patience=patience, rewind_steps=rewind_steps)
-        _check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
-        _check_at_least(0, skip_batches=skip_batches, max_rewinds=max_rewinds)
+        self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
+        self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
+        self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
+        self._check_at_least(0, skip_batches=skip_batches, max_rewinds=max_rewinds)
         if judge_after_steps > window_steps:
             raise ValueError(
                 f"Passed `SpikeGuard(judge_after_steps={judge_after_steps!r}, "
@@ -389,12 +392,3 @@ class SpikeGuard(InstabilityMonitor):
         self._runs = dict(state_dict["runs"])
         self.rewinds = state_dict["rewinds"]
         self._rewinder.load_state_dict(state_dict["rewinder"])
-
-
-def _check_at_least(least: int, **values: object) -> None:
-    for name, value in values.items():
-        if type(value) is not int or value < least:
-            raise ValueError(
-                f"Passed `SpikeGuard({name}={value!r})`. `{name}` must be an integer of at least "
-                f"{least}. Leave it out for the default."
-            )
