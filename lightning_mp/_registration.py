@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -37,7 +36,7 @@ def register_strategies() -> None:
             sys.meta_path.insert(0, _AfterImport(f"{name}.strategies", make))
 
 
-class _AfterImport(MetaPathFinder):
+class _AfterImport:
     """Lets the import of a registry take its course, and registers at its end.
 
     Args:
