@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FLOOR := .venv-floor
+NEWEST := .venv-newest
 # Tests are small: a core each serves them better than all cores together.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+QUICK := -m "not (slow or distributed or gpu or sweep)"
 
-.PHONY: help setup test lint types unit quick sweep demo bench clean
+.PHONY: help setup test lint types unit quick sweep floor newest demo bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -33,10 +36,26 @@ unit: $(STAMP)
 test: lint types unit  ## Lint, check types, run all tests but those of `sweep`
 
 quick: lint  ## Lint, run the tests that take less than a minute together
-	$(PYTEST) -m "not (slow or distributed or gpu or sweep)"
+	$(PYTEST) $(QUICK)
 
 sweep: $(STAMP)  ## Run what `test` leaves out: every kernel in every variant
 	$(PYTEST) -m sweep
+
+floor: BIN := $(FLOOR)/bin
+floor: $(FLOOR)/.installed  ## Run the quick tests with the lowest versions of pyproject.toml
+	$(PYTEST) $(QUICK)
+
+$(FLOOR)/.installed: pyproject.toml .ci/floor.py
+	$(PYTHON) -m venv $(FLOOR)
+	$(PYTHON) .ci/floor.py > $(FLOOR)/constraints.txt
+	$(FLOOR)/bin/pip install --quiet --constraint $(FLOOR)/constraints.txt --editable '.[demo,dev]'
+	@touch $@
+
+newest: BIN := $(NEWEST)/bin
+newest:  ## Run the quick tests with the newest versions there are
+	$(PYTHON) -m venv $(NEWEST)
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[demo,dev]'
+	$(PYTEST) $(QUICK)
 
 demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it retrieves
 	$(BIN)/python examples/glyph_clip/run.py
@@ -44,5 +63,5 @@ demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it
 bench: $(STAMP)  ## Time and weigh the contrastive loss against its peers
 	$(BIN)/python benchmarks/contrastive_loss.py
 
-clean:  ## Remove .venv and everything that was made here
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+clean:  ## Remove the .venvs and everything that was made here
+	rm -rf $(VENV) $(FLOOR) $(NEWEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -161,18 +161,5 @@ def _add_product(total_rD: Tensor, left_rc: Tensor, right_cD: Tensor) -> None:
         total_rD.addmm_(left_rc, right_cD)
     elif not left_rc.is_cuda:
         total_rD.addmm_(left_rc.to(total_rD.dtype), right_cD.to(total_rD.dtype))
-    elif _adds_in_place(left_rc.dtype, left_rc.device):
-        torch.addmm(total_rD, left_rc, right_cD, out_dtype=total_rD.dtype, out=total_rD)
     else:
-        total_rD.add_(torch.mm(left_rc, right_cD, out_dtype=total_rD.dtype))
-
-
-@functools.cache
-def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Try whether `addmm` adds 16-bit products to an fp32 total; up to torch 2.9 it refuses."""
-    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 17).all())
+        torch.addmm(total_rD, left_rc, right_cD, out_dtype=total_rD.dtype, out=total_rD)

@@ -71,27 +71,21 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     They need a CUDA device of compute capability 8.0 (A100, RTX 30), for bf16 on its tensor cores.
     On a CPU they run under Triton's interpreter, which is for tests.
     """
-    reason = _missing_software()
-    if reason is None and dtype == torch.float64:
+    reason = None
+    if importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed"
+    elif dtype == torch.float64:
         reason = "the features are float64, which tensor cores would round"
-    if reason is None:
+    else:
         reason = _device_problem(device)
     if reason is None:
         return None
     return (
         f"Passed `ContrastiveLoss(backend='triton')` with features of {dtype} on {device}: "
         f"{reason}. Triton tiles need fp16, bf16 or fp32 features on a CUDA device of compute "
-        "capability 8.0 or higher, Triton, and torch 2.8 or later. Leave `backend` out, and other "
-        "machines get the torch tiles."
+        "capability 8.0 or higher, and Triton. Leave `backend` out, and other machines get the "
+        "torch tiles."
     )
-
-
-def _missing_software() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if not hasattr(torch.ops.aten.mm, "dtype"):
-        return f"torch {torch.__version__} cannot multiply 16-bit operands into fp32"
-    return None
 
 
 def _device_problem(device: torch.device) -> str | None:

@@ -73,6 +73,9 @@ GROUPS: tuple[OpGroup, ...] = (
     OpGroup("fp32", "distances", "differences of near values, squared and summed", (
         "cdist", "cosine_similarity", "dist", "pairwise_distance", "pdist",
     )),
+    OpGroup("fp32", "matrix functions", "made of eigenvalues, which have no kernels in half", (
+        "linalg_matrix_sqrth",  # from torch 2.14 on
+    )),
     OpGroup("fp32", "losses", "everything after depends on them", (
         "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
         "cross_entropy", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",

@@ -1,5 +1,6 @@
 """A small model with planted spikes, and what records its training."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,9 @@ def fit(
     }
     ckpt_path = options.pop("ckpt_path", None)
     trainer = pl.Trainer(callbacks=list(callbacks), **(defaults | options))
-    loaded = {"ckpt_path": ckpt_path, "weights_only": False} if ckpt_path else {}
+    loaded = {"ckpt_path": ckpt_path} if ckpt_path else {}
+    if ckpt_path and "weights_only" in inspect.signature(trainer.fit).parameters:
+        loaded["weights_only"] = False  # Lightning 2.5 cannot be told, and reads everything
     trainer.fit(model, make_loader(batches), **loaded)
     return trainer
 

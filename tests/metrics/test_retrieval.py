@@ -218,7 +218,7 @@ def test_compute_live_tiles_fit_the_workspace() -> None:
     batch = make_pairs(900, 900, 64)
     metric = ContrastiveRecall(workspace_bytes=workspace_bytes)
     metric.update(*batch)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         metric.compute()
     live = peak = 0
     for event in profile.profiler.kineto_results.events():

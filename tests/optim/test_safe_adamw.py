@@ -158,11 +158,8 @@ def test_gradients_of_another_dtype_than_the_weight_keep_their_digits() -> None:
     """A step may get fp32 gradients for half weights, from whoever has accumulated them so."""
     weight = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
     gradient = torch.randn(5) * 1e-9  # 0 in fp16
-    if hasattr(weight, "grad_dtype"):
-        weight.grad_dtype = torch.float32
-        weight.grad = gradient
-    else:
-        pytest.skip("this torch gives gradients the dtype of their parameter")
+    weight.grad_dtype = torch.float32
+    weight.grad = gradient
     optimizer = SafeAdamW([weight])
     optimizer.step()
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"], gradient * 0.1)

@@ -84,7 +84,8 @@ class Regression(pl.LightningModule):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         tokens, target = batch
-        return F.mse_loss(self.network(tokens).float().flatten(), target)
+        # Of one dtype: torch 2.10 has no backward of mse_loss for two (pytorch#94086).
+        return F.mse_loss(self.network(tokens).float().flatten(), target.float())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         loss = self.loss(batch)

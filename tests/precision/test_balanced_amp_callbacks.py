@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     StochasticWeightAveraging,
@@ -23,6 +22,7 @@ from lightning_mp.precision.pure_fp16 import PureFP16
 from lightning_mp.precision.scaled_precision import ScaledPrecision
 from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
 
+AVERAGES = "lightning.pytorch.callbacks.weight_averaging"  # Lightning 2.5 has none
 plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 
 
@@ -81,10 +81,11 @@ def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
 
 @plugins
 def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) -> None:
+    average = pytest.importorskip(AVERAGES).EMAWeightAveraging
     reference, model = Regression(), Regression()
     start, losses = parameters_of(model), []
     for each, plugin in ((reference, None), (model, fp16(plugin_type))):
-        trainer = make_trainer(plugin, max_epochs=3, callbacks=[EMAWeightAveraging(decay=0.8)])
+        trainer = make_trainer(plugin, max_epochs=3, callbacks=[average(decay=0.8)])
         trainer.fit(each, loader(4), loader(2, seed=9))
         losses.append(trainer.callback_metrics["val_loss"].item())
     assert relative(model, reference, start) < 2**-7

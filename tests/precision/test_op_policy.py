@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp.precision.op_policy import OpPolicy
-from lightning_mp.precision.op_tables import GROUPS
+from lightning_mp.precision.op_tables import GROUPS, autocast_agrees
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 FP32 = torch.float32
@@ -272,8 +272,10 @@ def test_policy_like_that_of_cuda_needs_no_function_mode_there(
     cuda_on_paper: Callable[..., Tensor],
 ) -> None:
     x = cuda_on_paper(2, 2)
+    # torch 2.10's autocast does not know rms_norm.
+    modes = 0 if autocast_agrees("cuda", "rms_norm") else 1
     with OpPolicy(norm_output="fp32").context("cuda", torch.float16):
-        assert torch._C._len_torch_function_stack() == 0
+        assert torch._C._len_torch_function_stack() == modes
         assert F.layer_norm(x, (2,)).dtype == F.rms_norm(x, (2,)).dtype == FP32
         assert F.linear(x, x).dtype == torch.float16
 

@@ -16,7 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp.precision.op_policy import OpPolicy
-from lightning_mp.precision.op_tables import GROUPS, canonical_name, default_class
+from lightning_mp.precision.op_tables import (
+    GROUPS,
+    autocast_agrees,
+    callables_of,
+    canonical_name,
+    default_class,
+)
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 LIKE_CUDA = OpPolicy(norm_output="fp32")
@@ -96,6 +102,7 @@ SAMPLES: dict[str, Callable[[SimpleNamespace], Any]] = {
         F.softmax(x.h(2), 0), x.h(2).softmax(0), torch.special.softmax(x.h(2), 0),
         F.softmin(x.h(2), 0), F.gumbel_softmax(x.h(2, 2)),
     ),  # fmt: skip
+    "linalg_matrix_sqrth": lambda x: torch.linalg.matrix_sqrth(x.h(2, 2)),
     "cdist": lambda x: torch.cdist(x.h(2, 2), x.h(2, 2)),
     "cosine_similarity": lambda x: F.cosine_similarity(x.h(2, 2), x.h(2, 2)),
     "dist": lambda x: torch.dist(x.h(2), x.h(2)),
@@ -192,6 +199,8 @@ GIVEN: dict[str, Callable[[SimpleNamespace], Any]] = {
     "promoting_half": lambda x: (torch.addcmul(*[x.h(2)] * 3), torch.dot(x.h(2), x.h(2))),
 }  # fmt: skip
 _add_families()
+# This torch does not have them yet; they leave the samples.
+LATER = {name for name in ("linalg_matrix_sqrth",) if not callables_of(name) and SAMPLES.pop(name)}
 
 
 def dtypes(values: object) -> list[torch.dtype]:
@@ -226,6 +235,8 @@ def test_op_on_the_cpu_runs_in_its_class(half: torch.dtype, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SAMPLES, *GIVEN])
 def test_op_on_the_cpu_returns_what_it_does_under_autocast_of_cuda(name: str) -> None:
+    if not autocast_agrees("cuda", name):
+        pytest.skip("torch 2.10's autocast does not know rms_norm")
     sample, half = {**SAMPLES, **GIVEN}[name], torch.float16
     with fake_cuda(half):
         expected = dtypes(sample(make_inputs("cuda", half)))
@@ -234,7 +245,7 @@ def test_op_on_the_cpu_returns_what_it_does_under_autocast_of_cuda(name: str) ->
 
 def test_every_op_of_the_tables_has_a_sample() -> None:
     listed = {op for group in GROUPS for op in group.ops}
-    assert listed == {*SAMPLES, *CPU_ONLY}
+    assert listed == {*SAMPLES, *CPU_ONLY, *LATER}
     assert len(listed) == sum(len(group.ops) for group in GROUPS)
 
 
@@ -246,7 +257,8 @@ def test_every_op_that_autocast_of_cuda_knows_is_in_the_tables() -> None:
         and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
     }
     assert len(names) > 100
-    inside = {"_convolution", "cudnn_convolution", "cudnn_convolution_transpose"}
+    # `_cudnn_rnn` is there in a build with CUDA.
+    inside = {"_convolution", "_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
     unknown = {
         name for name in names - inside if default_class(canonical_name(f"aten::{name}")) == "given"
     }

@@ -1,7 +1,5 @@
 """Matrix products of 16-bit operands that are summed in fp32, by the library of the device."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -18,20 +16,7 @@ def add_product(total_mn: Tensor, left_mk: Tensor, right_kn: Tensor, factor: flo
         total_mn.addmm_(left_mk, right_kn, alpha=factor)
     elif not left_mk.is_cuda:
         total_mn.addmm_(left_mk.to(total_mn.dtype), right_kn.to(total_mn.dtype), alpha=factor)
-    elif _adds_in_place(left_mk.dtype, left_mk.device):
+    else:
         torch.addmm(
             total_mn, left_mk, right_kn, alpha=factor, out_dtype=total_mn.dtype, out=total_mn
         )
-    else:
-        total_mn.add_(torch.mm(left_mk, right_kn, out_dtype=total_mn.dtype), alpha=factor)
-
-
-@functools.cache
-def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Try whether 16-bit products can be added to fp32 in place; torch 2.8 wants a 16-bit total."""
-    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
