@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
+    from lightning_mp.contrastive import GradientCache as GradientCache
     from lightning_mp.metrics import ContrastiveRecall as ContrastiveRecall
     from lightning_mp.optim import EpsilonReport as EpsilonReport
     from lightning_mp.optim import SafeAdamW as SafeAdamW
@@ -65,7 +66,7 @@ _NAMES_OF = {
     ),
     "cli": (),
     "cli.lightning_cli": ("LightningMPCLI",),
-    "contrastive": ("ContrastiveLoss",),
+    "contrastive": ("ContrastiveLoss", "GradientCache"),
     "metrics": ("ContrastiveRecall",),
     "numerics": (),
     "optim": (

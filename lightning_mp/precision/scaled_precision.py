@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_mp._foreign import ForLightning
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
+from lightning_mp.precision.choices import check_adam_epsilon, check_choice
 from lightning_mp.precision.fp32_accumulation import accumulate_in_fp32
 from lightning_mp.precision.inf_clamp import InfClamp
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
@@ -28,7 +29,7 @@ from lightning_mp.precision.unscaled_gradients import UnscaledGradients
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["HALVES", "ScaledPrecision", "check_choice"]
+__all__ = ["HALVES", "ScaledPrecision"]
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Where Lightning's plugins keep torch's GradScaler, and ours their own.
@@ -71,15 +72,11 @@ class ScaledPrecision(Precision, ForLightning):
         super().__init__()
         check_choice(self, "half", half, tuple(HALVES))
         check_choice(self, "reduce_dtype", reduce_dtype, ("fp32", "half"))
+        check_adam_epsilon(self, adam_epsilon)
         if half == "bf16" and loss_scale is not None:
             raise ValueError(
                 f"Passed `{type(self).__name__}(half='bf16', loss_scale={loss_scale!r})`. bf16 has "
                 "fp32's range and takes no loss scale. Leave it out, or pass `half='fp16'`."
-            )
-        if adam_epsilon not in ("auto", "keep") and not _is_positive(adam_epsilon):
-            raise ValueError(
-                f"Passed `{type(self).__name__}(adam_epsilon={adam_epsilon!r})`. `adam_epsilon` "
-                "must be 'auto', 'keep' or a positive number. Leave it out to have epsilon checked."
             )
         self.half = half
         self.reduce_dtype = reduce_dtype
@@ -392,16 +389,3 @@ class ScaledPrecision(Precision, ForLightning):
 
     def _first_device(self) -> torch.device:
         return torch.device("cpu") if self._first is None else self._first.device
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < torch.inf
-
-
-def check_choice(plugin: object, name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse an argument of a plugin that is none of those known."""
-    if value not in known:
-        raise ValueError(
-            f"Passed `{type(plugin).__name__}({name}={value!r})`. `{name}` must be one of "
-            f"{', '.join(map(repr, known))}."
-        )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp import LossScaleConfig
 from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
 from tests.processes import run_ranks
 

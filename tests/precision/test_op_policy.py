@@ -305,8 +305,7 @@ def test_calls_that_say_what_they_want_are_left_alone() -> None:
 
 def test_weight_that_is_stepped_inside_is_cast_anew() -> None:
     """As of a GAN, whose training step steps twice: autocast's cache would hold the old weight."""
-    layer = nn.Linear(4, 4, bias=False)
-    x = torch.rand(2, 4)
+    layer, x = nn.Linear(4, 4, bias=False), torch.rand(2, 4)
     with OpPolicy().context("cpu", torch.float16):
         layer(x)
         with torch.no_grad():

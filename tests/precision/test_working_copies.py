@@ -5,6 +5,7 @@ import gc
 import inspect
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,19 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.precision.op_policy import OpPolicy
 from lightning_mp.precision.working_copies import WorkingCopies
+from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
 
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
-
-
-class Seen(nn.Linear):
-    """A layer that says what it computes with."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.weight.dtype
-        return super().forward(x)
 
 
 @pytest.fixture
@@ -41,35 +33,6 @@ def attached() -> Iterator[Any]:
     yield attach
     for working in made:
         working.release()
-
-
-def run(module: nn.Module, *args: Any, half: torch.dtype = torch.float16, **kwargs: Any) -> Any:
-    with OpPolicy().context("cpu", half):
-        return module(*args, **kwargs)
-
-
-def gradients(module: nn.Module, *args: Any, half: torch.dtype = torch.float16) -> list[Tensor]:
-    module.zero_grad()
-    loss = run(module, *args, half=half).float().square().mean()
-    with OpPolicy().recompute_context("cpu"):
-        loss.backward()
-    return [p.grad for p in module.parameters() if p.grad is not None]
-
-
-def assert_close(values: list[Tensor], expected: list[Tensor], half: torch.dtype) -> None:
-    """Compare as a whole; each product rounds its inputs to `eps`, and a few follow each other."""
-    assert len(values) == len(expected)
-    one = torch.cat([v.double().flatten() for v in values])
-    other = torch.cat([v.double().flatten() for v in expected])
-    assert (one - other).norm() < 8 * torch.finfo(half).eps * other.norm()
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-
-
-X = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
 
 
 # --- what rests, and what computes ---------------------------------------------------------------
@@ -299,7 +262,7 @@ def test_a_write_by_the_forward_reaches_the_parameter(way: str, attached: Any) -
     layer.way = way
     start = layer.weight.detach().clone()
     working = attached(layer)
-    with pytest.warns(match="Clamps writes") if way == "data" else _nothing():
+    with pytest.warns(match="Clamps writes") if way == "data" else nullcontext():
         run(layer, X)
     small = start.abs() <= 0.09
     assert 0 < small.sum() < small.numel()
@@ -314,11 +277,6 @@ def test_a_write_by_the_forward_reaches_the_parameter(way: str, attached: Any) -
         assert layer.weight.detach().abs().max() < 0.1001
 
 
-class _nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
 def test_a_write_past_version_counters_from_outside_is_not_taken_for_one_by_the_forward(
     attached: Any,
 ) -> None:
@@ -328,89 +286,6 @@ def test_a_write_past_version_counters_from_outside_is_not_taken_for_one_by_the_
     layer.weight.data.clamp_(-0.05, 0.05)
     run(layer, X)
     assert layer.weight.abs().max() <= 0.05
-
-
-# --- modules with ways of their own --------------------------------------------------------------
-
-
-@halves
-@pytest.mark.parametrize("training", [True, False])
-def test_transformer_encoder_with_a_padding_mask(
-    half: torch.dtype, training: bool, attached: Any
-) -> None:
-    """Its inference path takes weights past their modules, and knows no autocast."""
-    torch.manual_seed(5)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    module = nn.Sequential(nn.Linear(6, 8), nn.TransformerEncoder(layer, 2))
-    module.train(training)
-    mask = torch.tensor([[False] * 3, [False, False, True]])
-    x = torch.randn(2, 3, 6)
-    expected = module[1](module[0](x), src_key_padding_mask=mask)
-    attached(module, half, keep=[m for m in module.modules() if isinstance(m, nn.LayerNorm)])
-    was_on = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # as the plugin does
-    try:
-        with torch.set_grad_enabled(training), OpPolicy().context("cpu", half):
-            output = module[1](module[0](x), src_key_padding_mask=mask)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_on)
-    error = (output.float() - expected)[~mask].norm() / expected[~mask].norm()
-    assert error < 8 * torch.finfo(half).eps
-
-
-def test_recurrent_layers_compute_with_their_own_weights(attached: Any) -> None:
-    torch.manual_seed(6)
-    module = nn.LSTM(6, 5, batch_first=True)
-    expected, _ = module(X[None])
-    working = attached(module)
-    assert module._flat_weights[0] is module.weight_ih_l0
-    torch.testing.assert_close(module(X[None])[0], expected)
-    assert working.bytes_held() == 0
-
-
-def test_lazy_script_and_parametrized_modules_train(attached: Any) -> None:
-    class Scripted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
-
-    module = nn.Sequential(
-        nn.LazyLinear(4),
-        torch.jit.script(Scripted()),
-        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-    )
-    attached(module)
-    assert len(gradients(module, X)) == 6
-    assert all(g.norm() > 0 for g in gradients(module, X))
-    assert {p.dtype for p in module.parameters()} == {torch.float32}
-
-
-def test_functional_calls_compute_with_what_they_are_given(attached: Any) -> None:
-    layer = Seen(6, 2)
-    attached(layer)
-    other = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
-    with OpPolicy().context("cpu", torch.float16):
-        output = torch.func.functional_call(layer, other, X)
-    assert layer.seen == torch.float32
-    assert (output == 0).all()
-
-
-def test_a_second_derivative_passes_through_copies(attached: Any) -> None:
-    """As of a gradient penalty."""
-    module = network()
-    plain = copy.deepcopy(module)
-    attached(module, keep=[module[2]])
-    found = []
-    for each, context in ((module, OpPolicy().context("cpu", torch.float16)), (plain, _nothing())):
-        x = X.clone().requires_grad_()
-        with context:
-            (slope,) = torch.autograd.grad(each(x).float().sum(), x, create_graph=True)
-        slope.float().square().sum().backward()
-        found.append([p.grad for p in each.parameters() if p.grad is not None])
-    assert_close(*found, torch.float16)
 
 
 # --- copies of the model -------------------------------------------------------------------------
@@ -448,47 +323,3 @@ def test_the_signature_of_forward_stays(attached: Any) -> None:
     expected = inspect.signature(layer.forward)
     attached(layer)
     assert inspect.signature(layer.forward) == expected
-
-
-# --- compiled code -------------------------------------------------------------------------------
-
-
-class _Whole(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        for each in self:
-            x = each(x)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")
-@pytest.mark.parametrize("way", ["whole", "blocks", "wrapped", "function"])
-def test_compiled_code_stays_one_graph_and_learns(way: str, attached: Any) -> None:
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    module: Any = network()
-    if way == "whole":  # torch compiles the members of an nn.Sequential one by one
-        module = _Whole(*module)
-        module.compile(backend="aot_eager")
-    elif way == "wrapped":
-        module[0] = torch.compile(nn.Sequential(module[0], nn.Tanh()), backend="aot_eager")
-    elif way == "blocks":
-        module[0].compile(backend="aot_eager")
-    norms = [each for each in module.modules() if isinstance(each, nn.LayerNorm)]
-    working = attached(module, keep=norms)
-    call = torch.compile(lambda x: module(x), backend="aot_eager") if way == "function" else module
-    optimizer, losses = SGD(module.parameters(), lr=0.05), []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = run(call, X).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        working.refresh()
-        losses.append(loss.item())
-    counters = torch._dynamo.utils.counters
-    assert losses[-1] < 0.9 * losses[0]
-    assert counters["stats"]["unique_graphs"] == 1
-    assert sum(counters["graph_break"].values()) == 0
-    assert all(
-        isinstance(p, nn.Parameter) for m in module.modules() for p in m._parameters.values()
-    )
-    torch.compiler.reset()
