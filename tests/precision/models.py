@@ -1,6 +1,7 @@
 """Small modules to train in fp32 and in half, with what happened at each of their steps."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -155,13 +156,24 @@ def make_trainer(plugin: Any = None, **kwargs: Any) -> pl.Trainer:
     return pl.Trainer(**options, plugins=plugins)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread.
+
+    On a busy machine, threads wait for each other 30 times as long. And where runs are compared
+    bit for bit, all must have as many: a LayerNorm's gradients, for one, are sums of threads' sums.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def fit(model: pl.LightningModule, plugin: Any, data: DataLoader, **kwargs: Any) -> pl.Trainer:
     ckpt_path = kwargs.pop("ckpt_path", None)
     trainer = make_trainer(plugin, **kwargs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads wait for each other 30 times as long
-    try:
+    with one_thread():
         trainer.fit(model, data, ckpt_path=ckpt_path)
-    finally:
-        torch.set_num_threads(threads)
     return trainer

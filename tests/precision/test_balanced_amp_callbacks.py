@@ -20,7 +20,15 @@ from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from lightning_mp.precision.scaled_precision import ScaledPrecision
-from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
+from tests.precision.models import (
+    Regression,
+    fit,
+    loader,
+    make_trainer,
+    one_thread,
+    parameters_of,
+    perceptron,
+)
 
 AVERAGES = "lightning.pytorch.callbacks.weight_averaging"  # Lightning 2.5 has none
 plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
@@ -122,7 +130,8 @@ def test_fitting_twice_with_one_trainer_goes_on_from_the_masters(
     trainer = fit(twice, plugin_type(loss_scale=2.0**10, **options), loader(4))
     between = parameters_of(twice)
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(twice, loader(4))
+    with one_thread():
+        trainer.fit(twice, loader(4))
     assert trainer.global_step == 8
     assert not torch.equal(parameters_of(twice), between)
     assert torch.equal(parameters_of(twice), parameters_of(once))
