@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks of this machine and returns what each of them returned."""
+"""Runs a function in processes of its own: on several gloo ranks of this machine, or alone."""
 
 import multiprocessing
 import os
@@ -15,9 +15,18 @@ import torch.multiprocessing as mp
 
 # A fork server imports once, before any of its threads exist, and forks ranks cheaply. All of these
 # are imported by some test of ranks: it would take every rank 0.2 to 0.4 seconds.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
     ["pytest", "lightning.pytorch.cli", "lightning_mp.callbacks", "lightning_mp.strategies"]
 )
+
+
+def exit_code_of(function: Callable[..., Any], *args: Any) -> int | None:
+    """Call a function in a process; return its exit status, less than 0 if a signal ended it."""
+    process = _CONTEXT.Process(target=function, args=args)
+    process.start()
+    process.join(timeout=120)
+    return process.exitcode
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

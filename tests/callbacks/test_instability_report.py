@@ -2,9 +2,8 @@
 
 import json
 import math
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.callbacks.report_files import rebuild_page
 from lightning_mp.numerics.async_readback import AsyncReadback
 from tests.callbacks.models import Watched, watch
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import exit_code_of
 
 
 class Told(Watched):
@@ -235,22 +233,17 @@ def test_report_on_demand_writes_what_there_is_so_far(tmp_path: Path) -> None:
     assert data["run"]["end"] == {"how": "running"}
 
 
-KILLED = """
-import os, signal, sys
-from lightning_mp.callbacks.instability_report import InstabilityReport
-from tests.callbacks.models import Watched, watch
-def kill(module, batch_idx):
-    if batch_idx == 25:
-        os.kill(os.getpid(), signal.SIGKILL)
-watch(Watched(steps=40, sabotage=kill), [InstabilityReport(dirpath=sys.argv[1], every_n_steps=10)])
-"""
+def _train_until_killed(folder: str) -> None:
+    def kill(module: Any, batch_idx: int) -> None:
+        if batch_idx == 25:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(Watched(steps=40, sabotage=kill), [InstabilityReport(dirpath=folder, every_n_steps=10)])
 
 
+@pytest.mark.slow
 def test_report_of_a_killed_run_is_rebuilt_from_its_data(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)], cwd=ROOT, timeout=120
-    )
-    assert run.returncode == -signal.SIGKILL
+    assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["instability.json"]  # and nothing half
     assert list(_values(_data(tmp_path), "loss")) == list(range(20))
     page = rebuild_page(tmp_path).read_text()
