@@ -76,7 +76,7 @@ def test_layers_unfrozen_in_training_train_as_in_fp32(plugin_type: Any) -> None:
     assert relative(model, reference, start) < 2**-8
 
 
-@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:.*averages half weights")
 @plugins
 def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
     reference, model = Regression(interval="epoch"), Regression(interval="epoch")
@@ -87,6 +87,7 @@ def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
     assert relative(model, reference, start) < 2**-7
 
 
+@pytest.mark.filterwarnings("ignore:.*averages half weights")
 @plugins
 def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) -> None:
     average = pytest.importorskip(AVERAGES).EMAWeightAveraging
