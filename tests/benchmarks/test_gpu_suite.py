@@ -1,7 +1,9 @@
 """The script of all GPU steps, rehearsed at toy size, and with a pretended interpreter."""
 
 import csv
+import importlib
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -45,6 +47,19 @@ def pretender(folder: Path, failing: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("arguments", [[], ["--quick"]], ids=["whole", "rehearsal"])
+def test_benchmarks_know_the_arguments_that_they_are_called_with(arguments, tmp_path):
+    out, steps = tmp_path / "out", ["bench", "million", "precision", "optimizer", "monitors"]
+    done = run_suite(*arguments, *steps, python=pretender(tmp_path, failing="nothing"), out=out)
+    assert done.returncode == 0
+    calls = re.findall(r"^called with benchmarks/(\w+)\.py (.*)$", done.stdout, re.MULTILINE)
+    benchmarks = "contrastive_loss", "million", "precision", "optimizer_step", "monitor_overhead"
+    assert {name for name, _ in calls} == set(benchmarks)
+    for name, given in calls:
+        importlib.import_module(f"benchmarks.{name}").parse(given.split())
+
+
+@pytest.mark.sweep  # six interpreters import torch and Lightning
 @pytest.mark.slow
 def test_rehearsal_leaves_figures_and_logs(tmp_path):
     out = tmp_path / "out"

@@ -2,7 +2,6 @@
 
 import unicodedata
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,27 +11,23 @@ from examples.glyph_clip import glyphs
 from examples.glyph_clip.data import GlyphData
 from examples.glyph_clip.glyphs import GlyphTable, decode_name, encode_names, load_glyphs
 
-
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory) -> tuple[Path, GlyphTable]:
-    folder = tmp_path_factory.mktemp("cache")
-    return folder, load_glyphs(folder, progress=False)
+pytestmark = pytest.mark.slow  # renders 40,000 glyphs
 
 
 @pytest.fixture(scope="module")
-def data(rendered) -> GlyphData:
-    data = GlyphData(cache_dir=str(rendered[0]), progress=False)
+def data(glyph_cache) -> GlyphData:
+    data = GlyphData(cache_dir=str(glyph_cache), progress=False)
     data.prepare_data()
     data.setup()
     return data
 
 
-def test_cache_round_trip_is_exact_and_renders_once(rendered, monkeypatch):
-    def fail(progress: bool) -> GlyphTable:
-        raise AssertionError("rendered again")
-
-    folder, table = rendered
-    monkeypatch.setattr(glyphs, "_render_all", fail)
+def test_cache_round_trip_is_exact_and_renders_once(glyph_cache, monkeypatch, tmp_path):
+    table = load_glyphs(glyph_cache, progress=False)
+    renderings = iter([table])
+    monkeypatch.setattr(glyphs, "_render_all", lambda progress: next(renderings))
+    folder = tmp_path / "new"
+    assert load_glyphs(folder, progress=False) is table
     cached = load_glyphs(folder, progress=False)
     assert cached.images.dtype == cached.codes.dtype == np.uint8
     for field in fields(GlyphTable):

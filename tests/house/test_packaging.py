@@ -77,15 +77,16 @@ def _public_names() -> dict[str, list[str]]:
 def test_wheel_in_a_fresh_environment_imports_every_public_name(
     wheel: Path, tmp_path: Path
 ) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
     # The dependencies are those of this environment, so that no gigabyte is copied; a path file
     # adds them without the editable install that this environment also has.
     site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    install = [python, "-m", "pip", "install", "--no-deps", "--ignore-installed", "--quiet", wheel]
+    install = [*pip, "install", "--no-deps", "--ignore-installed", "--quiet", wheel]
     subprocess.run(install, check=True, capture_output=True)
-    check = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True)
+    check = subprocess.run([*pip, "check"], capture_output=True, text=True)
     assert "lightning-mp" not in check.stdout  # what it requires is there, in the right version
     names = _public_names()
     assert "InfCLStrategy" in names["lightning_mp.strategies"]
