@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import ModelPruning
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -12,6 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = ["check_callbacks", "check_modules", "check_optimizer"]
+
+# `WeightAveraging` came with Lightning 2.6.
+_AVERAGES = tuple(
+    getattr(lightning_callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(lightning_callbacks, name)
+)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -83,7 +91,7 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 f"Passed the callback `{name}` with `PureFP16`. It replaces weights while they "
                 "train, and their fp32 values with them. Use `BalancedAMP`."
             )
-        if isinstance(each, WeightAveraging | StochasticWeightAveraging):
+        if isinstance(each, _AVERAGES):
             rank_zero_warn(
                 f"`{name}` averages half weights under `PureFP16`, and its average is rounded to "
                 "half when it is put into the model. Use `BalancedAMP` for averages in fp32."

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_mp import BalancedAMP
 from lightning_mp.callbacks.spike_guard import SpikeGuard
+from tests.averages import weight_averaging
 from tests.callbacks.spike_models import (
     PlantedModel,
     fit,
@@ -173,8 +174,7 @@ def test_rewinds_end_after_max_rewinds_and_training_goes_on(tmp_path: Path) -> N
 
 
 def test_rewind_takes_averaged_weights_back_too(tmp_path: Path) -> None:
-    # Lightning 2.5 has none.
-    averages = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    averages = weight_averaging()
 
     def train(batches: list[list[Tensor]], *callbacks: pl.Callback, **planted: Any) -> Any:
         model = PlantedModel(planted.get("planted"), OPTIMIZERS["sgd"])

@@ -20,6 +20,7 @@ from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from lightning_mp.precision.scaled_precision import ScaledPrecision
+from tests.averages import weight_averaging
 from tests.precision.models import (
     Regression,
     fit,
@@ -30,7 +31,6 @@ from tests.precision.models import (
     perceptron,
 )
 
-AVERAGES = "lightning.pytorch.callbacks.weight_averaging"  # Lightning 2.5 has none
 plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 
 
@@ -90,11 +90,13 @@ def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*averages half weights")
 @plugins
 def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) -> None:
-    average = pytest.importorskip(AVERAGES).EMAWeightAveraging
+    averages = weight_averaging()
     reference, model = Regression(), Regression()
     start, losses = parameters_of(model), []
     for each, plugin in ((reference, None), (model, fp16(plugin_type))):
-        trainer = make_trainer(plugin, max_epochs=3, callbacks=[average(decay=0.8)])
+        trainer = make_trainer(
+            plugin, max_epochs=3, callbacks=[averages.EMAWeightAveraging(decay=0.8)]
+        )
         trainer.fit(each, loader(4), loader(2, seed=9))
         losses.append(trainer.callback_metrics["val_loss"].item())
     assert relative(model, reference, start) < 2**-7

@@ -7,11 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
+from tests.averages import weight_averaging
 from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
 
 PLUGINS: dict[str, Callable[[], BalancedAMP]] = {
@@ -57,11 +57,12 @@ def test_a_user_who_clips_and_freezes_by_hand_does_so(make_plugin: Any) -> None:
 @plugins
 def test_an_average_that_is_swapped_in_at_validation_keeps_its_bits(make_plugin: Any) -> None:
     """Lightning's callback writes it into the weights, and half weights rounded it."""
+    averages = weight_averaging()
     plugin, ends = make_plugin(), []
     start = parameters_of(Regression())
     for each in (None, plugin):
         model = Regression()
-        callback = EMAWeightAveraging(decay=0.9)
+        callback = averages.EMAWeightAveraging(decay=0.9)
         trainer = make_trainer(each, max_epochs=3, callbacks=[callback])
         trainer.fit(model, loader(4), loader(1, seed=9))
         ends.append(torch.cat([p.double().flatten() for p in callback._average_model.parameters()]))

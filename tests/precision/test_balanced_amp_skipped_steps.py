@@ -12,6 +12,7 @@ from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from lightning_mp.precision.scaled_precision import ScaledPrecision
+from tests.averages import weight_averaging
 from tests.precision.models import Regression, fit, loader, parameters_of
 
 BAD = (2, 3)
@@ -103,8 +104,7 @@ def test_skipped_steps_with_accumulation_are_counted_by_steps(weights: str) -> N
 def test_an_average_of_weights_stands_still_at_skipped_steps_and_equals_that_of_fp32(
     weights: str,
 ) -> None:
-    # Lightning 2.5 has none.
-    averages = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    averages = weight_averaging()
 
     class RecordsAverage(averages.EMAWeightAveraging):
         def __init__(self) -> None:

@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     Callback,
-    EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -19,6 +18,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_mp.precision.pure_fp16 import PureFP16
+from tests.averages import weight_averaging
 from tests.precision.models import Regression, fit, loader, make_trainer, perceptron
 
 
@@ -105,8 +105,13 @@ def test_pruning_while_training_is_refused() -> None:
         fit(Regression(), PureFP16(), loader(1), callbacks=[callback])
 
 
+def _exponential_average() -> Callback:
+    averages = weight_averaging()
+    return averages.EMAWeightAveraging(decay=0.9)
+
+
 AVERAGES: dict[str, Callable[[], Callback]] = {
-    "ema": lambda: EMAWeightAveraging(decay=0.9),
+    "ema": _exponential_average,
     "swa": lambda: StochasticWeightAveraging(swa_lrs=0.1),
 }
 

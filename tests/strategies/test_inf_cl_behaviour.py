@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mp  # noqa: F401  registers "inf_cl"
 from lightning_mp.strategies import InfCLStrategy
+from tests.averages import weight_averaging
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 from tests.strategies.models import (
@@ -328,8 +329,7 @@ def test_inf_cl_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*WeightAveraging.*")
 def test_inf_cl_weight_averaging_averages_what_was_trained() -> None:
-    # Lightning 2.5 has none.
-    averages = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    averages = weight_averaging()
     results = []
     for strategy in (InfCLStrategy(micro_batch_size=3), DDPStrategy()):
         model = TinyCLIP(dropout=0.0)
