@@ -55,8 +55,8 @@ def _pair_problem(image_features: object, text_features: object) -> str | None:
         return (
             f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` "
             f"of shape {list(text_features.shape)}. Row i of one belongs to row i of the other, "
-            "so the shapes must be equal. Project both to one width; repeat an image that has "
-            "several texts."
+            "so the shapes must be equal. Project both to one width; of an image's several texts "
+            "draw one for each batch, because the others would count as its negatives."
         )
     if image_features.device != text_features.device:
         return (
