@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 
-.PHONY: help setup test lint types unit quick sweep floor newest demo bench clean
+.PHONY: help setup test lint types unit quick sweep floor newest wheel demo bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -56,6 +56,9 @@ newest:  ## Run the quick tests with the newest versions there are
 	$(PYTHON) -m venv $(NEWEST)
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[demo,dev]'
 	$(PYTEST) $(QUICK)
+
+wheel:  ## Install the built wheel where the tree is not, run the README with it
+	PYTHON=$(PYTHON) .ci/wheel
 
 demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it retrieves
 	$(BIN)/python examples/glyph_clip/run.py

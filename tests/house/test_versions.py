@@ -1,0 +1,53 @@
+"""The versions that are promised are those that are tested, and they stand in one place."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PINS = runpy.run_path(str(ROOT / ".ci" / "floor.py"))["pins"](PYPROJECT)
+
+
+def _requirements() -> list[Requirement]:
+    project = pytest.importorskip("tomllib").loads(PYPROJECT)["project"]  # from Python 3.11 on
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    found = [Requirement(line) for group in groups for line in group]
+    return [each for each in found if each.name != project["name"]]
+
+
+def test_every_requirement_has_a_lower_bound_that_the_floor_pins() -> None:
+    pins = {pin.name: pin for pin in map(Requirement, PINS)}
+    for requirement in _requirements():
+        (lowest,) = (each.version for each in requirement.specifier if each.operator == ">=")
+        pin = pins[requirement.name]
+        assert str(pin.specifier) == f"=={lowest}"
+        assert requirement.specifier.contains(lowest), requirement  # no `!=` takes it away
+        assert str(pin.marker) == str(requirement.marker)
+
+
+def test_readme_says_what_is_required() -> None:
+    lowest = {pin.name: str(pin.specifier)[2:] for pin in map(Requirement, PINS)}
+    lowest["Python"] = re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]
+    said = re.search(r"`pip install \.` \((.*?)\)", (ROOT / "README.md").read_text())[1]
+    promised = dict(part.split(" >= ") for part in said.split(", "))
+    assert set(promised) == {"Python", "torch", "lightning"}
+    assert promised.items() <= lowest.items()
+
+
+@pytest.mark.parametrize("file", ["quick.yml", "nightly.yml"])
+def test_workflows_run_targets_of_the_makefile(file: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / file).read_text())
+    makefile = (ROOT / "Makefile").read_text()
+    for job in workflow["jobs"].values():
+        (command,) = (step["run"] for step in job["steps"] if "run" in step)
+        targets = job.get("strategy", {}).get("matrix", {}).get("target", [])
+        targets = targets or command.removeprefix("make ").split()
+        assert targets
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+        for step in job["steps"]:
+            assert re.search(r"@v\d+\.\d+\.\d+$", step.get("uses", "@v0.0.0")), step
