@@ -31,9 +31,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(PYTEST) -m "not sweep"
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreted $$(grep -rl 'mark\.interpreted' tests)
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreted $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
 
-test: lint types unit  ## Lint, check types, run all tests but those of `sweep`
+test: lint  ## Lint, check types, run all tests but those of `sweep`
+	@$(MAKE) --no-print-directory -j2 types unit
 
 quick: lint  ## Lint, run the tests that take less than a minute together
 	$(PYTEST) $(QUICK)
