@@ -21,6 +21,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "ContrastiveLoss": ([], "tile_dtyp", "tile_dtype"),
     "ContrastiveRecall": ([], "topk", "top_k"),
     "FSDPBalancedAMP": ([], "fp32_module", "fp32_modules"),
+    "GradientCache": ([4], "replay_tolerence", "replay_tolerance"),
     "GradientUnderflowMonitor": ([], "warn_shares", "warn_share"),
     "InfCLStrategy": ([], "find_unused_paramters", "find_unused_parameters"),
     "InfClamp": ([], "gradients", "gradient"),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
 from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
 from lightning_mp.contrastive._cache.node import attach
@@ -30,6 +31,7 @@ __all__ = ["GradientCache"]
 _WORTH_A_WORD = 2**20  # bytes of outputs that nobody used
 
 
+@explains_arguments()
 class GradientCache:
     """Serves calls to towers in micro-batches and replays them in the backward, in any loop.
 
