@@ -6,6 +6,7 @@ import pytest
 import pytorch_lightning as ptl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from packaging.version import Version
 
 import lightning_mp
 
@@ -68,6 +69,8 @@ def test_strategys_name_in_a_foreign_trainer_says_what_it_is_for(name: str) -> N
     ],
 )
 def test_callback_in_a_foreign_trainer_says_what_it_is_for(callback: str) -> None:
-    trainer = ptl.Trainer(callbacks=[getattr(lightning_mp, callback)()], **SETTINGS)
-    with pytest.raises(MisconfigurationException, match=f"`{callback}`.*{SENTENCE}"):
-        trainer.fit(Model())
+    # Before 2.6 its Trainer refuses foreign callbacks itself, before it calls any code of theirs.
+    refuses = Version(ptl.__version__) < Version("2.6")
+    said = "Expected a parent" if refuses else f"`{callback}`.*{SENTENCE}"
+    with pytest.raises((MisconfigurationException, ValueError), match=said):
+        ptl.Trainer(callbacks=[getattr(lightning_mp, callback)()], **SETTINGS).fit(Model())

@@ -1,6 +1,7 @@
 """Commands that need no Trainer stand beside `fit`, in `lightning-mp` and in a user's own CLI."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,9 @@ def test_command_is_a_function_and_its_name(
     assert "times TIMES How often." in printed
     with pytest.raises(SystemExit, match="2"):
         main(["greet"])
-    assert "required: name" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "name" in said
+    assert "required" in said
 
 
 def test_command_runs_in_a_users_cli(greeted: list[tuple[str, int]]) -> None:
@@ -67,7 +70,8 @@ def test_command_runs_in_a_users_cli(greeted: list[tuple[str, int]]) -> None:
 def test_help_offers_completion_for_shells(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "--print_completion {jsonschema,shtab-bash,shtab-zsh" in capsys.readouterr().out
+    (choices,) = re.findall(r"--print_completion {(.*?)}", capsys.readouterr().out)
+    assert {"shtab-bash", "shtab-zsh"} <= set(choices.split(","))
 
 
 COMPLETE = """
