@@ -100,6 +100,7 @@ def test_skipped_steps_with_accumulation_are_counted_by_steps(weights: str) -> N
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
 
 
+@pytest.mark.filterwarnings("ignore:.*averages half weights")
 @settings
 def test_an_average_of_weights_stands_still_at_skipped_steps_and_equals_that_of_fp32(
     weights: str,
