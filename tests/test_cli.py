@@ -50,6 +50,7 @@ def _config(path: Path, strategy: dict[str, Any] | str, **trainer: Any) -> str:
 ARGUMENTS = {"towers": ["visual", "text"], "micro_batch_size": 3, "offload": "host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -70,6 +71,7 @@ def test_cli_fit_and_test_with_inf_cl(
     main(["test", "--config", _config(tmp_path, strategy)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -144,6 +146,7 @@ CALLBACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_cli_fit_with_all_callbacks_and_report_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

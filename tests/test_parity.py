@@ -78,6 +78,7 @@ DEFECTS: dict[str, Callable[[str], Precision]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", BITS)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_fails(defect: str, half: str) -> None:
@@ -88,6 +89,7 @@ def test_a_defect_fails(defect: str, half: str) -> None:
 # --- what must pass ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", BITS)
 def test_rounding_holds_on_other_seeds_than_those_it_is_measured_on(half: str) -> None:
     others = [[train(seed, plugin) for seed in range(100, 103)] for plugin in (Rounded(half), None)]

@@ -52,6 +52,7 @@ RUNS = [(run_script, MODULE, 1), *((run_script, code, 2) for code in OTHERS)]
 RUNS += [(fit_config, code, 1) for code in CONFIGS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "code", "trainings"), RUNS)
 def test_block_trains_as_it_stands(
     run: Callable[[str], None], code: str, trainings: int, folder: Path

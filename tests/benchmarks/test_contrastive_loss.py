@@ -108,6 +108,7 @@ def test_quick_run_without_path_writes_nothing(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_widths_dtypes_and_batches_are_all_measured(tmp_path):
     path = tmp_path / "figures.csv"
     sizes = ["--batch", "96", "64", "--width", "8", "16", "--dtype", "fp32", "fp16"]

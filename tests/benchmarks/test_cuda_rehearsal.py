@@ -83,6 +83,7 @@ def run(tmp_path, *arguments: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_all_contenders_run_in_bf16(cuda, inf_cl, tmp_path, capsys):
     rows = run(tmp_path, "--dtype", "bf16", "--batch", "128", "--width", "32")
     names = [row["contender"] for row in rows if row["contender"] != "torch chunked"]
@@ -106,6 +107,7 @@ def test_all_contenders_run_in_bf16(cuda, inf_cl, tmp_path, capsys):
     assert cuda["synchronize"] > 4 * len(rows)
 
 
+@pytest.mark.slow
 def test_fp32_features_add_the_plain_dense_loss_and_one_inf_cl(cuda, inf_cl, tmp_path):
     rows = run(tmp_path, "--no-memory", "--dtype", "fp32", "--batch", "128", "--width", "32")
     names = [row["contender"] for row in rows]
@@ -117,12 +119,14 @@ def test_fp32_features_add_the_plain_dense_loss_and_one_inf_cl(cuda, inf_cl, tmp
     assert float(autocast["max_relative_difference"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_fp16_gradients_are_compared_with_the_loss_scale_of_ours(cuda, inf_cl, tmp_path):
     rows = run(tmp_path, "--no-memory", "--dtype", "fp16", "--batch", "128", "--width", "32")
     names = [row["contender"] for row in rows]
     assert {"Inf-CL, fp32 inputs", "Inf-CL, fp16-rounded inputs"} <= set(names)
 
 
+@pytest.mark.slow
 def test_inf_cl_gets_unrounded_or_the_same_values_in_fp32(cuda, inf_cl, tmp_path):
     run(tmp_path, "--no-memory", "--dtype", "bf16", "--batch", "64", "--width", "32",
         "--only", "Inf-CL")  # fmt: skip

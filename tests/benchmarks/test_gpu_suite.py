@@ -126,6 +126,7 @@ def test_tests_run_only_files_with_gpu_marks(tmp_path):
     assert not (out / "bench.log").exists()
 
 
+@pytest.mark.slow
 def test_step_that_hangs_is_stopped(tmp_path):
     out = tmp_path / "out"
     python = tmp_path / "python"

@@ -13,6 +13,8 @@ from benchmarks import precision
 from benchmarks._vit import LAYOUTS, POOLS, SIZES, Outcome, ViT
 from benchmarks.precision import OPTIMIZERS, PRECISIONS, Contender, Row, judge, main, verdict_of
 
+pytestmark = pytest.mark.slow  # left to `make test`
+
 QUICK = ["--quick", "--device", "cpu", "--threads", "1"]
 SMALL = [*QUICK, "--rounds", "1", "--steps", "1", "--optimizers", "fused"]
 TWICE = ["16-mixed", "O2-fp16"]

@@ -36,6 +36,7 @@ def growing(from_step: int, per_step: float, path: str = "0") -> Any:
     return sabotage
 
 
+@pytest.mark.slow
 def test_activations_that_double_are_warned_of_before_they_overflow() -> None:
     watcher = monitor(repeat_after_steps=1000)
     model = Watched(None, still, steps=90, sabotage=growing(10, 1.2))

@@ -44,6 +44,7 @@ def test_gradients_that_sink_into_fp16s_floor_are_warned_of_and_then_alarmed() -
     assert "LossScaleConfig(init_scale=4096)" in alarm.remedy
 
 
+@pytest.mark.slow
 def test_the_first_alarm_comes_while_most_gradients_are_still_there() -> None:
     watcher = monitor()
     model = Watched(None, still, steps=160, factor=shrinking(40, 0.85))

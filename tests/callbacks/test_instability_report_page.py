@@ -143,6 +143,7 @@ def test_page_of_an_empty_run_says_what_is_missing() -> None:
 # --- the data ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_data_and_page_of_the_largest_run_take_at_most_five_megabytes() -> None:
     histories = []
     for name in ("gradient zero share", "headroom", "update RMS", *"abcdefg"):

@@ -54,6 +54,7 @@ def test_seventeen_overflows_from_65536_are_warned_of_before_the_floor(
     assert "0.0005" in low.remedy
 
 
+@pytest.mark.slow
 def test_more_than_one_percent_of_a_thousand_steps_skipped_is_warned_of_after_calibration() -> None:
     monitor = LossScaleMonitor(window_steps=100, max_skip_rate=0.05, calibration_steps=50)
     factor = lambda step: torch.inf if step in {3, 9, 12, 20, 30, 40, *range(60, 74, 2)} else 1.0  # noqa: E731

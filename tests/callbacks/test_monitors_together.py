@@ -66,6 +66,7 @@ def syncs_of(plugin: Any, callbacks: list[InstabilityMonitor]) -> Counter[str]:
     return mode.counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_plugin",
     [lambda: None, lambda: BalancedAMP(loss_scale=64.0), lambda: PureFP16(loss_scale=64.0)],

@@ -155,6 +155,7 @@ def test_locator_works_in_manual_optimization(plugin: Any) -> None:
     assert model.runs == [0, 1, 2, 3, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
 def test_locator_compiled_modules_go_by_their_own_names() -> None:
     class Compiled(Model):

@@ -73,6 +73,7 @@ def train_by_hand(
     return model, optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize(
     ("batches_an_epoch", "epochs"), [(90, 1), (50, 2), (8, 12)], ids=["inside", "across", "over"]
@@ -98,6 +99,7 @@ def test_rewind_after_a_spike_equals_training_without_the_skipped_batches(
     assert not (tmp_path / "marks").exists() or not list((tmp_path / "marks").rglob("*"))
 
 
+@pytest.mark.slow
 def test_rewind_with_half_weights_equals_training_without_the_skipped_batches(
     tmp_path: Path,
 ) -> None:
@@ -115,6 +117,7 @@ def test_rewind_with_half_weights_equals_training_without_the_skipped_batches(
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_rewind_with_accumulation_starts_with_a_whole_step(tmp_path: Path) -> None:
     model = PlantedModel({82: "explosion"}, OPTIMIZERS["sgd"])
     watch = guard(tmp_path, skip_batches=41, rewind_steps=5)
@@ -133,6 +136,7 @@ def test_rewind_with_accumulation_starts_with_a_whole_step(tmp_path: Path) -> No
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_rewind_logs_on_one_axis_and_says_where_it_went(tmp_path: Path) -> None:
     class Logged(PlantedModel):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -159,6 +163,7 @@ def test_rewind_logs_on_one_axis_and_says_where_it_went(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in told] == [SPIKE]
 
 
+@pytest.mark.slow
 def test_rewinds_end_after_max_rewinds_and_training_goes_on(tmp_path: Path) -> None:
     planted = dict.fromkeys((43, 70, 95), "explosion")
     model = PlantedModel(planted)

@@ -51,6 +51,7 @@ def warm_up(optimizer: Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`SpikeGuard.action='skip'.` reads one flag")
 @pytest.mark.parametrize("setup", SETUPS)
 def test_nan_and_spikes_are_reported_and_skipped_at_their_steps_only(
@@ -104,6 +105,7 @@ def test_stop_ends_training_after_the_spike(tmp_path: Path) -> None:
     assert model.seen[-1] == 40
 
 
+@pytest.mark.slow
 def test_gradient_spike_sentence_suggests_the_highest_healthy_norm(tmp_path: Path) -> None:
     guard = SpikeGuard(action="skip")
     model = PlantedModel({100: "gradient only"}, OPTIMIZERS["fused adamw"], warm_up)

@@ -23,6 +23,7 @@ def leaves(b: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tenso
     return [x.requires_grad_() for x in (image, text, torch.tensor(20.0), torch.tensor(-1.0))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("trained", ["image text scale bias", "text scale", "image", ""])
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -48,6 +49,7 @@ def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
     assert len(infonce_backward(*inputs)) == count
 
 
+@pytest.mark.slow
 def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
     loss_fn = ContrastiveLoss()
 
@@ -66,6 +68,7 @@ def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
+@pytest.mark.slow
 def test_compiled_loss_takes_what_the_eager_one_takes() -> None:
     image, text, *_ = leaves(7, 24)
     compiled = torch.compile(ContrastiveLoss(), backend="aot_eager", fullgraph=True)

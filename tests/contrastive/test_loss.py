@@ -71,6 +71,7 @@ def test_loss_equals_float64_reference(
     assert result["d_scale"] < 1e-5, f"seed {torch.initial_seed()}"
 
 
+@pytest.mark.slow
 def test_loss_of_a_wide_batch_equals_float64_reference() -> None:
     image, text = make_features(1000, 1280, torch.float32, closeness=0.1)
     result = errors(image, text, 100.0)

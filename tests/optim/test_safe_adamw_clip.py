@@ -8,6 +8,8 @@ import torch
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
+pytestmark = pytest.mark.slow  # left to `make test`
+
 # FACTS of Adam at betas of 0.9 and 0.999: |update| / lr of the first gradient after N zeros, where
 # the same gradient had filled v before: 0.1 / sqrt(0.999^(N+1) + 0.001).
 STARVED = {0: 0.100, 1000: 0.165, 5000: 1.14, 10_000: 3.09}

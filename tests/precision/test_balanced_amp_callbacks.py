@@ -172,6 +172,7 @@ def test_an_exception_in_training_hands_back_an_fp32_model(plugin_type: Any) -> 
     assert torch.equal(parameters_of(model), parameters_of(reference))
 
 
+@pytest.mark.slow
 @plugins
 def test_a_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
     def network() -> nn.Module:
@@ -190,6 +191,7 @@ def test_a_compiled_submodule_trains_as_in_fp32(plugin_type: Any) -> None:
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
 def test_a_whole_compiled_module_stays_one_graph(half: Any) -> None:
     class Plain(Regression):
@@ -241,6 +243,7 @@ def test_the_learning_rate_finder_tries_rates_and_puts_the_weights_back(
     assert found[1] == pytest.approx(found[0], rel=2**-6)
 
 
+@pytest.mark.slow
 @plugins
 def test_the_batch_size_finder_leaves_a_model_that_trains(plugin_type: Any, tmp_path: Path) -> None:
     class Sized(Regression):

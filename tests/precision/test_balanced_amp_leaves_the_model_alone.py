@@ -179,6 +179,7 @@ def test_an_optimizer_that_rewrites_weights_from_its_state_learns_as_in_fp32(
     assert error < ERROR[plugin.half]
 
 
+@pytest.mark.slow
 @plugins
 def test_a_thousand_micro_batches_add_up_in_fp32(make_plugin: Any) -> None:
     """In bf16 a sum stands still once it is 256 times its next term."""

@@ -274,6 +274,7 @@ def test_pickled_clamped_model_clamps() -> None:
     assert torch.load(file, weights_only=False)(batch()).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_first", [False, True])
 def test_compiled_model_clamps_and_counts_in_one_graph(compile_first: bool) -> None:
     torch._dynamo.reset()

@@ -111,6 +111,7 @@ def cases() -> Iterator[object]:
                     yield pytest.param(kind, setting, factor, id=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting", "factor"), [*cases()])
 def test_inf_clamp_where_a_model_overflows_makes_forward_and_backward_finite(
     kind: str, setting: Setting, factor: float

@@ -273,6 +273,7 @@ def test_patience_counts_training_steps_and_asks_for_names_once() -> None:
     assert calls == [1]
 
 
+@pytest.mark.slow
 def test_resumed_run_goes_on_exactly() -> None:
     limits = {"init_scale": 8, "min_scale": 4, "warmup_interval": 2, "growth_interval": 4}
     config = LossScaleConfig(**limits, hysteresis=2, patience=1000)

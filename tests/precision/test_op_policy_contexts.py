@@ -114,6 +114,7 @@ def test_checkpointed_forward_is_repeated_in_the_same_dtypes(call: str) -> None:
 # --- torch.compile -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_module_follows_the_policy_and_its_changes() -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -150,6 +151,7 @@ def test_compiled_module_follows_the_policy_and_its_changes() -> None:
     assert block.up.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_compiled_operators_get_the_dtypes_of_eager() -> None:
     torch._dynamo.reset()
 

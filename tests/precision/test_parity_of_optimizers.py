@@ -16,6 +16,8 @@ from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.parity import Parity
 from tests.precision.models import Regression, Transformer, fit, sequences
 
+pytestmark = pytest.mark.slow  # left to `make test`
+
 EPOCHS, BATCHES = 2, 8
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

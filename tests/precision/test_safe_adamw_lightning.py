@@ -32,6 +32,7 @@ def test_it_trains_and_clips_as_torchs_adamw_does(make_plugin: Any) -> None:
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_over_the_halves_of_a_model_it_needs_no_plugin() -> None:
     model = Regression(make_optimizer=lambda p: SafeAdamW(p, lr=0.01)).half()
     model.loss = lambda batch: torch.nn.functional.mse_loss(  # type: ignore[method-assign]

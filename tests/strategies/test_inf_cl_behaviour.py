@@ -136,6 +136,7 @@ def _saved_bytes(batch: int, strategy: Any) -> int:
     return model.visual.saved.peak
 
 
+@pytest.mark.slow
 def test_inf_cl_bytes_saved_for_backward_do_not_grow_with_the_batch() -> None:
     small, large = (_saved_bytes(b, InfCLStrategy(micro_batch_size=64)) for b in (256, 4096))
     assert small == large > 0
@@ -268,6 +269,7 @@ class ManyWays(TinyCLIP):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Dynamo looks at `.grad` of whatever a compiled module is given, as in plain training.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_inf_cl_towers_in_many_ways_equal_plain_training(compiled: bool) -> None:
     expected, model = ManyWays(), ManyWays(compiled)
@@ -306,6 +308,7 @@ def test_inf_cl_frozen_tower_is_not_replayed() -> None:
     assert model.visual[0].rows == [4, 4]
 
 
+@pytest.mark.slow
 def test_inf_cl_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
     def fit(steps: int, path: Path | None = None) -> tuple[TinyCLIP, pl.Trainer]:
         model = TinyCLIP(dropout=0.0, optimizer=torch.optim.Adam)

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_batches_equal_one_big_loader_batch(case: str) -> None:
     count, settings, sizes = CASES[case]
@@ -90,6 +91,7 @@ def test_gathered_batches_of_distributed_samplers_equal_big_ones() -> None:
     assert not torch.equal(gathered[0][0][0], gathered[1][0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [5, 8], ids=["at an epoch", "in an epoch"])
 def test_resumed_training_sees_what_it_sees_with_a_big_loader(tmp_path: Path, steps: int) -> None:
     results = []
@@ -211,6 +213,7 @@ class Watches(Dataset):
         return pairs(1, seed=index)[0]
 
 
+@pytest.mark.slow
 def test_one_whole_batch_stands_in_host_memory() -> None:
     strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=3, offload="host")
     make_trainer(strategy, max_epochs=1).fit(NotesBatches(), DataLoader(Watches(), batch_size=4))
