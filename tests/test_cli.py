@@ -92,6 +92,7 @@ def test_cli_fit_with_a_precision_plugin(
     assert TinyCLIPWithData.steps_trained == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_cli_imports_classes_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def test_cli_imports_classes_from_the_working_directory(
     assert TinyCLIPWithData.steps_trained == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_cli_bad_argument_exits_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def test_cli_bad_argument_exits_with_the_reason(
     assert "offload" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -128,6 +131,7 @@ def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[st
     assert "default: 256" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -27,6 +27,7 @@ def _run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tree)
 
 
+@pytest.mark.slow
 def test_import_loads_neither_torch_nor_lightning() -> None:
     ran = _run(
         "import sys, lightning_mp, lightning_mp.callbacks.report_files, lightning_mp.cli\n"

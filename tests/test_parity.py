@@ -101,6 +101,7 @@ def test_rounding_holds_on_other_seeds_than_those_it_is_measured_on(half: str) -
     assert f"{verdict.bound:.4%}" in str(verdict)
 
 
+@pytest.mark.slow
 def test_fp32_from_starts_a_millionth_apart_scatters_far_less_than_half_must() -> None:
     """Why the scatter of fp32 itself is no yardstick."""
     nudged = [train(seed, None, nudge=1e-6) for seed in range(3)]
@@ -141,6 +142,7 @@ def test_quantiles_are_those_of_the_tables(
     assert student_quantile(freedom, probability) == pytest.approx(expected, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_false_alarms_are_as_rare_as_promised() -> None:
     draw, trials, rate = random.Random(0), 2000, 0.1
 

@@ -137,6 +137,7 @@ def test_inf_cl_gets_unrounded_or_the_same_values_in_fp32(cuda, inf_cl, tmp_path
     assert False in is_rounded
 
 
+@pytest.mark.slow
 def test_dense_that_does_not_fit_is_named_with_its_need(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
     found, skipped = _contenders.find_contenders(65536, 512, torch.bfloat16, CUDA)

@@ -47,6 +47,7 @@ def pretender(folder: Path, failing: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--quick"]], ids=["whole", "rehearsal"])
 def test_benchmarks_know_the_arguments_that_they_are_called_with(arguments, tmp_path):
     out, steps = tmp_path / "out", ["bench", "million", "precision", "optimizer", "monitors"]
@@ -95,6 +96,7 @@ def test_rehearsal_leaves_figures_and_logs(tmp_path):
         assert str(tmp_path) not in path.read_text()
 
 
+@pytest.mark.slow
 def test_failing_step_does_not_keep_the_next_from_running(tmp_path):
     out = tmp_path / "out"
     python = pretender(tmp_path, failing="--width\\ 768")

@@ -101,6 +101,7 @@ def test_row_names_every_figure_that_is_off(tmp_path, monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_theory_is_the_mean_over_many_negatives():
     inputs = Inputs.make(4000, 8, torch.float64, 6.0, torch.device("cpu"))
     logits = 6.0 * inputs.image_bD.detach() @ inputs.text_bD.detach().T

@@ -56,12 +56,14 @@ def test_activations_that_double_are_warned_of_before_they_overflow() -> None:
     )  # noqa: E501
 
 
+@pytest.mark.slow
 def test_fp32_activations_of_the_same_size_are_healthy() -> None:
     watcher = monitor()
     watch(Watched(None, still, steps=30, sabotage=growing(5, 1.5)), [watcher])
     assert kinds(watcher) == []
 
 
+@pytest.mark.slow
 def test_clamped_values_are_counted_and_named() -> None:
     def overflow(module: Any, step: int) -> None:
         if step == 20:
@@ -79,6 +81,7 @@ def test_clamped_values_are_counted_and_named() -> None:
     assert plugin.inf_clamp.counted()["network.2"] == counts[35] + 4 * alarm.value
 
 
+@pytest.mark.slow
 def test_gradients_of_outputs_are_watched_on_request() -> None:
     watcher = monitor(backward=True)
     factor = lambda step: 1e6 if step >= 20 else 1.0  # noqa: E731
@@ -92,6 +95,7 @@ def test_gradients_of_outputs_are_watched_on_request() -> None:
     assert kinds(quiet) == []
 
 
+@pytest.mark.slow
 def test_activations_that_sink_below_fp16_are_warned_of() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -174,6 +178,7 @@ def test_modules_can_be_chosen_and_unknown_ones_are_refused() -> None:
         watch(Watched(None, still, steps=2), [monitor(modules=["network.9"])])
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_seen_as_a_whole_under_its_name() -> None:
     def compiled() -> nn.Module:
         return nn.Sequential(torch.compile(perceptron(), backend="eager"), nn.Identity())

@@ -93,6 +93,7 @@ def test_a_thousand_steps_without_gradient_are_told_before_the_old_gradient_retu
     assert column[1000][row] == 0
 
 
+@pytest.mark.slow
 def test_a_gradient_that_grows_tenfold_is_a_high_rms() -> None:
     change = lambda g, step: torch.full_like(g, 10.0 if step >= 61 else 1.0)  # noqa: E731
     watcher = monitor()
@@ -106,6 +107,7 @@ def test_a_gradient_that_grows_tenfold_is_a_high_rms() -> None:
     assert len([a for a in watcher.alarms if a.kind == "update_rms"]) == 1
 
 
+@pytest.mark.slow
 def test_of_several_an_embedding_is_named_first() -> None:
     def change(module: Any, step: int) -> None:
         for p in module.parameters() if step == 0 else []:
@@ -121,6 +123,7 @@ def test_of_several_an_embedding_is_named_first() -> None:
     assert "2 such tensors" in alarm.message
 
 
+@pytest.mark.slow
 def test_epsilon_above_the_second_moment_is_warned_of() -> None:
     change = lambda g, step: torch.full_like(g, 1e-3 * 0.8 ** max(step - 40, 0))  # noqa: E731
     make = lambda p: steady(p, eps=1e-4, betas=(0.9, 0.9))  # noqa: E731
@@ -132,6 +135,7 @@ def test_epsilon_above_the_second_moment_is_warned_of() -> None:
     assert "Lower epsilon to 1e-07" in alarm.remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "is_high"), [(1e-10, False), (10.0, True)])
 def test_updates_out_of_proportion_to_weights_are_warned_of(lr: float, is_high: bool) -> None:
     ones = hooked("", None)
@@ -150,6 +154,7 @@ def test_updates_out_of_proportion_to_weights_are_warned_of(lr: float, is_high: 
     assert alarm.threshold == (10.0 if is_high else 1e-8)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_ends_near_zero_is_no_failure() -> None:
     class Model(Watched):
         def configure_optimizers(self) -> Any:
@@ -169,6 +174,7 @@ def test_without_adam_it_says_that_it_watches_nothing() -> None:
     assert watcher.samples == 0
 
 
+@pytest.mark.slow
 def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> None:
     change = lambda g, step: torch.full_like(g, float(step < 10))  # noqa: E731
     watcher = monitor(zero_run_steps=20)
@@ -177,6 +183,7 @@ def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> No
     assert kinds(watcher) == [(30, "zero_run", "network.2.weight")]
 
 
+@pytest.mark.slow
 def test_non_finite_gradients_are_left_to_other_monitors() -> None:
     watcher = monitor(baseline_samples=1)
     factor = lambda step: torch.inf if step % 2 else 1.0  # noqa: E731
@@ -184,6 +191,7 @@ def test_non_finite_gradients_are_left_to_other_monitors() -> None:
     assert kinds(watcher) == []
 
 
+@pytest.mark.slow
 def test_state_survives_a_resume(tmp_path: Any) -> None:
     def make() -> tuple[Watched, AdamStateMonitor]:
         return Watched(None, steady, steps=23), monitor()

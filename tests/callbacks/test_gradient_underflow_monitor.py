@@ -29,6 +29,7 @@ def still(parameters: Any) -> SGD:
     return SGD(parameters, lr=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_that_sink_into_fp16s_floor_are_warned_of_and_then_alarmed() -> None:
     watcher = monitor(repeat_after_steps=1)
     model = Watched(None, still, steps=120, factor=shrinking(40))
@@ -55,6 +56,7 @@ def test_the_first_alarm_comes_while_most_gradients_are_still_there() -> None:
     assert shares[alarm.step] - shares[20] < 0.25
 
 
+@pytest.mark.slow
 def test_a_parameter_whose_gradient_stops_is_named() -> None:
     def stop(module: Any, step: int) -> None:
         if step >= 40:
@@ -103,6 +105,7 @@ def test_headroom_is_that_of_the_loss_scale() -> None:
         assert bits == pytest.approx(float(expected), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_state_survives_a_resume(tmp_path: Any) -> None:
     def make() -> tuple[Watched, GradientUnderflowMonitor, BalancedAMP]:
         plugin = BalancedAMP(loss_scale=LossScaleConfig(init_scale=2.0**10))

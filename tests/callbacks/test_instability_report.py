@@ -129,6 +129,7 @@ def test_report_under_a_loss_scale_counts_skips_and_marks_what_is_not_finite(
     assert torch.__version__ in facts["Versions"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
 def test_report_with_monitors_has_their_maps_alarms_and_norm(tmp_path: Path) -> None:
     def kill(module: pl.LightningModule, batch_idx: int) -> None:

@@ -35,6 +35,7 @@ def overflowing(first_step: int, count: int) -> Any:
     return lambda step: torch.inf if first_step <= step < first_step + count else 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, fused], ids=["foreach", "fused"])
 @pytest.mark.parametrize("plugin", [ours, stock], ids=["BalancedAMP", "16-mixed"])
 def test_seventeen_overflows_from_65536_are_warned_of_before_the_floor(
@@ -99,6 +100,7 @@ def test_the_floor_is_told_though_the_plugin_gives_up_there() -> None:
     assert monitor.skipped_steps >= 3
 
 
+@pytest.mark.slow
 def test_state_survives_a_resume(tmp_path: Any) -> None:
     whole, before, after = LossScaleMonitor(), LossScaleMonitor(), LossScaleMonitor()
     model = lambda: Watched(None, lambda p: SGD(p, 0.01), steps=20, factor=overflowing(15, 2))  # noqa: E731
@@ -110,6 +112,7 @@ def test_state_survives_a_resume(tmp_path: Any) -> None:
     assert after.skipped_steps == 4
 
 
+@pytest.mark.slow
 def test_alarms_are_warnings_and_metrics(tmp_path: Any) -> None:
     logger = CSVLogger(tmp_path)
     model = Watched(steps=20, factor=overflowing(5, 9))

@@ -78,6 +78,7 @@ def test_monitors_add_no_host_sync(make_plugin: Any) -> None:
     assert all(monitor.samples > 5 for monitor in watching[1:4])
 
 
+@pytest.mark.slow
 def test_the_counter_of_syncs_counts() -> None:
     class Reads(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -114,6 +115,7 @@ def test_ranks_see_and_say_the_same() -> None:
     assert first[0][0][:2] == (5, "loss_scale_floor")  # the loss of the second rank alone was inf
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # LightningCLI's use of jsonargparse
 @pytest.mark.parametrize("name", [type(m).__name__ for m in monitors()])
 def test_monitors_are_made_from_yaml(name: str, tmp_path: Any, monkeypatch: Any) -> None:

@@ -142,6 +142,7 @@ def test_locator_a_loss_that_is_bad_by_itself_names_the_root() -> None:
     assert "a loss of inf in the forward, outside of any submodule" in alarm.message
 
 
+@pytest.mark.slow
 def test_locator_inf_made_in_the_roots_own_forward_names_the_root() -> None:
     class Root(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -221,6 +222,7 @@ def test_locator_nan_in_the_batch_that_nobody_reads_is_not_blamed() -> None:
     assert alarm.tensor == "body.makes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [None, BalancedAMP, mixed])
 def test_locator_a_bad_parameter_is_named_as_bad_before_the_step(plugin: Any) -> None:
     def spoil(model: Any, index: int) -> None:
@@ -248,6 +250,7 @@ def test_locator_a_bad_buffer_is_named_with_its_module() -> None:
     assert "its buffer `body.table` held NaN" in alarm.message
 
 
+@pytest.mark.slow
 def test_locator_an_alarm_is_a_warning_once() -> None:
     with pytest.warns(InstabilityWarning, match="Step 3: The loss is not finite") as caught:
         locate(Model(change=overflow_at_three), BalancedAMP(), max_replays=2)

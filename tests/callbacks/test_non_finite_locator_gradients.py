@@ -30,6 +30,7 @@ class Body(nn.Module):
         return h + self.last(self.root(h))  # `h` is used twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [None, BalancedAMP, PureFP16, mixed])
 def test_locator_a_backward_that_makes_inf_names_its_module(plugin: Any) -> None:
     options = {"check_gradients": True} if plugin is None else {"repeated": 1}
@@ -103,6 +104,7 @@ def test_locator_a_weight_gradient_that_overflows_alone_names_its_module() -> No
     assert "that of `body.1.weight` is not" in alarm.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -131,6 +133,7 @@ def test_locator_an_overflow_of_the_loss_scale_says_which_scale_fits(make: Any) 
         assert plugin.scaler.skipped_steps == skipped
 
 
+@pytest.mark.slow
 def test_locator_a_module_whose_backward_overflows_at_the_scale_is_named() -> None:
     class Shrinks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -156,6 +159,7 @@ def test_locator_single_overflows_are_normal_life() -> None:
     assert locator.replays == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_locator_skips_of_a_grad_scaler_are_counted(fused: bool) -> None:
     def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:

@@ -45,6 +45,7 @@ def infinite_at(*indices: int) -> Any:
 # --- training is not disturbed -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("plugin", ["balanced", "pure", "16-mixed"])
 def test_locator_training_after_a_failure_goes_on_bit_for_bit(plugin: str, automatic: bool) -> None:
@@ -89,6 +90,7 @@ class _Syncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 @pytest.mark.parametrize("automatic", [True, False])
 def test_locator_adds_no_host_sync_to_healthy_steps(plugin: Any, automatic: bool) -> None:
@@ -125,6 +127,7 @@ def test_locator_the_batch_that_failed_is_named_among_accumulated_ones(plugin: A
     assert model.runs == [0, 1, 2, 3, 4, 5, 4]
 
 
+@pytest.mark.slow
 def test_locator_an_overflow_among_accumulated_batches_is_searched_for_in_each() -> None:
     class Roots(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -213,6 +216,7 @@ def test_locator_a_failure_that_does_not_happen_again_is_reported_as_such() -> N
 # --- what it does about it -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_locator_stop_ends_training_after_the_step() -> None:
     for action, batches in (("warn", 6), ("stop", 3)):
         model = infinite_at(2)()
@@ -220,6 +224,7 @@ def test_locator_stop_ends_training_after_the_step() -> None:
         assert len(model.weights) == batches
 
 
+@pytest.mark.slow
 def test_locator_replays_no_more_steps_than_allowed() -> None:
     model = infinite_at(0, 1, 2, 3)()
     locator = locate(model, BalancedAMP(), max_replays=2)
@@ -253,6 +258,7 @@ def test_locator_state_goes_into_a_checkpoint_and_back() -> None:
     assert other.state_dict() == locator.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_locator_is_made_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.yaml"

@@ -88,6 +88,7 @@ PLUGINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 def test_replay_repeats_a_step_and_puts_everything_back(plugin: Any, automatic: bool) -> None:
@@ -107,6 +108,7 @@ def test_replay_repeats_a_step_and_puts_everything_back(plugin: Any, automatic: 
             assert min(abs(scale - 1), abs(scale / (model.scale or 1) - 1)) < 1e-2, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 @pytest.mark.parametrize("automatic", [True, False])
 def test_replay_training_goes_on_bit_for_bit(plugin: Any, automatic: bool) -> None:
@@ -130,6 +132,7 @@ def test_replay_training_goes_on_bit_for_bit(plugin: Any, automatic: bool) -> No
     assert trainer.global_step == other.global_step == 4
 
 
+@pytest.mark.slow
 def test_replay_runs_at_the_scale_that_it_is_given() -> None:
     class Scales(Replays):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -192,6 +195,7 @@ def test_replay_does_not_step_parameters_that_step_in_gradient_hooks() -> None:
     assert model.runs == [0, 0]
 
 
+@pytest.mark.slow
 def test_replay_does_not_count_clamps_again() -> None:
     class Clamps(Replays):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

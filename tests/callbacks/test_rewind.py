@@ -178,6 +178,7 @@ def test_rewinds_end_after_max_rewinds_and_training_goes_on(tmp_path: Path) -> N
     assert watch.rewinds == 2
 
 
+@pytest.mark.slow
 def test_rewind_takes_averaged_weights_back_too(tmp_path: Path) -> None:
     averages = weight_averaging()
 
@@ -194,6 +195,7 @@ def test_rewind_takes_averaged_weights_back_too(tmp_path: Path) -> None:
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.slow
 def test_rewind_from_nan_weights_recovers(tmp_path: Path) -> None:
     model = PlantedModel({SPIKE: "nan"})
     watch = guard(tmp_path)
@@ -202,6 +204,7 @@ def test_rewind_from_nan_weights_recovers(tmp_path: Path) -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_rewind_resumed_in_between_goes_back_to_checkpoints_of_the_first_run(
     tmp_path: Path,
 ) -> None:

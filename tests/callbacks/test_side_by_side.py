@@ -30,6 +30,7 @@ def test_state_key_is_made_of_what_is_not_at_its_default() -> None:
     assert reports[0].state_key != reports[1].state_key
 
 
+@pytest.mark.slow
 def test_guards_with_different_arguments_resume_each_from_its_own_state(tmp_path: Path) -> None:
     def guards() -> list[SpikeGuard]:
         return [SpikeGuard(**SHORT), SpikeGuard(window_steps=24, judge_after_steps=8)]
@@ -50,6 +51,7 @@ def test_guards_with_different_arguments_resume_each_from_its_own_state(tmp_path
     assert [window.shape[1] for window in windows] == [16, 24]
 
 
+@pytest.mark.slow
 def test_guard_with_another_argument_goes_on_from_the_state_of_before(tmp_path: Path) -> None:
     trainer = fit(PlantedModel({SPIKE: "spike"}), make_batches(40), SpikeGuard(**SHORT))
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
@@ -77,6 +79,7 @@ def test_guards_of_which_not_the_last_acts_are_refused(actions: tuple[Any, ...])
         fit(PlantedModel(), make_batches(1), *[SpikeGuard(action=action) for action in actions])
 
 
+@pytest.mark.slow
 def test_guard_that_skips_after_one_that_warns_skips_what_both_report() -> None:
     pair = [SpikeGuard(**SHORT), SpikeGuard(**SHORT, action="skip")]
     recorder = StepRecorder()

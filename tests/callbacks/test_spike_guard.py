@@ -82,6 +82,7 @@ def test_nan_and_spikes_are_reported_and_skipped_at_their_steps_only(
     assert recorder.lrs[-1] / recorder.lrs[0] == pytest.approx((steps + 1) / 2)
 
 
+@pytest.mark.slow
 def test_warn_by_default_changes_no_weight(tmp_path: Path) -> None:
     def train(*callbacks: pl.Callback) -> PlantedModel:
         model = PlantedModel({40: "spike", 50: "loss only"}, OPTIMIZERS["adamw"])
@@ -96,6 +97,7 @@ def test_warn_by_default_changes_no_weight(tmp_path: Path) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_stop_ends_training_after_the_spike(tmp_path: Path) -> None:
     model = PlantedModel({40: "explosion"})
     guard = quick(action="stop")
@@ -147,6 +149,7 @@ def _threes(batches: list[list[Tensor]]) -> list[list[list[Tensor]]]:
     return [batches[at : at + 3] for at in range(0, len(batches), 3)]
 
 
+@pytest.mark.slow
 def test_run_of_spikes_is_one_event_and_then_a_new_level(tmp_path: Path) -> None:
     guard, recorder = quick(action="skip", patience=5), StepRecorder()
     planted = dict.fromkeys(range(40, 70), "explosion")
@@ -161,12 +164,14 @@ def test_run_of_spikes_is_one_event_and_then_a_new_level(tmp_path: Path) -> None
     assert [step for step, moved in enumerate(recorder.moved) if not moved] == [*range(40, 45)]
 
 
+@pytest.mark.slow
 def test_nan_that_stays_is_one_event_and_a_verdict(tmp_path: Path) -> None:
     guard = quick(patience=5)
     fit(PlantedModel({40: "nan"}), make_batches(60), guard, default_root_dir=tmp_path)
     assert kinds(guard) == [(40, "non_finite_loss"), (44, "non_finite_run")]
 
 
+@pytest.mark.slow
 def test_overflow_under_a_loss_scale_is_noted_not_warned_of(tmp_path: Path) -> None:
     guard = quick()
     plugin = BalancedAMP(half="fp16", loss_scale="dynamic", device="cpu")
@@ -213,6 +218,7 @@ class TwoPlayers(pl.LightningModule):
         return [SGD(net.parameters(), lr=1e-4, fused=True) for net in (self.one, self.two)]
 
 
+@pytest.mark.slow
 def test_manual_optimization_judges_each_optimizer_by_its_own_loss(tmp_path: Path) -> None:
     guard, model = quick(action="skip"), TwoPlayers()
     moved = []

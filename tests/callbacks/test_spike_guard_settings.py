@@ -47,6 +47,7 @@ def count_syncs(tmp_path: Path, *callbacks: pl.Callback) -> int:
     return watched.mode.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["warn", "skip", "stop", "rewind"])
 def test_guard_adds_no_host_sync_to_a_step(tmp_path: Path, action: Any) -> None:
     alone = count_syncs(tmp_path)
@@ -105,6 +106,7 @@ def test_guard_is_made_from_a_configuration(
     assert made.window_steps == 128
 
 
+@pytest.mark.slow
 def test_window_survives_a_resume(tmp_path: Path) -> None:
     """A spike right after the resume is judged by the steps before it."""
     trainer = fit(

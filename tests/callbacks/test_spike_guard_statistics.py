@@ -29,6 +29,7 @@ def draw(seed: int, steps: int = 400) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "min_values", "patience"), [(33, 17, 5), (128, 64, 16)])
 def test_window_on_spikes_and_nan_follows_the_float64_rule(
     size: int, min_values: int, patience: int
@@ -78,6 +79,7 @@ def test_healthy_streams_of_2000_steps_raise_nothing() -> None:
     assert spikes.tolist() == [0] * len(streams)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.2])
 def test_spike_of_ten_times_is_caught_and_a_tenth_is_not(noise: float) -> None:
     rng = np.random.default_rng(1)
@@ -90,6 +92,7 @@ def test_spike_of_ten_times_is_caught_and_a_tenth_is_not(noise: float) -> None:
     assert caught.sum() == 64
 
 
+@pytest.mark.slow
 def test_new_level_is_refused_for_patience_steps_then_accepted() -> None:
     values = torch.ones(300, 1)
     values[100:] = 10.0
@@ -100,6 +103,7 @@ def test_new_level_is_refused_for_patience_steps_then_accepted() -> None:
     assert report[:, Column.IS_NEW_LEVEL].nonzero().flatten().tolist() == [115]
 
 
+@pytest.mark.slow
 def test_window_loaded_from_its_state_goes_on_alike() -> None:
     values = draw(seed=5)
     whole, first, second = (RobustWindow((0.05, 0.12, 0.05)) for _ in range(3))

@@ -17,6 +17,7 @@ from tests.cli.models import Model
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.slow
 def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -61,12 +62,14 @@ def test_command_is_a_function_and_its_name(
     assert "required" in said
 
 
+@pytest.mark.slow
 def test_command_runs_in_a_users_cli(greeted: list[tuple[str, int]]) -> None:
     with pytest.raises(SystemExit, match="0"):
         LightningMPCLI(Model, args=["greet", "Grace"])
     assert greeted == [("Grace", 1)]
 
 
+@pytest.mark.slow
 def test_help_offers_completion_for_shells(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

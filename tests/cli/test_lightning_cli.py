@@ -23,6 +23,7 @@ def _cli(folder: Path, *args: str, **trainer: Any) -> Any:
     return LightningMPCLI(Model, run=False, args=["--config", str(config), *args])
 
 
+@pytest.mark.slow
 def test_class_names_will_do_in_yaml(tmp_path: Path) -> None:
     cli = _cli(
         tmp_path,
@@ -39,6 +40,7 @@ def test_class_names_will_do_in_yaml(tmp_path: Path) -> None:
     assert (guard.action, type(report)) == ("stop", lightning_mp.InstabilityReport)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in lightning_mp.__all__ if n.endswith("Monitor")])
 def test_monitors_are_known_by_name(name: str, tmp_path: Path) -> None:
     if name == "InstabilityMonitor":  # what they share
@@ -48,6 +50,7 @@ def test_monitors_are_known_by_name(name: str, tmp_path: Path) -> None:
     assert monitor.repeat_after_steps == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["InfCLStrategy", "inf_cl"])
 def test_strategys_name_will_do_without_arguments(name: str, tmp_path: Path) -> None:
     for cli in (_cli(tmp_path, "--trainer.strategy", name), _cli(tmp_path, strategy=name)):
@@ -71,6 +74,7 @@ def test_plugin_takes_a_number_from_the_command_line(tmp_path: Path) -> None:
     assert (config.init_scale, config.dynamic) == (1024, False)
 
 
+@pytest.mark.slow
 def test_optimizer_loss_and_metric_are_known_by_name(tmp_path: Path) -> None:
     cli = _cli(
         tmp_path,
@@ -118,6 +122,7 @@ def test_loss_scale_of_a_plugin_is_read_from_yaml(
     assert (plugin.scaler.config.init_scale, plugin.scaler.config.dynamic) == (scale, dynamic)
 
 
+@pytest.mark.slow
 def test_saved_config_is_read_again(tmp_path: Path) -> None:
     first = _cli(tmp_path, "--trainer.plugins=PureFP16", "--trainer.callbacks=SpikeGuard")
     saved = first.parser.dump(first.config)

@@ -24,6 +24,7 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
     return {"class_path": name, "init_args": arguments}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [
@@ -68,6 +69,7 @@ def test_mistake_is_said_last(
     assert said in " ".join(capsys.readouterr().err.splitlines()[-3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [

@@ -208,6 +208,7 @@ def test_functional_call_of_a_tower_raises_in_the_backward() -> None:
         features.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [

@@ -38,6 +38,7 @@ def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_b
         torch.library.opcheck(infonce, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needs_grad", [[True] * 3, [False, True, False], [False, False, True]])
 def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
     image, text, scale, bias = (x.detach() for x in leaves(9, 16))
@@ -79,6 +80,7 @@ def test_compiled_loss_takes_what_the_eager_one_takes() -> None:
         torch.compile(ContrastiveLoss(), backend="aot_eager")(image, text.detach()[:, :3], 7.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) -> None:
     image, text, scale, _ = leaves(50, 24)

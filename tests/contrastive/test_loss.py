@@ -257,6 +257,7 @@ def test_call_is_that_of_open_clip() -> None:
     assert result["contrastive_loss"].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_loss_compiles_around_and_copies() -> None:
     image, text = make_features(9, 24, torch.float32)
     module = copy.deepcopy(ContrastiveLoss(workspace_bytes=2**21).eval())

@@ -93,6 +93,7 @@ class PeakBytes(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("b", [512, 2048])
 def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(

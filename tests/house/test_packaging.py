@@ -129,6 +129,7 @@ def test_symlinks_lead_to_the_folders_at_the_top(name: str) -> None:
     assert os.readlink(link) == f"../{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["numerics", "contrastive", "optim", "metrics"])
 def test_numerical_packages_do_not_import_lightning(package: str) -> None:
     for path in (ROOT / "lightning_mp" / package).rglob("*.py"):

@@ -13,6 +13,7 @@ from tests.reference.retrieval import dense_recall
 # ---- numbers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", [True, False], ids=["cosine", "dot"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_recall_random_features_agree_with_float64(dtype: torch.dtype, normalize: bool) -> None:
@@ -36,6 +37,7 @@ def test_recall_random_features_agree_with_float64(dtype: torch.dtype, normalize
         assert bounds[1] - bounds[0] < 0.1, "the bracket says nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 3), (1, 5, 2), (193, 193, 7), (64, 301, 33)])
 def test_recall_grid_features_with_ties_equal_reference(
@@ -49,6 +51,7 @@ def test_recall_grid_features_with_ties_equal_reference(
     assert ours == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_recall_any_workspace_same_values() -> None:
     batch = make_pairs(65, 130, 16, grid=True)
     values = [
@@ -201,6 +204,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [400, 800])
 @pytest.mark.parametrize("normalize", [True, False], ids=["cosine", "dot"])
 def test_compute_largest_tensor_is_linear(n: int, normalize: bool) -> None:
@@ -213,6 +217,7 @@ def test_compute_largest_tensor_is_linear(n: int, normalize: bool) -> None:
     assert largest.n_bytes <= max(workspace_bytes, 2 * n * 8 * 4) < 4 * n * 2 * n / 10
 
 
+@pytest.mark.slow
 def test_compute_live_tiles_fit_the_workspace() -> None:
     workspace_bytes = 2**20
     batch = make_pairs(900, 900, 64)

@@ -124,6 +124,7 @@ def test_a_residual_of_another_weight_is_left_out(half: torch.dtype) -> None:
     assert torch.equal(join_weight(new, residual).to(half), new)
 
 
+@pytest.mark.slow
 @half_dtypes
 def test_updates_below_half_a_step_add_up(half: torch.dtype) -> None:
     """Kahan's sum: 1000 updates of 1/64 of a step of the weight."""

@@ -36,6 +36,7 @@ def _unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_mp.numerics.tensor_stats.row_stats", row_stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("bad", [False, True])
 def test_stats_equal_the_reference(seed: int, bad: bool) -> None:
@@ -43,6 +44,7 @@ def test_stats_equal_the_reference(seed: int, bad: bool) -> None:
     assert_stats_agree(tensor_stats(tensors), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unlooked")
 @pytest.mark.parametrize("bad", [False, True])
 def test_stats_equal_the_reference_without_a_look_at_values(bad: bool) -> None:
@@ -61,6 +63,7 @@ def test_stats_are_the_same_with_and_without_a_look(request: pytest.FixtureReque
     assert torch.allclose(looked, unlooked, rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "unscale"), [(1024.0, 1.0), (1.0, 2.0**-12), (2.0**16, 2.0**-9)])
 def test_scales_move_the_bounds_and_the_values(scale: float, unscale: float) -> None:
     tensors = planted_tensors(4)
@@ -223,6 +226,7 @@ class _Syncs(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_looking", [True, False])
 def test_stats_never_read_a_number_from_a_tensor(
     request: pytest.FixtureRequest, is_looking: bool

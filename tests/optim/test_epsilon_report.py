@@ -59,6 +59,7 @@ def test_report_gives_the_largest_step_of_torchs_adam_in_fp16(beta2: float, eps:
     assert report.is_safe == (eps >= math.sqrt(2**-25 / (1 - beta2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta2", [0.9, 0.99])
 def test_report_gives_the_largest_step_that_fused_adam_grows_to(beta2: float) -> None:
     report = epsilon_report(eps=1e-8, beta2=beta2, state_dtype=FP16, math_dtype=FP32)

@@ -113,6 +113,7 @@ def test_fused_adam_in_fp16_takes_a_right_first_step() -> None:
     assert torch.equal(state["exp_avg_sq"] == 0, gradient.double() <= 5.459e-3)
 
 
+@pytest.mark.slow
 def test_fused_adam_in_fp16_loses_its_second_moment_and_steps_grow() -> None:
     history = steps_at(1e-3, 3000, fused=True)
     assert {second_moment for _, second_moment in history} == {0.0}
@@ -142,6 +143,7 @@ def test_gradient_above_8094_takes_the_second_moment_to_inf_and_freezes_the_weig
     assert parameter[1] < after_spike[1]
 
 
+@pytest.mark.slow
 def test_gradient_that_stays_above_256_takes_the_second_moment_to_inf_later() -> None:
     history = steps_at(300.0, 1331, fused=True)
     assert math.isfinite(history[1329][1])
@@ -168,6 +170,7 @@ def test_load_state_dict_casts_fp32_states_to_the_parameters_half(
     assert (loaded.state[half]["exp_avg_sq"] == 0).all()  # it was 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "stall"), [(EAGER["single"], 0.5), (EAGER["foreach"], 0.5), (EVERY["fused"], 0.25)]
 )

@@ -69,6 +69,7 @@ def test_half_parameters_have_fp32_moments_and_a_half_residual(
     assert all(t.shape == parameter.shape for t in held if t.dim() > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.float16, 1e-5), (torch.bfloat16, 1.5e-4)])
 def test_many_small_updates_move_half_weights_by_their_sum(

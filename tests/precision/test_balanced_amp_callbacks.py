@@ -76,6 +76,7 @@ def test_layers_unfrozen_in_training_train_as_in_fp32(plugin_type: Any) -> None:
     assert relative(model, reference, start) < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:.*averages half weights")
 @plugins
 def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
@@ -87,6 +88,7 @@ def test_stochastic_weight_averaging_equals_fp32(plugin_type: Any) -> None:
     assert relative(model, reference, start) < 2**-7
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*averages half weights")
 @plugins
 def test_an_exponential_average_with_validation_equals_fp32(plugin_type: Any) -> None:
@@ -117,6 +119,7 @@ def test_the_learning_rate_monitor_sees_the_schedule_of_real_steps(
     assert monitor.lrs == {"lr-SGD": pytest.approx([0.1, 0.09, 0.09, 0.081])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin_type", "options"),
     [
@@ -219,6 +222,7 @@ def test_optimizer_state_is_fp32_in_every_entry(plugin_type: Any) -> None:
     assert {v.dtype for state in states for v in state.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @plugins
 def test_the_learning_rate_finder_tries_rates_and_puts_the_weights_back(
     plugin_type: Any, tmp_path: Path

@@ -97,6 +97,7 @@ def test_the_state_dict_in_training_is_that_of_a_plain_module(tmp_path: Path) ->
     assert not torch.equal(weight, weight.half().float())  # more bits than the working copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["fp32", "16-mixed"])
 @pytest.mark.parametrize("setting", [{}, {"half": "bf16"}], ids=["fp16", "bf16"])
 def test_runs_of_fp32_and_16_mixed_go_on_under_balanced_amp_and_back(

@@ -55,6 +55,7 @@ def test_precision_beside_the_plugin_raises() -> None:
         make_trainer(BalancedAMP(), precision="16-mixed")
 
 
+@pytest.mark.slow
 def test_lbfgs_raises_where_a_loss_scale_would_have_to_skip_it() -> None:
     def make() -> Regression:
         return Regression(make_optimizer=lambda p: LBFGS(p, lr=0.1, max_iter=4))

@@ -225,6 +225,7 @@ def test_accumulated_batches_equal_fp32(make_plugin: Callable[[], ScaledPrecisio
     assert model.gradient_norms == pytest.approx(reference.gradient_norms, rel=tolerance(plugin))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @plugins
 def test_a_step_that_returns_none_changes_nothing(
@@ -302,6 +303,7 @@ class TwoOptimizers(Regression):
         self.manual_backward(self.loss(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["together", "toggled", "waiting", "shared"])
 @pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 def test_two_optimizers_equal_fp32_while_the_scale_grows(plugin_type: Any, order: str) -> None:

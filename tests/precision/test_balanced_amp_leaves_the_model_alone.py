@@ -35,6 +35,7 @@ def errors(
     return ((ends[1] - ends[0]).norm() / (ends[0] - start).norm()).item()
 
 
+@pytest.mark.slow
 @plugins
 def test_a_user_who_clips_and_freezes_by_hand_does_so(make_plugin: Any) -> None:
     class ByHand(Regression):
@@ -54,6 +55,7 @@ def test_a_user_who_clips_and_freezes_by_hand_does_so(make_plugin: Any) -> None:
     assert torch.equal(model.network[3].weight, start)
 
 
+@pytest.mark.slow
 @plugins
 def test_an_average_that_is_swapped_in_at_validation_keeps_its_bits(make_plugin: Any) -> None:
     """Lightning's callback writes it into the weights, and half weights rounded it."""
@@ -132,6 +134,7 @@ class Lookahead(Optimizer):
         return result
 
 
+@pytest.mark.slow
 @plugins
 def test_an_optimizer_inside_of_another_keeps_its_state(make_plugin: Any) -> None:
     plugin = make_plugin()
@@ -238,6 +241,7 @@ def test_bytes_per_parameter_are_those_of_the_docstring(make_plugin: Any, kind: 
     assert counted == [pytest.approx((6 * 8 * 256 + trained * 256) / (9 * 256))]
 
 
+@pytest.mark.slow
 def test_gradients_of_zero_do_not_grow_the_scale() -> None:
     """Frozen for 100 steps, a scale that grows every 5 would climb by 2^20, and fall back."""
 

@@ -13,6 +13,7 @@ from tests.precision.models import Regression, Transformer, fit, parameters_of, 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_weights_take_updates_that_half_weights_would_lose() -> None:
     """The reason for fp32 weights: here no update reaches 2^-12 of a weight."""
 

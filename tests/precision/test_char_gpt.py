@@ -28,6 +28,7 @@ def test_batches_are_text_and_the_text_that_follows_it() -> None:
     assert torch.equal(again[0], batches[0][0])
 
 
+@pytest.mark.slow
 def test_without_training_it_knows_nothing() -> None:
     model = CharGPT()
     assert held_out_loss(model) == pytest.approx(math.log(len(vocabulary())), rel=0.02)

@@ -90,6 +90,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert module(torch.ones(1, 2)).tolist() != [[0.0, 0.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_island_is_part_of_a_compiled_graph() -> None:
     network, islands = perceptron(), FP32Islands()

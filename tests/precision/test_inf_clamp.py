@@ -110,6 +110,7 @@ def test_auto_in_fp16_clamps_the_sum_that_a_block_returns() -> None:
     assert clamp.counted() == {"0": 8, "0.norm": 0, "0.fc2": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
 def test_top_before_dropout_is_the_largest_value_that_dropout_keeps_finite(p: float) -> None:
     top = _top_before(p)

@@ -29,6 +29,7 @@ def clamped_once(model: nn.Module, clamp: InfClamp) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_clamping_and_counting_read_nothing_on_the_host() -> None:
     """A fake tensor has no data: whatever asks for a value raises."""
     with FakeTensorMode():

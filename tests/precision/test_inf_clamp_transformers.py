@@ -129,6 +129,7 @@ def test_inf_clamp_where_a_model_overflows_makes_forward_and_backward_finite(
     assert sum(clamp.counted().values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", ["zero", "straight_through"])
 @pytest.mark.parametrize("setting", [HALF, AUTOCAST], ids=lambda setting: setting.name)
 @pytest.mark.parametrize("kind", MODELS)
@@ -244,6 +245,7 @@ def test_inf_clamp_leaves_headroom_for_dropout_where_t5s_own_value_does_not() ->
     assert t5s_own == 64512
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_auto_with_checkpointed_layers_counts_each_overflow_once(kind: str) -> None:
     model = make(kind, 1e5 if kind == "t5" else 3e6)

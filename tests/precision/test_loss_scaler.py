@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import LossScaleConfig
-from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
-from tests.processes import run_ranks
+from lightning_mp.precision.loss_scaler import LossScaler
 
 # torch has neither floor nor ceiling; these are out of reach.
 AS_TORCH: dict[str, Any] = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
@@ -168,6 +167,7 @@ def test_unscale_sees_inf_where_torch_writes_it_unseen(scale: float, gradient: f
     assert ours.unscale_([unscaled]).item() == unscaled.isinf() == (gradient == 1e36)
 
 
+@pytest.mark.slow
 def test_unscaling_in_fp16_flushes_what_fp32_keeps() -> None:
     """The shares of N(0, 1e-7) gradients that are named in the errors and docstrings."""
     gradient = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)) * 1e-7
@@ -377,26 +377,3 @@ def test_parse_makes_what_the_argument_stands_for_and_refuses_the_rest() -> None
         message = re.escape(f"Passed `loss_scale={wrong!r}`. {accepted}")
         with pytest.raises(ValueError, match=f"^{message}"):
             parse(wrong)
-
-
-def _decide_on_rank(rank: int) -> list[tuple[bool, float]]:
-    scaler = LossScaler(LossScaleConfig())
-    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2])]
-    results = []
-    # Which ranks overflow in each step; in the last, the first two and the third are groups.
-    for step, bad_ranks in enumerate([[], [1], [0], [0, 1], [1]]):
-        gradient = torch.full((3,), math.nan if rank in bad_ranks else 1.0)
-        group = groups[rank // 2] if step == 4 else None
-        is_good = scaler.record(all_reduce_found_inf(scaler.unscale_([gradient]), group))
-        scaler.update()
-        results.append((is_good, scaler.scale))
-    return results
-
-
-@pytest.mark.distributed
-def test_ranks_skip_together_where_one_overflows() -> None:
-    first, second, third = run_ranks(_decide_on_rank, 3)
-    together = [(True, 2.0**16), (False, 2.0**15), (False, 2.0**14), (False, 2.0**13)]
-    assert first == second == [*together, (False, 2.0**12)]
-    assert third == [*together, (True, 2.0**13)]
-    assert all_reduce_found_inf(BAD) is BAD  # outside of ranks

@@ -127,6 +127,7 @@ def test_shared_module_is_listed_once_under_its_first_path() -> None:
     assert list(select_modules(model, ["again_alone"])) == ["encoder.head.0"]
 
 
+@pytest.mark.slow
 def test_path_through_a_compiled_module_is_what_the_user_wrote() -> None:
     model = Model()
     model.encoder = torch.compile(model.encoder)

@@ -167,6 +167,7 @@ def test_compiled_operators_get_the_dtypes_of_eager() -> None:
     assert [each.dtype for each in outputs] == [FP32] * 7 + [torch.float16] * 3
 
 
+@pytest.mark.slow
 def test_compiled_moved_ops_get_the_dtypes_of_eager() -> None:
     torch._dynamo.reset()
 

@@ -226,6 +226,7 @@ class Foreign(pl.LightningModule):
         return SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "BERT", "ViT"])
 def test_models_of_transformers_train_as_in_fp32(name: str) -> None:
     if name == "ViT":

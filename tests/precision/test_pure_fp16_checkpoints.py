@@ -36,6 +36,7 @@ def make_model(kind: Any = AdamW, **options: Any) -> Regression:
     return Regression(make_optimizer=lambda p: kind(p, lr=0.01), interval="step", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AdamW, SafeAdamW])
 @ways
 @halves
@@ -81,6 +82,7 @@ class _Saves(Regression):
         self.trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 @ways
 @halves
 def test_a_checkpoint_holds_fp32_weights_for_a_plain_model(
@@ -107,6 +109,7 @@ def other_plugin(source: str) -> Any:
     return {"fp32": None, "BalancedAMP": BalancedAMP(loss_scale=2.0**9)}[source]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["fp32", "16-mixed", "BalancedAMP"])
 @halves
 def test_runs_in_other_precisions_go_on_in_pure_half_and_back(

@@ -60,6 +60,7 @@ class Freezes(Regression):
                 p.grad = None
 
 
+@pytest.mark.slow
 @halves
 @optimizers
 @pytest.mark.parametrize("kind", [ClipsItself, ClipsBefore, Freezes])
@@ -127,6 +128,7 @@ class Waits(Regression):
             optimizer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.slow
 @halves
 @optimizers
 def test_clipped_gradients_wait_for_a_further_backward(make: Any, half: Any) -> None:
@@ -134,6 +136,7 @@ def test_clipped_gradients_wait_for_a_further_backward(make: Any, half: Any) -> 
     assert distance < TOLERANCE[half]
 
 
+@pytest.mark.slow
 @halves
 @pytest.mark.parametrize("kind", [SGD, AdamW, SafeAdamW])
 def test_gradients_that_are_never_zeroed_add_up(kind: Any, half: Any) -> None:
@@ -146,6 +149,7 @@ def test_gradients_that_are_never_zeroed_add_up(kind: Any, half: Any) -> None:
     assert model.gradient_dtypes == {torch.float32}
 
 
+@pytest.mark.slow
 @halves
 def test_gradients_of_64_micro_batches_add_up_as_in_fp32(half: Any) -> None:
     class Looking(Regression):

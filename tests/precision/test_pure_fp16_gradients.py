@@ -68,6 +68,7 @@ def test_the_first_scale_holds_gradients_below_64_and_shrinks_above(
     assert not torch.equal(model.weights[1], model.weights[0])
 
 
+@pytest.mark.slow
 def test_the_scale_grows_until_gradients_overflow_and_then_stays() -> None:
     model, plugin = Given([torch.full((8,), 3.0)] * 150), PureFP16()
     trainer = fit(model, plugin, loader(150, batch_size=1))
@@ -180,6 +181,7 @@ def test_two_runs_with_one_seed_are_the_same_and_stochastic_rounding_is_not_torc
     assert not torch.equal(ends[0][0], parameters_of(reference))
 
 
+@pytest.mark.slow
 def test_an_update_below_half_a_step_is_kept_or_lost_as_write_back_says() -> None:
     class Steady(Given):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

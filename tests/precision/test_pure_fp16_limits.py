@@ -51,6 +51,7 @@ def test_optimizers_with_an_inner_one_are_refused_by_name(make: Any, inner: str)
     assert model.losses == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.interface.*:DeprecationWarning")
 def test_zero_redundancy_optimizer_is_refused(tmp_path: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -153,6 +154,7 @@ class _Taught(Regression):
         return torch.cat([p.detach().double().flatten() for p in self.teacher.parameters()])
 
 
+@pytest.mark.slow
 def test_a_slow_teacher_follows_in_exposed_weights_and_stands_still_in_half() -> None:
     ends = {}
     start = _Taught().way()

@@ -214,6 +214,7 @@ ISLANDS: dict[str, tuple[list[str], Callable[[str], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @halves
 @pytest.mark.parametrize(("names", "is_kept"), ISLANDS.values(), ids=ISLANDS)
 def test_islands_compute_in_fp32_and_hand_on_half(half: Any, names: Any, is_kept: Any) -> None:

@@ -70,6 +70,7 @@ def test_small_steps_end_at_the_loss_of_fp32_unless_rounded_to_nearest(way: Any)
 # --- what Lightning's own fp16 does --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_16_true_makes_every_weight_non_finite_where_the_plugin_learns() -> None:
     """Lightning#20619."""
 

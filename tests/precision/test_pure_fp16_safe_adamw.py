@@ -56,6 +56,7 @@ def test_it_steps_half_weights_and_the_residuals_that_checkpoints_are_made_of(ha
         assert torch.equal(model.residuals[name].float() * unit, rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kahan", "stochastic", "nearest"])
 @pytest.mark.parametrize("half", HALVES)
 def test_it_ends_where_torchs_adamw_does(half: Any, way: Any) -> None:
@@ -119,6 +120,7 @@ def test_a_frozen_weight_has_no_state() -> None:
     assert len(trainer.optimizers[0].state) == len(list(model.parameters())) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["fp32", "PureFP16"])
 @pytest.mark.parametrize("target", ["fp32", "PureFP16"])
 def test_runs_go_on_in_the_other_precision(source: str, target: str, tmp_path: Path) -> None:

@@ -291,6 +291,7 @@ def test_a_write_past_version_counters_from_outside_is_not_taken_for_one_by_the_
 # --- copies of the model -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_deep_copy_computes_with_copies_of_its_own_and_frees_them(attached: Any) -> None:
     layer = Seen(6, 2)
     working = attached(layer)

@@ -128,6 +128,7 @@ class _Whole(nn.Sequential):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")
 @pytest.mark.parametrize("way", ["whole", "blocks", "wrapped", "function"])
 def test_compiled_code_stays_one_graph_and_learns(way: str, attached: Any) -> None:

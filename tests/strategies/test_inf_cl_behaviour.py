@@ -175,6 +175,7 @@ def test_inf_cl_offload_to_host_gives_towers_the_data_sets_dtype() -> None:
     assert model.visual[0].rows == [3, 3, 2] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2, 9])
 def test_inf_cl_offload_to_host_gives_identical_numbers(prefetch: int) -> None:
     weights = []
@@ -330,6 +331,7 @@ def test_inf_cl_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
     TinyCLIP().load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*WeightAveraging.*")
 def test_inf_cl_weight_averaging_averages_what_was_trained() -> None:
     averages = weight_averaging()

@@ -70,6 +70,7 @@ def test_gathered_batches_equal_one_big_loader_batch(case: str) -> None:
     assert gathered.num_val_batches == [2], "validation is not gathered"
 
 
+@pytest.mark.slow
 def test_progress_bar_counts_whole_batches() -> None:
     bar = TQDMProgressBar()
     _fit(31, 4, n=3, callbacks=[bar], enable_progress_bar=True)

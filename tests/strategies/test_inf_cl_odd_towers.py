@@ -43,6 +43,7 @@ def _check(results: dict[str, tuple[float, float]]) -> None:
         assert moved > 1e-3, f"{name}: the weights did not move"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_inf_cl_odd_tower_trains_as_without_the_cache(name: str) -> None:
     _check(_compare(0, 1, [name]))

@@ -1,0 +1,69 @@
+"""What a loss scale decides by: all ranks, gradients that were judged before, and none at all."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_mp import LossScaleConfig
+from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
+from tests.processes import run_ranks
+
+BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
+
+
+def test_steps_without_a_gradient_wait_with_the_growth() -> None:
+    scaler = LossScaler(LossScaleConfig(init_scale=4.0, growth_interval=2))
+    asked: list[bool] = []
+
+    def step(has_gradient: bool) -> float:
+        def answer() -> bool:
+            asked.append(has_gradient)
+            return has_gradient
+
+        assert scaler.record(GOOD, has_gradient=answer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert [step(has) for has in (True, False, False, True, True)] == [4, 4, 4, 8, 8]
+    assert asked == [False, False, True]  # only where a growth is due
+
+
+def test_one_optimizer_with_gradients_is_enough_to_grow() -> None:
+    scaler = LossScaler(LossScaleConfig(init_scale=4.0, growth_interval=1))
+    for has in (False, True):
+        scaler.record(GOOD, has_gradient=lambda has=has: has)
+    assert scaler.update() == 2.0
+
+
+def test_gradients_that_are_unscaled_already_are_judged_and_left_as_they_are() -> None:
+    scaler = LossScaler(LossScaleConfig(init_scale=1024.0))
+    gradients = [torch.tensor([3.0, 5.0]), torch.tensor([7.0], dtype=torch.float64)]
+    assert scaler.find_inf(gradients) == 0
+    assert gradients[0].tolist() == [3.0, 5.0]
+    assert gradients[1].tolist() == [7.0]
+    gradients[1][0] = torch.nan
+    assert scaler.find_inf(gradients) == 1
+
+
+def _decide_on_rank(rank: int) -> list[tuple[bool, float]]:
+    scaler = LossScaler(LossScaleConfig())
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2])]
+    results = []
+    # Which ranks overflow in each step; in the last, the first two and the third are groups.
+    for step, bad_ranks in enumerate([[], [1], [0], [0, 1], [1]]):
+        gradient = torch.full((3,), math.nan if rank in bad_ranks else 1.0)
+        group = groups[rank // 2] if step == 4 else None
+        is_good = scaler.record(all_reduce_found_inf(scaler.unscale_([gradient]), group))
+        scaler.update()
+        results.append((is_good, scaler.scale))
+    return results
+
+
+@pytest.mark.distributed
+def test_ranks_skip_together_where_one_overflows() -> None:
+    first, second, third = run_ranks(_decide_on_rank, 3)
+    together = [(True, 2.0**16), (False, 2.0**15), (False, 2.0**14), (False, 2.0**13)]
+    assert first == second == [*together, (False, 2.0**12)]
+    assert third == [*together, (True, 2.0**13)]
+    assert all_reduce_found_inf(BAD) is BAD  # outside of ranks
