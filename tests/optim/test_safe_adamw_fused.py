@@ -32,6 +32,7 @@ def test_fused_optimizer_steps_as_foreach_through_a_skip(clip: float | None) -> 
             same = optimizers[0].state[mine][name]
             assert same.dtype == value.dtype
             if name != "residual":
-                torch.testing.assert_close(same, value, rtol=1e-6, atol=1e-9)
+                # Averages cancel: three steps round terms of up to 0.1 * 5 / 8, twice each.
+                torch.testing.assert_close(same, value, rtol=1e-6, atol=6 * 2**-24 * 0.1 * 5 / 8)
     assert optimizers[0].state[ours[1]]["residual"].any()
     assert optimizers[0].state[ours[0]]["step"].item() == 3
