@@ -262,7 +262,7 @@ def test_the_batch_size_finder_leaves_a_model_that_trains(plugin_type: Any, tmp_
     start = parameters_of(model)
     trainer = make_trainer(fp16(plugin_type), default_root_dir=tmp_path, max_epochs=1)
     Tuner(trainer).scale_batch_size(model, max_trials=3, init_val=2)
-    assert model.batch_size == 8
+    assert model.batch_size in (8, 16)  # Lightning 2.5 doubles once more after the last trial
     torch.testing.assert_close(parameters_of(model), start, rtol=2**-21, atol=1e-9)
     trainer.fit(model)
     assert not torch.equal(parameters_of(model), start)
