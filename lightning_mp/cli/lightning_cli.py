@@ -30,9 +30,9 @@ class LightningMPCLI(LightningCLI):
     """LightningCLI for which the class names of this package will do, as in `lightning-mp`.
 
     LightningCLI knows by name what has been imported, and asks for the module of everything else.
-    Where a value may be of several classes, as in `plugins:`, it lists what is wrong with each: of
-    the 50 lines for `half: float16` the helpful one is the 25th. Here it comes last again, and
-    a name that is not known comes with the nearest that is.
+    Where a value may be of several classes, as in `plugins:`, its error says of each why it is not
+    that one, and what is wrong with `half: float16` stands somewhere among them. Here it is said
+    once more as the last line, with what is near where a name is wrong.
 
     In a script of your own, one line gives you both, and `report` among the subcommands:
 

@@ -1,7 +1,7 @@
 """Finds in jsonargparse's errors what was wrong.
 
 Of a value that may be of one of six types, jsonargparse says for each why it is not that one: the
-one line that helps, such as "Expected 'fp16' or 'bf16'", stands in the middle of fifty.
+line that helps, such as "Expected a Literal['fp16', 'bf16']", stands in the middle of them.
 """
 
 import re

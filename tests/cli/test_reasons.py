@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_mp import LightningMPCLI
 from lightning_mp.cli import main
 from lightning_mp.cli.reasons import reason_of
 from tests.cli.models import TRAINER, Model
@@ -13,11 +14,10 @@ from tests.cli.models import TRAINER, Model
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def _config(folder: Path, trainer: dict[str, Any]) -> str:
-    model = {"class_path": f"{Model.__module__}.Model"}
+def _arguments(folder: Path, trainer: dict[str, Any]) -> list[str]:
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump({"model": model, "trainer": {**TRAINER, **trainer}}))
-    return str(file)
+    file.write_text(yaml.safe_dump({"trainer": {**TRAINER, **trainer}}))
+    return ["--config", str(file)]
 
 
 def _spec(name: str, **arguments: Any) -> dict[str, Any]:
@@ -65,8 +65,21 @@ def test_mistake_is_said_last(
     trainer: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["fit", "--config", _config(tmp_path, trainer)])
+        LightningMPCLI(Model, run=False, args=_arguments(tmp_path, trainer))
     assert said in " ".join(capsys.readouterr().err.splitlines()[-3:])
+
+
+@pytest.mark.slow
+def test_mistake_of_a_subcommand_is_said_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistaken = _arguments(tmp_path, {"plugins": [_spec("BalancedAMP", half="float16")]})
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", *mistaken])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "Reason: trainer.plugins -> lightning_mp.BalancedAMP -> half -> "
+        "Expected a Literal['fp16', 'bf16']. Got value: float16"
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +102,7 @@ def test_what_a_constructor_refuses_is_said_last(
     trainer: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        main(["fit", "--config", _config(tmp_path, trainer)])
+        LightningMPCLI(Model, run=False, args=_arguments(tmp_path, trainer))
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.__cause__ is not None  # all that was tried stays in the traceback
 
