@@ -72,8 +72,10 @@ def _unknown_name(
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = [p.name for p in parameters if p.kind in _BY_NAME] + list(also or ())
     for name, value in kwargs.items():
+        if name in known:
+            continue
         near = nearest(name, known)
-        if name in known or (takes_more and also is None and near is None):
+        if near is None and takes_more and also is None:
             continue
         said = f"It takes no `{name}`. "
         if name in hints:

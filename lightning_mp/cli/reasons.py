@@ -4,6 +4,7 @@ Of a value that may be of one of six types, jsonargparse says for each why it is
 line that helps, such as "Expected a Literal['fp16', 'bf16']", stands in the middle of them.
 """
 
+import pydoc
 import re
 import textwrap
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def _reasons(
     place = _PLACE.match(head)
     if place and body:
         yield from _reasons(body, (*places, place[1]))
-    elif head == _UNION:
+    elif head == _UNION and "Errors:" in body:
         items = (_reasons(item, places, is_choice=True) for item in _items(body))
         best = _best(each for item in items for each in item)
         # A name that is none of the choices was not meant to be a class.
@@ -107,10 +108,7 @@ def _no_class(name: str) -> str:
 
 def _near_option(name: str, places: tuple[str, ...]) -> str:
     """Return a question for an option that the class of the innermost place may have instead."""
-    module, _, class_name = places[-1].rpartition(".") if places else ("", "", "")
-    if not module:
-        return ""
-    cls = getattr(__import__(module, fromlist=[class_name]), class_name, None)
+    cls = pydoc.locate(places[-1]) if places and "." in places[-1] else None
     if not isinstance(cls, type):
         return ""
     names = ArgumentParser().add_class_arguments(cls, fail_untyped=False)

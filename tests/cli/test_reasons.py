@@ -115,6 +115,11 @@ def test_other_errors_have_no_reason_of_ours(message: str) -> None:
     assert reason_of(message) is None
 
 
+def test_error_in_other_words_is_no_error_of_ours() -> None:
+    message = 'Parser key "half":\n  Does not validate against any of the Union subtypes\n  Sorry.'
+    assert reason_of(message) == "half -> Does not validate against any of the Union subtypes"
+
+
 def test_reasons_that_are_as_good_are_all_said() -> None:
     message = (
         'Parser key "loss":\n'

@@ -95,6 +95,7 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
             "import lightning_mp",
             "from lightning.pytorch.strategies import StrategyRegistry",
             "assert 'inf_cl' in StrategyRegistry.available_strategies()",
+            "assert lightning_mp.strategies.InfCLStrategy and lightning_mp.callbacks.SpikeGuard",
             "from lightning_mp import *",
             *(f"from {module} import {name}" for module, all_ in names.items() for name in all_),
             "print(lightning_mp.__file__)",
