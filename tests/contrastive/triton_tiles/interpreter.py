@@ -41,6 +41,7 @@ GRADIENT_ERROR = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4, torch.float32: 8e
 
 def repaired_interpreter() -> Iterator[None]:
     """Repair the interpreter until the generator goes on: the body of a fixture or a context."""
+    from triton import language as tl
     from triton.runtime import interpreter
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -49,6 +50,7 @@ def repaired_interpreter() -> Iterator[None]:
         (interpreter.InterpreterBuilder, "cast_impl", _with_rounding),
         (interpreter, "_patch_lang_tensor", _with_index),
         (interpreter.GridExecutor, "__call__", _without_warnings),
+        *((tl.constexpr, f"__{name}__", _with_tensors) for name in ("add", "sub", "mul")),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, repair in repairs:
@@ -106,6 +108,18 @@ def _with_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
         patch_tensor(tensor, *scope)
         # Triton takes its own `__index__` back after the launch, and this one with it.
         tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    return repaired
+
+
+def _with_tensors(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a constant and a tensor make a tensor; before triton 3.9 they made a constant of one."""
+    from triton import language as tl
+
+    @functools.wraps(operator)
+    def repaired(self: Any, other: Any) -> Any:
+        result = operator(self, other)
+        return result.value if isinstance(result.value, tl.tensor) else result
 
     return repaired
 

@@ -43,6 +43,16 @@ def _log_kernel(source, logs, SIZE: tl.constexpr):
     tl.store(logs + at, tl.log2(tl.load(source + at)))
 
 
+_TWO = tl.constexpr(2.0)
+
+
+@triton.jit
+def _constant_kernel(source, doubled, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    twice = _TWO * tl.load(source + at)
+    tl.store(doubled + at, tl.where(twice > twice - 1, twice, 0.0))
+
+
 def _multiplies_bf16() -> bool:
     left, right = torch.randn(2, 16, 16).bfloat16()
     product = torch.empty(16, 16)
@@ -87,9 +97,24 @@ def _takes_the_logarithm_of_zero() -> bool:
     return logs.tolist() == [-torch.inf, 3.0]
 
 
+def _multiplies_constants_with_tensors() -> bool:
+    source, doubled = torch.randn(8), torch.empty(8)
+    try:
+        _constant_kernel[(1,)](source, doubled, SIZE=8)
+    except triton.runtime.errors.InterpreterError:
+        return False
+    return torch.equal(doubled, 2 * source)
+
+
 @pytest.mark.parametrize(
     "works",
-    [_multiplies_bf16, _rounds_to_nearest, _counts_with_scalars, _takes_the_logarithm_of_zero],
+    [
+        _multiplies_bf16,
+        _rounds_to_nearest,
+        _counts_with_scalars,
+        _takes_the_logarithm_of_zero,
+        _multiplies_constants_with_tensors,
+    ],
 )
 def test_repair_is_needed_helps_and_is_taken_back(works: Callable[[], bool]) -> None:
     if works():
