@@ -46,9 +46,9 @@ class SafeAdamW(Optimizer):
 
     At 1.0 the step after 10,000 zeros is 0.1 learning rates again, and at 3.0 it is 0.3. Neither is
     the default. The RMS of healthy training scatters around 1, so that 1.0 takes part in most steps
-    and a character GPT ends 1.7% higher at the same learning rate; 3.0 rarely acts, and it ends
-    where `torch.optim.AdamW` does, within 0.3%. But either is no longer torch's AdamW, the fused
-    kernel reads gradients and second moments twice for it, and sharded tensors take a collective
+    and a character GPT ends higher at the same learning rate; 3.0 acts in fewer steps, and it ends
+    about where `torch.optim.AdamW` does. But either is no longer torch's AdamW, the fused kernel
+    reads gradients and second moments twice for it, and sharded tensors take a collective
     each, and no `fused=True`. Pass 3.0 where gradients may stay zero for thousands of steps.
 
     `step` reads nothing back from the device: step counts are tensors on the device of their
