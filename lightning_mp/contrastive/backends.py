@@ -8,13 +8,12 @@ import torch
 
 from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.numerics import triton_support
 
 __all__ = ["Backend", "TileDtype", "check_choices", "make_tiles", "triton_problem"]
 
 Backend = Literal["auto", "triton", "torch"]
 TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
-
-_FIRST_CAPABILITY = (8, 0)
 
 
 def check_choices(backend: str, tile_dtype: str, workspace_bytes: int | None) -> None:
@@ -68,16 +67,15 @@ def make_tiles(
 def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the Triton tiles cannot take features of a dtype on a device, `None` if they can.
 
-    They need a CUDA device of compute capability 8.0 (A100, RTX 30), for bf16 on its tensor cores.
+    They need an NVIDIA GPU of compute capability 8.0 (A100, RTX 30), for bf16 on its tensor cores.
     On a CPU they run under Triton's interpreter, which is for tests.
     """
-    reason = None
-    if importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed"
-    elif dtype == torch.float64:
-        reason = "the features are float64, which tensor cores would round"
+    if dtype == torch.float64:
+        reason: str | None = "the features are float64, which tensor cores would round"
+    elif device.type == "cpu" and _is_interpreted():
+        reason = None
     else:
-        reason = _device_problem(device)
+        reason = triton_support.triton_problem(device)
     if reason is None:
         return None
     return (
@@ -88,18 +86,12 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     )
 
 
-def _device_problem(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _FIRST_CAPABILITY:
-            return "the device has compute capability {}.{}".format(*capability)
-        return None
-    if device.type == "cpu":
-        from lightning_mp.contrastive.triton_tiles.launch import is_interpreted
+def _is_interpreted() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from lightning_mp.contrastive.triton_tiles.launch import is_interpreted
 
-        if is_interpreted():
-            return None
-    return "it is no CUDA device"
+    return is_interpreted()
 
 
 @functools.cache

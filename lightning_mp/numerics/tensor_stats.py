@@ -3,8 +3,6 @@
 Legend: `N` tensors, `K` columns of `StatField`.
 """
 
-import functools
-import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ from lightning_mp.numerics.floats import (
 from lightning_mp.numerics.row_stats import row_stats
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.stats_view import TensorStats
+from lightning_mp.numerics.triton_support import triton_problem
 
 __all__ = [
     "NonFinite",
@@ -32,7 +31,6 @@ __all__ = [
     "tensor_stats",
 ]
 
-_FIRST_CAPABILITY = (8, 0)
 # What fp16 holds: below 2^-14 it loses bits, up to 2^-25 everything.
 _SMALLEST_NORMAL = torch.finfo(torch.float16).tiny
 _LARGEST_FLUSHED = largest_flushed(torch.float16)
@@ -148,7 +146,7 @@ def _group_stats(
     factor, by_scale = (_scalar(number, wide, device) for number in (unscale, scale))
     total = (factor * by_scale).abs()
     small = ((_SMALLEST_NORMAL / total).to(dtype), (_LARGEST_FLUSHED / total).to(dtype))
-    if dtype == torch.float32 and _has_kernels(device):
+    if dtype == torch.float32 and triton_problem(device) is None:
         # Triton is there on Linux only.
         from lightning_mp.numerics.fused_stats import fused_stats
 
@@ -169,14 +167,6 @@ def _scalar(number: float | Tensor, dtype: torch.dtype, device: torch.device) ->
         # Nothing says when a copy to the host is done, other than waiting for it.
         return number.detach().to(device, dtype, non_blocking=device.type != "cpu").reshape(())
     return torch.full((), number, dtype=dtype, device=device)
-
-
-@functools.cache
-def _has_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels run there."""
-    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
 
 
 def _local(tensor: Tensor) -> Tensor:

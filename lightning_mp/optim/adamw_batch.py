@@ -1,6 +1,5 @@
 """The tensors that one launch of `SafeAdamW` steps, and the choice of what steps them."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.triton_support import triton_problem
 from lightning_mp.optim.adamw_math import foreach_adamw_step
 
 __all__ = ["AdamWBatch"]
@@ -98,8 +98,7 @@ def _local(tensor: Any) -> Tensor:
 def _step_function(parameter: Tensor, group: dict[str, Any]) -> Callable[..., None]:
     is_fused = group["fused"]
     if is_fused is None:
-        has_triton = importlib.util.find_spec("triton") is not None
-        is_fused = group["foreach"] is None and parameter.is_cuda and has_triton
+        is_fused = group["foreach"] is None and triton_problem(parameter.device) is None
     # A DTensor arrives here as such only for the clip.
     if parameter.dtype == torch.float64 or hasattr(parameter, "to_local") or not is_fused:
         return foreach_adamw_step

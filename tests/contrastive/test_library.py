@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.backends import make_tiles, triton_problem
+from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.library import infonce, infonce_backward
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from tests.reference.contrastive import reference, relative_error
@@ -115,25 +115,6 @@ def test_triton_on_a_cpu_says_where_it_runs(dtype: torch.dtype, reason: str) -> 
         ContrastiveLoss(backend="triton")(image, text, 5.0)
     assert "compute capability 8.0 or higher" in str(caught.value)
     assert "Leave `backend` out" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("capability", "can"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
-)
-def test_triton_asks_for_compute_capability_8(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], can: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    problem = triton_problem(torch.device("cuda", 0), torch.bfloat16)
-    assert (problem is None) == can
-    assert can or "compute capability 7.5" in problem
-
-
-def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    problem = triton_problem(torch.device("cuda", 0), torch.bfloat16)
-    assert problem is not None
-    assert "Triton is not installed" in problem
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Triton is tried once on a device, and whatever needs it goes on without, with a reason."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.numerics import triton_support
+from lightning_mp.numerics.triton_support import triton_problem
+
+GPU = torch.device("cuda", 0)
+OPTIONS: dict[str, Any] = {"workspace_bytes": None, "tile_dtype": "auto", "autotune": False}
+
+
+class Machine:
+    """A GPU that is not there: its capability, and what its launches raise."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.capability, self.error, self.launches = (9, 0), None, 0
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
+        patch.setattr(triton_support, "_launch_probe", self.launch)
+
+    def launch(self, device: torch.device) -> None:
+        self.launches += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    triton_problem.cache_clear()
+    yield Machine(monkeypatch)
+    triton_problem.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "can"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
+)
+def test_capability_of_8_is_needed(
+    machine: Machine, capability: tuple[int, int], can: bool
+) -> None:
+    machine.capability = capability
+    problem = triton_problem(GPU)
+    assert machine.launches == can
+    assert (problem is None) == can
+    assert can or "compute capability 7.5" in str(problem)
+
+
+def test_device_is_tried_once(machine: Machine) -> None:
+    assert [triton_problem(GPU) for _ in range(3)] == [None] * 3
+    assert machine.launches == 1
+
+
+def test_launch_that_fails_is_warned_of_once_and_torch_goes_on(machine: Machine) -> None:
+    machine.error = RuntimeError("Failed to find C compiler.\nSet CC.")
+    with pytest.warns(UserWarning, match="RuntimeError: Failed to find C compiler") as caught:
+        assert isinstance(make_tiles("auto", GPU, torch.bfloat16, **OPTIONS), TorchTiles)
+    assert "Triton needs a C compiler" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(make_tiles("auto", GPU, torch.bfloat16, **OPTIONS), TorchTiles)
+        with pytest.raises(ValueError, match=r"backend='triton'.*Failed to find C compiler"):
+            make_tiles("triton", GPU, torch.bfloat16, **OPTIONS)
+    assert machine.launches == 1
+
+
+def test_amd_gpu_gets_no_rows_of_hopper(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "AMD" in str(triton_problem(GPU))
+    assert machine.launches == 0
+    assert isinstance(make_tiles("auto", GPU, torch.bfloat16, **OPTIONS), TorchTiles)
+
+
+def test_triton_that_is_not_installed_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert triton_problem(GPU) == "Triton is not installed"
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        make_tiles("triton", GPU, torch.bfloat16, **OPTIONS)
+
+
+def test_cpu_is_no_cuda_device() -> None:
+    assert triton_problem(torch.device("cpu")) == "it is no CUDA device"
+    features = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="it is no CUDA device"):
+        ContrastiveLoss(backend="triton")(features, features, 5.0)
