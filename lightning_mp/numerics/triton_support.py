@@ -46,7 +46,7 @@ def triton_problem(device: torch.device) -> str | None:
 
 def _launch_probe(device: torch.device) -> None:
     """Launch the smallest kernel there is. What fails does so before it runs: no need to wait."""
-    from lightning_mp.numerics.probe_kernel import probe_kernel
+    from lightning_mp.numerics.probe_kernels import probe_kernel
 
     with torch.cuda.device(device):
         probe_kernel[(1,)](torch.empty((), dtype=torch.int32, device=device))
