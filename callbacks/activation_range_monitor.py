@@ -9,10 +9,10 @@ import torch
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks.output_sampler import OutputKey, OutputSampler, eager_modules
-from lightning_mp.callbacks.sampling import SamplingMonitor, merge_ranks
-from lightning_mp.callbacks.training_state import loss_scale_of, lower_rate, plain_name
-from lightning_mp.callbacks.underflow import UnderflowJudge, Verdict
+from lightning_mp.callbacks._rules.underflow import UnderflowJudge, Verdict
+from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, eager_modules
+from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks
+from lightning_mp.callbacks._step.training_state import loss_scale_of, lower_rate, plain_name
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.tensor_stats import StatField
 from lightning_mp.precision.inf_clamp import InfClamp

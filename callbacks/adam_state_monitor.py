@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks.adam_statistics import (
+from lightning_mp.callbacks._rules.adam_statistics import (
     AdamField,
     adam_statistics,
     has_second_moments,
 )
-from lightning_mp.callbacks.sampling import SamplingMonitor
-from lightning_mp.callbacks.training_state import (
+from lightning_mp.callbacks._step.sampling import SamplingMonitor
+from lightning_mp.callbacks._step.training_state import (
     gradients_of,
     is_sharded,
     lower_rate,

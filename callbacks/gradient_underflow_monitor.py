@@ -9,14 +9,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks.sampling import SamplingMonitor, merge_ranks, pack_stats
-from lightning_mp.callbacks.training_state import (
+from lightning_mp.callbacks._rules.underflow import UnderflowJudge, Verdict
+from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
+from lightning_mp.callbacks._step.training_state import (
     gradients_of,
     is_sharded,
     loss_scale_of,
     parameter_names,
 )
-from lightning_mp.callbacks.underflow import UnderflowJudge, Verdict
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._report.data import report_data
+from lightning_mp.callbacks._report.files import write_atomically
+from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks._report.run_facts import now, run_facts
+from lightning_mp.callbacks._step.run_recorder import RunRecorder
+from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.report_data import report_data
-from lightning_mp.callbacks.report_files import write_atomically
-from lightning_mp.callbacks.report_page import report_page
-from lightning_mp.callbacks.run_facts import now, run_facts
-from lightning_mp.callbacks.run_recorder import RunRecorder
-from lightning_mp.callbacks.training_state import step_of
 
 __all__ = ["InstabilityReport"]
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._step.training_state import loss_scale_of, lower_rate, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.training_state import loss_scale_of, lower_rate, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.precision.loss_scaler import LossScaler
 

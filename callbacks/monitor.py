@@ -9,9 +9,9 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
+from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.history import Alarm, History
 from lightning_mp.callbacks.side_by_side import check_peers, state_for, state_key_of
-from lightning_mp.callbacks.training_state import step_of
 
 __all__ = ["InstabilityMonitor", "InstabilityWarning"]
 

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._locate.remedy import remedy_for
+from lightning_mp.callbacks._locate.replay import Record
+from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._step.skipped_steps import SkippedSteps
+from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.non_finite_remedy import remedy_for
-from lightning_mp.callbacks.non_finite_search import gather_objects, search
-from lightning_mp.callbacks.replay import Record
-from lightning_mp.callbacks.skipped_steps import SkippedSteps
-from lightning_mp.callbacks.training_state import loss_scale_of, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.numerics.stat_fields import StatField

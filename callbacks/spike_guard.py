@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks import spike_report
+from lightning_mp.callbacks._rules import spike_sentences as spike_report
+from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, Verdict
+from lightning_mp.callbacks._rules.spike_sentences import Finding, Scene
+from lightning_mp.callbacks._step.rewinding import Rewinder
+from lightning_mp.callbacks._step.signals import LossSum, measure
+from lightning_mp.callbacks._step.skipping import StepSkipper
+from lightning_mp.callbacks._step.training_state import gradients_of, parameter_names, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.rewind import Rewinder
-from lightning_mp.callbacks.spike_report import Finding, Scene
-from lightning_mp.callbacks.spike_signals import LossSum, measure
-from lightning_mp.callbacks.spike_statistics import Column, RobustWindow, Verdict
-from lightning_mp.callbacks.step_skipper import StepSkipper
-from lightning_mp.callbacks.training_state import gradients_of, parameter_names, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 
 __all__ = ["SpikeGuard"]

@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning
+from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.callbacks.history import History
-from lightning_mp.callbacks.training_state import plain_name
 from tests.callbacks.models import Watched, watch
 
 

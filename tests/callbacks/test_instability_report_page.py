@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from lightning_mp.callbacks._report.data import report_data
+from lightning_mp.callbacks._report.files import rebuild_page, write_atomically
+from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks.history import Alarm, History
-from lightning_mp.callbacks.report_data import report_data
-from lightning_mp.callbacks.report_files import rebuild_page, write_atomically
-from lightning_mp.callbacks.report_page import report_page
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mp.callbacks.spike_statistics import Column, RobustWindow, Verdict
+from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, Verdict
 from tests.reference.spikes import SpikeRule
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mp.callbacks._step.training_state import gather_ranks, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.training_state import gather_ranks, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 from lightning_mp.numerics.tensor_stats import (
     StatField,

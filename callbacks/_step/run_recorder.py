@@ -8,16 +8,16 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
-from lightning_mp.callbacks.history import History
-from lightning_mp.callbacks.spike_guard import SpikeGuard
-from lightning_mp.callbacks.spike_signals import measure
-from lightning_mp.callbacks.training_state import (
+from lightning_mp.callbacks._step.signals import measure
+from lightning_mp.callbacks._step.training_state import (
     gradients_of,
     loss_scale_of,
     parameter_names,
     step_of,
 )
+from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
+from lightning_mp.callbacks.history import History
+from lightning_mp.callbacks.spike_guard import SpikeGuard
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 
 __all__ = ["RunRecorder"]

@@ -6,9 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_mp.callbacks.non_finite_finding import Finding, find_source, headroom
-from lightning_mp.callbacks.replay import Record, can_replay, replay
-from lightning_mp.callbacks.replay_trace import Trace
+from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
+from lightning_mp.callbacks._locate.replay import Record, can_replay, replay
+from lightning_mp.callbacks._locate.trace import Trace
 
 __all__ = ["gather_objects", "search"]
 

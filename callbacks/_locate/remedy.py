@@ -2,7 +2,7 @@
 
 import lightning.pytorch as pl
 
-from lightning_mp.callbacks.non_finite_finding import Finding
+from lightning_mp.callbacks._locate.finding import Finding
 from lightning_mp.precision.scaled_precision import ScaledPrecision
 
 __all__ = ["remedy_for"]

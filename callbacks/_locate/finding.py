@@ -4,15 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_mp.callbacks.non_finite_suspects import (
-    name_prefix,
-    own_tensors,
-    suspects_before,
-    with_suspects,
-)
-from lightning_mp.callbacks.replay_trace import Call, Role, Seen, Trace
+from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
 
 __all__ = ["Finding", "find_source", "headroom"]
+
+_MOST_SUSPECTS = 4
 
 Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed"]
 
@@ -104,7 +100,7 @@ def headroom(trace: Trace) -> float:
 def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
     inputs, outputs = trace.seen(call, "input"), trace.seen(call, "output")
     before = [c for c in ended if (c.ended or 0) < (call.ended or 0)]
-    inside = [c for c in before if c is not call and c.name.startswith(name_prefix(call))]
+    inside = [c for c in before if c is not call and c.name.startswith(_inside(call))]
     given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
     seen = trace.seen(given, "input") if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
@@ -112,8 +108,8 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
     if given is not None:
         where = f", which it passed to `{given.name}`"
         before = [c for c in before if (c.ended or 0) < (given.ended or 0)]
-    suspects = suspects_before(trace, before, call, near_limit)
-    buffer = _first_bad(own_tensors(trace.group("buffers"), call))
+    suspects = _suspects_before(trace, before, call, near_limit)
+    buffer = _first_bad(_own_tensors(trace.group("buffers"), call))
     if buffer is not None:
         why = f"its buffer `{buffer.path}` held {_kind(buffer)}"
     else:
@@ -126,7 +122,7 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
     return Finding(
         source="forward",
         name=call.name or type(trace.root).__name__,
-        sentence=with_suspects(sentence, suspects),
+        sentence=_with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=not call.name,
         **_numbers(inputs, bad),
@@ -149,7 +145,7 @@ def _outside(trace: Trace, ended: list[Call], near_limit: float) -> Finding | No
         bad, before = loss, ended
         what = f"a loss of {_kind(loss)}" if loss else ""
     outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
-    suspects = suspects_before(trace, before, None, near_limit)
+    suspects = _suspects_before(trace, before, None, near_limit)
     sentence = (
         f"`training_step` of the root `{root}` made {what} in the forward, outside of any "
         f"submodule: what submodules gave it is finite{_up_to(outputs)}"
@@ -157,7 +153,7 @@ def _outside(trace: Trace, ended: list[Call], near_limit: float) -> Finding | No
     return Finding(
         source="forward",
         name=root,
-        sentence=with_suspects(sentence, suspects),
+        sentence=_with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=True,
         **_numbers(outputs, bad),
@@ -196,11 +192,11 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
             f"output is finite{_up_to(came)}, {what} is not"
         )
         earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
-        suspects = suspects_before(trace, earlier, producer, near_limit, "grad_output")
+        suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     return Finding(
         source="backward",
         name=root if producer is None else producer.name or root,
-        sentence=with_suspects(sentence, suspects),
+        sentence=_with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=producer is None or not producer.name,
         loss_scale=scale,
@@ -215,7 +211,7 @@ def _makes_gradient(trace: Trace, call: Call) -> bool:
 
 
 def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
-    return own_tensors(trace.group("gradients"), call)
+    return _own_tensors(trace.group("gradients"), call)
 
 
 # --- what both share -----------------------------------------------------------------------------
@@ -264,3 +260,57 @@ def _title(trace: Trace, call: Call) -> str:
     if not call.name:
         return f"the root `{type(trace.root).__name__}` itself"
     return f"`{call.name}` ({type(call.module).__name__})"
+
+
+# --- suspects ------------------------------------------------------------------------------------
+
+
+def _own_tensors(named: Iterable[Seen], call: Call) -> list[Seen]:
+    """Return the tensors of a module without those of the modules inside it."""
+    prefix = _inside(call)
+    return [s for s in named if s.path.startswith(prefix) and "." not in s.path[len(prefix) :]]
+
+
+def _suspects_before(
+    trace: Trace, calls: list[Call], producer: Call | None, near_limit: float, role: Role = "output"
+) -> list[tuple[str, str]]:
+    """Return names of modules that came near a limit, and how near, the last ones first."""
+    found: dict[str, str] = {}
+    for call in reversed(calls):
+        is_around = producer is not None and producer.name.startswith(_inside(call))
+        if call is producer or is_around or any(n.startswith(_inside(call)) for n in found):
+            continue
+        words = _near(trace, call, near_limit, role)
+        if words and call.name not in found:
+            found[call.name] = words
+    return list(found.items())[:_MOST_SUSPECTS]
+
+
+def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
+    if role == "grad_output":
+        near = [s for s in trace.seen(call, role) if s.amax > near_limit * s.limit]
+        return f"gradient of its output {near[0].amax:.5g}" if near else ""
+    outputs = trace.seen(call, "output")
+    weights = _own_tensors(trace.group("parameters"), call)
+    # A weight is used in the dtype that comes out, whatever dtype it is kept in.
+    limit = min((s.limit for s in outputs), default=float("inf"))
+    sizes = {
+        "weight": [s.amax for s in weights if s.amax > near_limit * min(s.limit, limit)],
+        "input": [s.amax for s in trace.seen(call, "input") if s.amax > near_limit * s.limit],
+        "output": [s.amax for s in outputs if s.amax > near_limit * s.limit],
+    }
+    words = [f"{what} {max(near):.5g}" for what, near in sizes.items() if near]
+    return ", ".join(words)
+
+
+def _with_suspects(sentence: str, suspects: list[tuple[str, str]]) -> str:
+    """Return a sentence that also names suspects."""
+    if not suspects:
+        return sentence
+    listed = "; ".join(f"`{name}` ({words})" for name, words in suspects)
+    return f"{sentence}; near the limit before it: {listed}"
+
+
+def _inside(call: Call) -> str:
+    """Return what the names of everything inside a module start with."""
+    return f"{call.name}." if call.name else ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
-from lightning_mp.callbacks.spike_statistics import Verdict
+from lightning_mp.callbacks._rules.robust_window import Verdict
 from lightning_mp.numerics.async_readback import Readback
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.callbacks.training_state import NamedTensors, gather_ranks, is_sharded
+from lightning_mp.callbacks._step.training_state import NamedTensors, gather_ranks, is_sharded
 
 __all__ = ["LossSum", "Signals", "measure"]
 

@@ -67,8 +67,8 @@ def report_page(data: dict[str, Any]) -> str:
 
 
 def _asset(suffix: str) -> str:
-    folder = files("lightning_mp.callbacks")
-    names = ["report_page"] if suffix == "css" else ["report_base", "report_lines", "report_heat"]
+    folder = files("lightning_mp.callbacks._report")
+    names = ["page"] if suffix == "css" else ["base", "lines", "heat"]
     return "".join(folder.joinpath(f"{n}.{suffix}").read_text(encoding="utf-8") for n in names)
 
 
