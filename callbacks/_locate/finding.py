@@ -1,9 +1,10 @@
-"""Where values that are not finite were made: the judgement on a replayed step, in words."""
+"""Where values that are not finite were made: the judgement on a replayed step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
 
 __all__ = ["Finding", "find_source", "headroom"]
@@ -44,8 +45,8 @@ class Finding:
 
     def at_fitting_scale(self, fitting: float) -> "Finding":
         """Say which loss scale cures it."""
-        words = f"at a loss scale of {fitting:g} all gradients of this batch are finite"
-        return replace(self, sentence=f"{self.sentence}; {words}", fitting_scale=fitting)
+        sentence = sentences.with_fitting_scale(self.sentence, fitting)
+        return replace(self, sentence=sentence, fitting_scale=fitting)
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
@@ -66,7 +67,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
         return Finding(
             source="parameter",
             name=parameter.path,
-            sentence=f"parameter `{parameter.path}` held {_kind(parameter)} before the step",
+            sentence=sentences.parameter(parameter),
             **_numbers([parameter], parameter),
         )
     producer = next((c for c in ended if _makes(trace, c, "input", "output")), None)
@@ -77,7 +78,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
         return Finding(
             source="batch",
             name=entry.path,
-            sentence=f"`{entry.path}` held {_kind(entry)} when it came from the data loader",
+            sentence=sentences.batch(entry),
             **_numbers([entry], entry),
         )
     return _outside(trace, ended, near_limit) or _in_backward(trace, near_limit, scale)
@@ -104,25 +105,21 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
     given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
     seen = trace.seen(given, "input") if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
-    where = f" (`{bad.path}` of its output)" if bad.path and not given else ""
     if given is not None:
-        where = f", which it passed to `{given.name}`"
         before = [c for c in before if (c.ended or 0) < (given.ended or 0)]
     suspects = _suspects_before(trace, before, call, near_limit)
-    buffer = _first_bad(_own_tensors(trace.group("buffers"), call))
-    if buffer is not None:
-        why = f"its buffer `{buffer.path}` held {_kind(buffer)}"
-    else:
-        why = f"its inputs are finite{_up_to([s for s in inputs if not s.is_mask])}"
-        masks = [f"`{s.path}`" for s in inputs if s.is_mask]
-        why += f", but for a mask of -inf, {masks[0]}" if masks else ""
-    if inside and buffer is None:
-        why += ", and no submodule of it made it"
-    sentence = f"{_title(trace, call)} made {_kind(bad)} in the forward{where}: {why}"
+    sentence = sentences.forward(
+        sentences.title_of(trace, call),
+        bad,
+        inputs,
+        passed_to=given,
+        buffer=_first_bad(_own_tensors(trace.group("buffers"), call)),
+        has_submodules=bool(inside),
+    )
     return Finding(
         source="forward",
         name=call.name or type(trace.root).__name__,
-        sentence=_with_suspects(sentence, suspects),
+        sentence=sentences.with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=not call.name,
         **_numbers(inputs, bad),
@@ -134,26 +131,19 @@ def _outside(trace: Trace, ended: list[Call], near_limit: float) -> Finding | No
     tainted = (c for c in ended if _first_tainted(trace.seen(c, "input")))
     bad_input = next((c for c in tainted if _first_bad(trace.seen(c, "output"))), None)
     loss = _first_bad(trace.group("loss"))
-    if bad_input is None and loss is None:
+    bad = loss if bad_input is None else _first_tainted(trace.seen(bad_input, "input"))
+    if bad is None:
         return None
-    root = type(trace.root).__name__
+    root, before = type(trace.root).__name__, ended
     if bad_input is not None:
-        bad = _first_tainted(trace.seen(bad_input, "input"))
-        what = f"{_kind(bad)}, which it passed to `{bad_input.name}`" if bad else ""
         before = [c for c in ended if (c.ended or 0) < (bad_input.ended or 0)]
-    else:
-        bad, before = loss, ended
-        what = f"a loss of {_kind(loss)}" if loss else ""
     outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
-    sentence = (
-        f"`training_step` of the root `{root}` made {what} in the forward, outside of any "
-        f"submodule: what submodules gave it is finite{_up_to(outputs)}"
-    )
+    sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
     return Finding(
         source="forward",
         name=root,
-        sentence=_with_suspects(sentence, suspects),
+        sentence=sentences.with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=True,
         **_numbers(outputs, bad),
@@ -172,31 +162,29 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     bad_parameters = [s for s in trace.group("gradients") if not s.is_finite]
     if producer is None and not bad_outputs and not bad_parameters:
         return None
-    at = "" if scale is None else f" at a loss scale of {scale:g}"
     root = type(trace.root).__name__
     if producer is None:
         bad = (bad_outputs or bad_parameters)[0]
         came = trace.group("loss")
-        sentence = (
-            f"the loss computation in `training_step` of the root `{root}` made {_kind(bad)} in "
-            f"the backward{at}: no submodule did, and the loss is finite"
-        )
+        sentence = sentences.backward_of_loss(root, bad, scale)
         suspects: list[tuple[str, str]] = []
     else:
         came = trace.seen(producer, "grad_output")
         leaving = [*trace.seen(producer, "grad_input"), *_own_gradients(trace, producer)]
         bad = _first_bad(leaving) or leaving[0]
-        what = f"that of `{bad.path}`" if bad in _own_gradients(trace, producer) else "its input's"
-        sentence = (
-            f"{_title(trace, producer)} made {_kind(bad)} in the backward{at}: the gradient of its "
-            f"output is finite{_up_to(came)}, {what} is not"
+        sentence = sentences.backward(
+            sentences.title_of(trace, producer),
+            bad,
+            came,
+            is_parameter=bad in _own_gradients(trace, producer),
+            scale=scale,
         )
         earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     return Finding(
         source="backward",
         name=root if producer is None else producer.name or root,
-        sentence=_with_suspects(sentence, suspects),
+        sentence=sentences.with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=producer is None or not producer.name,
         loss_scale=scale,
@@ -234,32 +222,12 @@ def _numbers(went_in: list[Seen], bad: Seen | None, is_gradient: bool = False) -
     }
 
 
-def _up_to(seen: list[Seen]) -> str:
-    if not seen:
-        return ""
-    largest = max(seen, key=lambda s: s.amax / s.limit)
-    dtype = str(largest.dtype).removeprefix("torch.")
-    return f" (up to {largest.amax:.5g} in {dtype}, limit {largest.limit:g})"
-
-
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:
     return next((s for s in seen if not s.is_finite), None)
 
 
 def _first_tainted(seen: Iterable[Seen]) -> Seen | None:
     return next((s for s in seen if not s.is_finite and not s.is_mask), None)
-
-
-def _kind(seen: Seen) -> str:
-    if seen.nan and seen.inf:
-        return "NaN and inf"
-    return "NaN" if seen.nan else "inf"
-
-
-def _title(trace: Trace, call: Call) -> str:
-    if not call.name:
-        return f"the root `{type(trace.root).__name__}` itself"
-    return f"`{call.name}` ({type(call.module).__name__})"
 
 
 # --- suspects ------------------------------------------------------------------------------------
@@ -301,14 +269,6 @@ def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
     }
     words = [f"{what} {max(near):.5g}" for what, near in sizes.items() if near]
     return ", ".join(words)
-
-
-def _with_suspects(sentence: str, suspects: list[tuple[str, str]]) -> str:
-    """Return a sentence that also names suspects."""
-    if not suspects:
-        return sentence
-    listed = "; ".join(f"`{name}` ({words})" for name, words in suspects)
-    return f"{sentence}; near the limit before it: {listed}"
 
 
 def _inside(call: Call) -> str:

@@ -1,250 +1,167 @@
 """Words for what `SpikeGuard` saw: sentences with numbers, and remedies computed from them."""
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
-import lightning.pytorch as pl
+from lightning_mp.callbacks._rules.robust_window import SignalVerdict
+from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+from lightning_mp.callbacks._step.facts import StepFacts
 
-from lightning_mp.callbacks._rules.robust_window import Verdict
-from lightning_mp.numerics.async_readback import Readback
-
-if TYPE_CHECKING:
-    from lightning_mp.callbacks.spike_guard import SpikeGuard
-
-__all__ = ["Finding", "Scene", "describe", "level_shift", "non_finite_run", "what_is_done"]
+__all__ = ["Scene", "describe", "level_shift", "non_finite_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """A step as it was.
+    """A step, and what the guard knows beside it.
 
     Args:
-        step: Of the loggers.
-        optimizer: Index of the optimizer.
-        optimizer_name: Its class.
-        lr: Its learning rate; `None` where that is a tensor.
+        facts: The step.
         first_lr: The learning rate some steps before.
-        largest: The parameter with the largest gradient, and the norm of that.
-        largest_norm: Its norm.
-        is_scaled: Whether the loss is scaled, so that overflows are met by skipping.
         clip_val: Of gradients, as the Trainer has it.
         action: Of the guard.
+        is_spent: Whether there are no rewinds left.
         window_steps: Size of the window.
+        judge_after_steps: Healthy steps before a spike is called.
         z_threshold: Of the window.
+        patience: Bad steps in a row that are too many.
     """
 
-    step: int
-    optimizer: int
-    optimizer_name: str
-    lr: float | None
+    facts: StepFacts
     first_lr: float | None
-    largest: str
-    largest_norm: float
-    is_scaled: bool
     clip_val: float | None
     action: str
+    is_spent: bool
     window_steps: int
+    judge_after_steps: int
     z_threshold: float
-
-    @classmethod
-    def of(
-        cls, guard: "SpikeGuard", trainer: pl.Trainer, readback: Readback, lrs: deque[float]
-    ) -> "Scene":
-        """Read what came with a report, and take its learning rate into those of the window."""
-        index, names = readback.context["optimizer"], readback.context["names"]
-        lr = readback.context["lr"]
-        lr = lr if isinstance(lr, int | float) else None  # a tensor would have to be waited for
-        if index == 0 and lr is not None:
-            lrs.append(lr)
-        return cls(
-            step=readback.step,
-            optimizer=index,
-            optimizer_name=type(trainer.optimizers[index]).__name__,
-            lr=lr,
-            first_lr=lrs[0] if lrs and index == 0 else None,
-            largest=names[int(readback.array[-2])] if names else "no gradient",
-            largest_norm=float(readback.array[-1]),
-            is_scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
-            clip_val=trainer.gradient_clip_val,
-            action=guard.action,
-            window_steps=guard.window_steps,
-            z_threshold=guard.z_threshold,
-        )
+    patience: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """An event: what to raise an alarm with.
-
-    Args:
-        kind: `"non_finite_loss"`, `"non_finite_gradient"`, `"loss_spike"` or `"gradient_spike"`.
-        severity: `"info"` where the loss scaler deals with it.
-        message: What was seen.
-        remedy: What to set.
-        details: Other arguments of the alarm.
-    """
-
-    kind: str
-    severity: Any
-    message: str
-    remedy: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-
-def describe(scene: Scene, loss: Verdict, norm: Verdict) -> Finding:
-    """Return the one finding about a step at which something was not finite, or a spike."""
+def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+    """Return what to say of a step at which something was not finite, or a spike."""
+    is_scaled = scene.facts.loss_scale is not None
     if not loss.is_finite:
-        return _non_finite_loss(scene, loss)
+        verdict = _non_finite_loss(scene, loss)
     # Under a loss scale a loss spike overflows the gradients: the loss is the news.
-    if not norm.is_finite and not (loss.is_spike and scene.is_scaled):
-        return _non_finite_gradient(scene, norm)
-    return _spike(scene, loss, norm)
+    elif not norm.is_finite and not (loss.is_spike and is_scaled):
+        verdict = _non_finite_gradient(scene, norm)
+    else:
+        verdict = _spike(scene, loss, norm)
+    message, remedy = verdict.words or ("", "")
+    is_note = verdict.severity == "info"
+    return verdict if is_note else replace(verdict, words=(message + _what_is_done(scene), remedy))
 
 
-def what_is_done(event: Finding, action: str, is_spent: bool) -> str:
-    """Return what the guard does about an event: a sentence after a space, or nothing.
-
-    Args:
-        event: What happened.
-        action: Of the guard.
-        is_spent: Whether there are no rewinds left.
-    """
-    if event.severity == "info" or action == "warn":
-        return ""
-    if action == "rewind" and is_spent:
+def _what_is_done(scene: Scene) -> str:
+    """Return what the guard does about it: a sentence after a space, or nothing."""
+    if scene.action == "rewind" and scene.is_spent:
         return " All rewinds are used up, so training goes on."
     return {
+        "warn": "",
         "skip": " The step was skipped.",
         "stop": " Training stops, as asked for.",
         "rewind": " Training rewinds.",
-    }[action]
+    }[scene.action]
 
 
-def level_shift(
-    scene: Scene, name: str, verdict: Verdict, patience: int, judge_after_steps: int
-) -> Finding:
+def level_shift(scene: Scene, name: str, verdict: SignalVerdict) -> Verdict:
     """Return that spikes in a row are taken for a new level, the end of an event."""
-    return Finding(
-        kind="level_shift",
-        severity="warning",
-        message=f"the {name}{_of_optimizer(scene)} was above its limit for {patience} steps in a "
-        f"row and is {verdict.value:.4g} now, limit {verdict.limit:.4g}, so this is the new level; "
-        f"spikes are called again after {judge_after_steps} steps.",
-        remedy="If no change of the learning rate or of the data explains it, go back to a "
-        f"checkpoint before step {scene.step - patience + 1}.",
-        details={"tensor": name, "value": verdict.value, "threshold": verdict.limit},
+    message = (
+        f"The {name}{_of_optimizer(scene)} was above its limit of {verdict.limit:.4g} for "
+        f"{scene.patience} steps in a row. It is {verdict.value:.4g} now, which is taken for the "
+        f"new level. Spikes are called again after {scene.judge_after_steps} steps."
     )
+    remedy = (
+        "If no change of the learning rate or of the data explains it, go back to a "
+        f"checkpoint before step {scene.facts.step - scene.patience + 1}."
+    )
+    words = (message, remedy)
+    return Verdict("level_shift", verdict.value, verdict.limit, tensor=name, words=words)
 
 
-def non_finite_run(scene: Scene, patience: int) -> Finding:
+def non_finite_run(scene: Scene) -> Verdict:
     """Return that non-finite values do not go away."""
-    remedy = f"Go back to a checkpoint before step {scene.step - patience + 1}"
-    is_last_hope = scene.action == "rewind"
-    return Finding(
-        kind="non_finite_run",
-        severity="error",
-        message=f"no step{_of_optimizer(scene)} was finite for {patience} steps in a row, so "
-        "weights or optimizer states are probably lost.",
-        remedy=remedy + ("." if is_last_hope else ", or pass `SpikeGuard(action='rewind')`."),
-        details={"value": float(patience), "threshold": float(patience)},
+    message = (
+        f"No step{_of_optimizer(scene)} was finite for {scene.patience} steps in a row, so "
+        "weights or optimizer states are probably lost."
     )
+    remedy = f"Go back to a checkpoint before step {scene.facts.step - scene.patience + 1}"
+    remedy += "." if scene.action == "rewind" else ", or pass `SpikeGuard(action='rewind')`."
+    count = float(scene.patience)
+    return Verdict("non_finite_run", count, count, "error", words=(message, remedy))
 
 
 def _of_optimizer(scene: Scene) -> str:
-    return f" of optimizer {scene.optimizer}" if scene.optimizer else ""
+    return f" of optimizer {scene.facts.optimizer}" if scene.facts.optimizer else ""
 
 
-def _non_finite_loss(scene: Scene, loss: Verdict) -> Finding:
-    return Finding(
-        kind="non_finite_loss",
-        severity="error",
-        message=f"the loss{_of_optimizer(scene)} is {loss.value:g}, where only finite values are "
-        f"fine{_last_seen(loss)}.",
-        remedy=_non_finite_remedy(scene),
-        details={"tensor": "loss", "value": loss.value},
+def _non_finite_loss(scene: Scene, loss: SignalVerdict) -> Verdict:
+    message = f"The loss{_of_optimizer(scene)} is {_written(loss)}.{_last_seen(loss)}"
+    words = (message, _non_finite_remedy(scene))
+    return Verdict("non_finite_loss", loss.value, None, "error", tensor="loss", words=words)
+
+
+def _non_finite_gradient(scene: Scene, norm: SignalVerdict) -> Verdict:
+    facts = scene.facts
+    is_scaled = facts.loss_scale is not None
+    message = (
+        f"The gradient norm{_of_optimizer(scene)} is {_written(norm)} while the loss is finite; "
+        f"the gradient of `{facts.largest_gradient}` is among those that are not."
     )
-
-
-def _non_finite_gradient(scene: Scene, norm: Verdict) -> Finding:
-    seen = (
-        f"the gradient norm{_of_optimizer(scene)} is {norm.value:g} at a finite loss, first in "
-        f"{scene.largest!r}, where only finite values are fine{_last_seen(norm)}"
-    )
-    details = {"tensor": scene.largest, "value": norm.value}
-    if scene.is_scaled:
-        return Finding(
-            kind="non_finite_gradient",
-            severity="info",
-            message=f"{seen}; the loss scaler skips the step.",
-            remedy="If it is a rare overflow of the scaled gradient, nothing is to be done.",
-            details=details,
-        )
-    return Finding(
-        kind="non_finite_gradient",
-        severity="error",
-        message=f"{seen}.",
-        remedy=_non_finite_remedy(scene),
-        details=details,
-    )
+    words = (message + _last_seen(norm), _non_finite_remedy(scene))
+    severity: Severity = "error"
+    if is_scaled:
+        remedy = "A rare overflow of the scaled gradient needs no remedy."
+        words, severity = (f"{message} The loss scaler skips the step.", remedy), "info"
+    tensor = facts.largest_gradient
+    return Verdict("non_finite_gradient", norm.value, None, severity, tensor=tensor, words=words)
 
 
 def _non_finite_remedy(scene: Scene) -> str:
-    ways = ["add `NonFiniteLocator()` to the callbacks to see the module it comes from"]
-    if scene.lr:
-        ways.append(f"lower the learning rate from {scene.lr:.3g} to {_round(scene.lr / 2)}")
+    ways, lr = ["add `NonFiniteLocator()` to see the module that it comes from"], scene.facts.lr
+    if lr:
+        ways.append(f"lower the learning rate from {lr:.3g} to {lr / 2:.2g}")
     return _any_of(ways, scene)
 
 
-def _spike(scene: Scene, loss: Verdict, norm: Verdict) -> Finding:
-    is_loss = loss.is_spike
-    worse = loss if is_loss else norm
-    what = "loss" if is_loss else "gradient norm"
+def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+    is_loss, largest = loss.is_spike, scene.facts.largest_gradient
+    worse, what = (loss, "loss") if is_loss else (norm, "gradient norm")
     message = (
-        f"the {what}{_of_optimizer(scene)} is {worse.value:.4g}{_times(worse)} its median of "
+        f"The {what}{_of_optimizer(scene)} is {worse.value:.4g}{_times(worse)} its median of "
         f"{worse.median:.4g} in the last {scene.window_steps} healthy steps, above the limit of "
-        f"{worse.limit:.4g} (z = {worse.z:.1f}, threshold {scene.z_threshold:g})"
+        f"{worse.limit:.4g} (z = {worse.z:.1f}, threshold {scene.z_threshold:g})."
     )
     if norm.is_spike and is_loss:
         message += (
-            f", and so is the gradient norm of {norm.value:.4g}, limit {norm.limit:.4g}, largest "
-            f"in {scene.largest!r}"
+            f" The gradient norm is {norm.value:.4g} and beyond its limit of {norm.limit:.4g} too, "
+            f"the largest in `{largest}`."
         )
     elif not norm.is_finite:
-        message += ", and the scaled gradients overflow, so that the loss scaler skips the step"
+        message += " The scaled gradients overflow, so the loss scaler skips the step."
     elif is_loss:
-        message += ", while the gradient norm is as usual"
+        message += " The gradient norm is as usual."
     else:
-        message += f", largest in {scene.largest!r} with {scene.largest_norm:.4g}"
-    return Finding(
-        kind="loss_spike" if is_loss else "gradient_spike",
-        severity="warning",
-        message=message + ".",
-        remedy=_spike_remedy(scene, worse, norm),
-        details={
-            "tensor": "loss" if is_loss else scene.largest,
-            "value": worse.value,
-            "threshold": worse.limit,
-        },
-    )
+        message += f" The largest is that of `{largest}`, {scene.facts.largest_gradient_norm:.4g}."
+    kind, tensor = ("loss_spike", "loss") if is_loss else ("gradient_spike", largest)
+    words = (message, _spike_remedy(scene, worse, norm))
+    return Verdict(kind, worse.value, worse.limit, tensor=tensor, words=words)
 
 
-def _spike_remedy(scene: Scene, worse: Verdict, norm: Verdict) -> str:
+def _spike_remedy(scene: Scene, worse: SignalVerdict, norm: SignalVerdict) -> str:
     """Return what to set; each value leaves the healthy steps of the window as they are."""
-    ways = []
+    ways, lr, step = [], scene.facts.lr, scene.facts.step
     if norm.is_spike and (not scene.clip_val or scene.clip_val > norm.highest):
-        ways.append(f"set `Trainer(gradient_clip_val={_round(norm.highest)})`")
-    is_adam = "Adam" in scene.optimizer_name and scene.optimizer_name != "SafeAdamW"
+        ways.append(f"set `Trainer(gradient_clip_val={norm.highest:.2g})`")
+    is_adam = "Adam" in scene.facts.optimizer_name and scene.facts.optimizer_name != "SafeAdamW"
     if norm.is_spike and is_adam:
         ways.append("clip updates with `SafeAdamW(clip_update_rms=1.0)`")
-    is_warming_up = None not in (scene.lr, scene.first_lr) and scene.lr > 1.01 * scene.first_lr  # type: ignore[operator]
-    if is_warming_up:
-        ways.append(f"lengthen the warm-up from {scene.step} steps or more to {2 * scene.step}")
-    if scene.lr:
+    if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
+        ways.append(f"lengthen the warm-up from {step} steps or more to {2 * step}")
+    if lr:
         # As much lower as the value is above what is still fine, within reason.
         factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
-        ways.append(f"lower the learning rate from {scene.lr:.3g} to {_round(scene.lr / factor)}")
+        ways.append(f"lower the learning rate from {lr:.3g} to {lr / factor:.2g}")
     return _any_of(ways, scene)
 
 
@@ -257,15 +174,15 @@ def _any_of(ways: list[str], scene: Scene) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def _times(verdict: Verdict) -> str:
+def _times(verdict: SignalVerdict) -> str:
     if verdict.median > 0:
         return f", {verdict.value / verdict.median:.1f} times"
     return " against"
 
 
-def _last_seen(verdict: Verdict) -> str:
-    return "" if math.isnan(verdict.median) else f" (the median before was {verdict.median:.4g})"
+def _last_seen(verdict: SignalVerdict) -> str:
+    return "" if math.isnan(verdict.median) else f" Its median before was {verdict.median:.4g}."
 
 
-def _round(value: float) -> str:
-    return f"{value:.2g}"
+def _written(verdict: SignalVerdict) -> str:
+    return "NaN" if math.isnan(verdict.value) else f"{verdict.value:g}"

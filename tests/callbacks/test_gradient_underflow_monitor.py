@@ -155,7 +155,7 @@ def test_a_frozen_parameter_is_left_out() -> None:
     network[0].requires_grad_(False)
     watcher = monitor()
     watch(Watched(lambda: network, still, steps=2), [watcher])
-    assert "network.0.weight" not in watcher.history.maps["gradient zero share"]["names"]
+    assert "network.0.weight" not in watcher.history.maps["gradient_zero_share"]["names"]
     assert isinstance(network[0], nn.Linear)
 
 
