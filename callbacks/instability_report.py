@@ -75,7 +75,7 @@ class InstabilityReport(InstabilityMonitor):
         self._inbox: deque[Arrived] = deque()
         self._skips = -1  # the last step that was skipped, which several optimizers may share
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
-        self._is_started = False  # the start of now is among them
+        self._is_started = False  # whether this start is among them
         self._steps = 0
         self._end: dict[str, str] = {"how": "running"}
 

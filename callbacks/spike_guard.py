@@ -24,7 +24,7 @@ from lightning_mp.callbacks.monitor import InstabilityMonitor
 __all__ = ["SpikeGuard"]
 
 _ACTIONS = ("warn", "skip", "stop", "rewind")
-_FLOORS = (0.05, 0.12)  # noise below these is none: of the loss, of the gradient norm
+_FLOORS = (0.05, 0.12)  # less noise counts as this much: of the loss, of the gradient norm
 
 
 @explains_arguments()

@@ -65,7 +65,7 @@ class UnderflowJudge:
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
-        steady = min(newest[-2:])  # one odd batch is none
+        steady = min(newest[-2:])  # one odd batch does not count
         # As far above the highest as that was above the lowest is still usual.
         excess = steady - (2 * usual["highest"] - usual["lowest"])
         is_gone = steady == 1 > usual["highest"]
