@@ -55,7 +55,7 @@ from lightning_mp.callbacks import (  # noqa: E402
     NonFiniteLocator,
     SpikeGuard,
 )
-from lightning_mp.callbacks.output_sampler import OutputSampler  # noqa: E402
+from lightning_mp.callbacks._step.outputs import OutputSampler  # noqa: E402
 
 DEFAULT_CSV = Path("benchmarks/results/monitor_overhead.csv")
 GOALS = {"cpu": 0.02, "cuda": 0.01}  # of a step, at the default cadence

@@ -14,10 +14,9 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
     from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
     from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
-    from lightning_mp.callbacks.history import Alarm
     from lightning_mp.callbacks.instability_report import InstabilityReport
     from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-    from lightning_mp.callbacks.monitor import InstabilityMonitor, InstabilityWarning
+    from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor, InstabilityWarning
     from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
     from lightning_mp.callbacks.spike_guard import SpikeGuard
 
@@ -38,10 +37,9 @@ _NAMES_OF = {
     "activation_range_monitor": ("ActivationRangeMonitor",),
     "adam_state_monitor": ("AdamStateMonitor",),
     "gradient_underflow_monitor": ("GradientUnderflowMonitor",),
-    "history": ("Alarm",),
     "instability_report": ("InstabilityReport",),
     "loss_scale_monitor": ("LossScaleMonitor",),
-    "monitor": ("InstabilityMonitor", "InstabilityWarning"),
+    "monitor": ("Alarm", "InstabilityMonitor", "InstabilityWarning"),
     "non_finite_locator": ("NonFiniteLocator",),
     "spike_guard": ("SpikeGuard",),
 }

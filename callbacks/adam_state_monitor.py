@@ -1,9 +1,5 @@
 """`AdamStateMonitor`: sees Adam's second moments starve before the step that they let explode."""
 
-import math
-import statistics
-from typing import Any
-
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
@@ -12,19 +8,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks.adam_statistics import (
+from lightning_mp.callbacks._rules.adam_state import AdamNumbers, AdamStateRule
+from lightning_mp.callbacks._rules.adam_statistics import (
     AdamField,
     adam_statistics,
     has_second_moments,
 )
-from lightning_mp.callbacks.sampling import SamplingMonitor
-from lightning_mp.callbacks.training_state import (
-    gradients_of,
-    is_sharded,
-    lower_rate,
-    parameter_names,
-    plain_name,
-)
+from lightning_mp.callbacks._step.gradients import parameter_names
+from lightning_mp.callbacks._step.sampling import SamplingMonitor
+from lightning_mp.callbacks._step.training_state import is_sharded, plain_name
 from lightning_mp.numerics.async_readback import Readback
 
 __all__ = ["AdamStateMonitor"]
@@ -32,24 +24,12 @@ __all__ = ["AdamStateMonitor"]
 
 @explains_arguments()
 class AdamStateMonitor(SamplingMonitor):
-    r"""Watches how far Adam's next update is from what its second moment expects.
+    """Warns of Adam's second moments that starve, sink below epsilon, or let updates explode.
 
-    After 1000 steps with a gradient of zero the old gradient makes an update 1.65 times as long as
-    before, after 5000 steps 11 times, after 10000 steps 31 times: the second moment has starved. An
-    update RMS of 2.3 and more in an embedding has been seen 1 to 8 steps before loss spikes.
+    After 5000 steps without gradient the old gradient makes an update 11 times as long as before.
+    Sampled right before a step. What each rule means: callbacks/README.md.
 
-    .. math::
-        \mathrm{RMS} = \sqrt{\mathrm{mean}(g^2 / \max(\hat v, \epsilon^2))}
-
-    Sampled right before a step, every `every_n_steps` steps, without a host sync, for every
-    optimizer that keeps `exp_avg` and `exp_avg_sq`. After a sample with a high RMS the next four
-    steps are sampled too, and a second one raises the alarm: one odd batch does not. What is usual
-    for a tensor, such as a high RMS for an embedding whose rows are seldom used, is learnt from the
-    first samples.
-
-    Logs `instability/update_rms` (the largest of all tensors), `instability/below_epsilon_share`
-    (of the values whose gradient is not 0) and `instability/update_to_weight` (the largest ratio
-    of norms); those of a second optimizer with `_1` at their end.
+    Example: `Trainer(callbacks=AdamStateMonitor(every_n_steps=50))`
 
     Args:
         max_update_rms: Warns where the RMS of a tensor is above, if it is also 1.5 times above
@@ -66,16 +46,6 @@ class AdamStateMonitor(SamplingMonitor):
 
     Raises:
         ValueError: An argument is out of range.
-
-    Alarms:
-        `update_rms`, `below_epsilon`, `zero_run`, `update_to_weight`. Of several tensors with a
-        high RMS, embeddings are named first, then the first and the last layer.
-
-    References:
-        - Stable and low-precision training for large-scale vision-language models,
-          arXiv:2304.13013
-        - Adafactor, arXiv:1804.04235, section 5
-        - Rules for weight updates: Amazon SageMaker Debugger, `WeightUpdateRatio`
     """
 
     def __init__(
@@ -95,31 +65,29 @@ class AdamStateMonitor(SamplingMonitor):
             baseline_samples=baseline_samples,
             repeat_after_steps=repeat_after_steps,
         )
-        for name, value in (
-            ("max_update_rms", max_update_rms),
-            ("max_below_epsilon", max_below_epsilon),
-            ("zero_run_steps", zero_run_steps),
-            ("min_ratio", min_ratio),
-            ("max_ratio", max_ratio),
-        ):
-            if not value > 0:
-                raise ValueError(
-                    f"Passed `AdamStateMonitor({name}={value!r})`. `{name}` must be above 0. Leave "
-                    "it out for the default."
-                )
+        limits = {
+            "max_update_rms": max_update_rms,
+            "max_below_epsilon": max_below_epsilon,
+            "zero_run_steps": zero_run_steps,
+            "min_ratio": min_ratio,
+            "max_ratio": max_ratio,
+        }
+        for name, value in limits.items():
+            self._check(value > 0, "above 0", **{name: value})
         self.max_update_rms = max_update_rms
         self.max_below_epsilon = max_below_epsilon
         self.zero_run_steps = zero_run_steps
         self.min_ratio = min_ratio
         self.max_ratio = max_ratio
-        self._names: dict[int, str] = {}
         self._first: list[str] = []  # tensors to name first
-        # Of each tensor: samples, highest RMS and highest share below epsilon at the start, the
-        # newest RMS values, the step from which on its gradient has been zero, or None, and whether
-        # it ever was not.
-        self._usual: dict[str, dict[str, Any]] = {}
-        self._highest_rate = 0.0
-        self._suspects: dict[str, int] = {}  # the step of a high RMS that waits for a second
+        self._rule = AdamStateRule(
+            baseline_samples=baseline_samples,
+            max_update_rms=max_update_rms,
+            max_below_epsilon=max_below_epsilon,
+            zero_run_steps=zero_run_steps,
+            min_ratio=min_ratio,
+            max_ratio=max_ratio,
+        )
         self._extra_samples = 0
 
     @override
@@ -132,14 +100,12 @@ class AdamStateMonitor(SamplingMonitor):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the parameters' names, and which of them matter first."""
-        self._names = parameter_names(pl_module)
         embeddings = [
             plain_name(f"{path}.weight")
             for path, module in pl_module.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
-        names = list(dict.fromkeys(self._names.values()))
+        names = list(dict.fromkeys(parameter_names(pl_module).values()))
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any("betas" in group and "eps" in group for group in groups):
@@ -152,10 +118,9 @@ class AdamStateMonitor(SamplingMonitor):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Sample what the step to come will do."""
         if not self.is_due(trainer):
             return
-        found = gradients_of(trainer, optimizer, self._names)
+        found = self.recorder.gradients(trainer, optimizer)
         chosen = [i for i, p in enumerate(found.parameters) if has_second_moments(optimizer, p)]
         if is_sharded(trainer) and "betas" in optimizer.param_groups[0]:
             # A rank may hold no part of a parameter, and so no state; all must send the same rows.
@@ -174,16 +139,13 @@ class AdamStateMonitor(SamplingMonitor):
             sums_NK,
             gather=is_sharded(trainer),
             names=[found.names[i] for i in chosen],
-            index=trainer.optimizers.index(getattr(optimizer, "optimizer", optimizer)),
-            rate=group["lr"] if isinstance(group["lr"], float) else None,
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
         )
 
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        """Hold a sample against the limits and against what is usual."""
-        names, step = sample.context["names"], sample.step
+        names, facts = sample.context["names"], sample.context["facts"]
         sums_NK = sample.array.sum(axis=0)
         count = np.maximum(sums_NK[:, AdamField.NUMEL], 1)
         moving = np.maximum(sums_NK[:, AdamField.NON_ZERO], 1)
@@ -193,172 +155,36 @@ class AdamStateMonitor(SamplingMonitor):
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.sqrt(sums_NK[:, AdamField.SQUARED_UPDATE]) / weight
         ratio[weight == 0] = np.nan
-        self.history.add_column("update RMS", step, names, rms.tolist())
-        metrics = {
-            "instability/update_rms": float(rms.max()),
-            "instability/below_epsilon_share": float(below.max()),
-        }
+        self.history.add_column("update_rms", facts.step, names, rms.tolist())
+        metrics = {"update_rms": float(rms.max()), "below_epsilon_share": float(below.max())}
         if np.isfinite(ratio).any():
-            metrics["instability/update_to_weight"] = float(np.nanmax(ratio))
-        if sample.context["index"]:  # of a second optimizer
-            metrics = {f"{k}_{sample.context['index']}": v for k, v in metrics.items()}
-        for name, value in metrics.items():
-            self.history.add_point(name.removeprefix("instability/"), step, value)
-        self.log_metrics(trainer, metrics, step)
-        high: list[tuple[str, float, float]] = []
-        for i, name in enumerate(names):
-            # What is not finite is an event of its own, for other monitors.
-            if sums_NK[i, AdamField.NUMEL] and not sums_NK[i, AdamField.NON_FINITE]:
-                is_zero = not sums_NK[i, AdamField.NON_ZERO]
-                # The RMS of few values is noisy, the more so as those of a bias move together.
-                limit = self.max_update_rms * (1 + 10 / math.sqrt(count[i]))
-                numbers = float(rms[i]), limit, float(below[i]), float(ratio[i])
-                high += self._judge_tensor(trainer, sample, name, is_zero, *numbers)
-        if high:
-            self._say_rms(trainer, step, high)
-
-    def _judge_tensor(
-        self,
-        trainer: pl.Trainer,
-        sample: Readback,
-        name: str,
-        is_zero: bool,
-        rms: float,
-        limit: float,
-        below: float,
-        ratio: float,
-    ) -> list[tuple[str, float, float]]:
-        """Judge one tensor; return it with its RMS and the limit if that is too high."""
-        usual = self._usual_of(name)
-        self._judge_zero_run(trainer, sample, name, is_zero)
-        newest = usual["newest"] = [*usual["newest"], rms][-32:]
-        if usual["samples"] <= self.baseline_samples:
-            usual["rms"] = max(usual["rms"], rms)
-            usual["below"] = max(usual["below"], below)
-            return []
-        if below > usual["below"] + self.max_below_epsilon:
-            self._say_below_epsilon(trainer, sample, name, below)
-        if not is_zero:
-            self._judge_ratio(trainer, sample, name, ratio)
-        limit = max(limit, 1.5 * usual["rms"], 3 * statistics.median(newest))
-        return [(name, rms, limit)] if rms > limit else []
-
-    def _usual_of(self, name: str) -> dict[str, Any]:
-        empty = {
-            "samples": 0,
-            "rms": 0.0,
-            "below": 0.0,
-            "newest": [],
-            "zero_from": None,
-            "was_moving": False,
-        }
-        usual = self._usual.setdefault(name, empty)
-        usual["samples"] += 1
-        return usual
-
-    def _say_rms(
-        self, trainer: pl.Trainer, step: int, high: list[tuple[str, float, float]]
-    ) -> None:
-        suspects, self._suspects = self._suspects, dict.fromkeys([name for name, *_ in high], step)
-        confirmed = [each for each in high if step - suspects.get(each[0], -100) <= 10]
-        if not confirmed:
-            self._extra_samples = 4
-            return
-        first = [each for each in confirmed if each[0] in self._first]
-        name, rms, limit = max(first or confirmed, key=lambda each: each[1] / each[2])
-        self.alarm(
-            trainer,
-            "update_rms",
-            f"The gradient of `{name}` is {rms:.3g} times (RMS) what Adam's second moment expects, "
-            f"above {limit:.3g}; {len(confirmed)} such tensors.",
-            "Use SafeAdamW(clip_update_rms=1.0), or Adam with betas=(0.9, 0.95).",
-            step=step,
-            tensor=name,
-            value=rms,
-            threshold=limit,
+            metrics["update_to_weight"] = float(np.nanmax(ratio))
+        self.record(trainer, metrics, facts)
+        # What is not finite is an event of its own, for other monitors.
+        judged = np.flatnonzero(
+            (sums_NK[:, AdamField.NUMEL] > 0) & (sums_NK[:, AdamField.NON_FINITE] == 0)
         )
-
-    def _say_below_epsilon(
-        self, trainer: pl.Trainer, sample: Readback, name: str, share: float
-    ) -> None:
-        eps = sample.context["eps"]
-        self.alarm(
-            trainer,
-            "below_epsilon",
-            f"For {share:.1%} of `{name}` the root of Adam's second moment is below eps={eps:g}, "
-            f"more than {self.max_below_epsilon:.0%} above the usual "
-            f"{self._usual[name]['below']:.1%}: epsilon sets these steps, and they shrink.",
-            f"Lower epsilon to {eps / 1000:g} with states in fp32, or use SafeAdamW(rule='atan2').",
-            step=sample.step,
-            tensor=name,
-            value=share,
-            threshold=self._usual[name]["below"] + self.max_below_epsilon,
-        )
-
-    def _judge_zero_run(
-        self, trainer: pl.Trainer, sample: Readback, name: str, is_zero: bool
-    ) -> None:
-        usual, beta2 = self._usual[name], sample.context["beta2"]
-        usual["was_moving"] |= not is_zero
-        if not is_zero:
-            usual["zero_from"] = None
-            return
-        if usual["zero_from"] is None:
-            usual["zero_from"] = sample.step
-        steps = sample.step - usual["zero_from"]
-        if usual["was_moving"] and steps >= self.zero_run_steps:
-            now, limit = _boost(steps, beta2), _boost(math.inf, beta2)
-            self.alarm(
-                trainer,
-                "zero_run",
-                f"The gradient of `{name}` has been zero in every sample for {steps} steps, "
-                f"{self.zero_run_steps} are the limit: if it returns as it was, its first step is "
-                f"{now:.3g} times as long as before, and up to {limit:.3g} times later on.",
-                "Use SafeAdamW(clip_update_rms=1.0), freeze the parameter, or raise the loss scale "
-                "where its gradients underflow.",
-                step=sample.step,
-                tensor=name,
-                value=steps,
-                threshold=self.zero_run_steps,
+        tensors = [
+            AdamNumbers(
+                name=names[i],
+                numel=int(count[i]),
+                rms=float(rms[i]),
+                below_epsilon=float(below[i]),
+                ratio=float(ratio[i]),
+                is_zero=not sums_NK[i, AdamField.NON_ZERO],
             )
-
-    def _judge_ratio(self, trainer: pl.Trainer, sample: Readback, name: str, ratio: float) -> None:
-        rate = sample.context["rate"]
-        self._highest_rate = max(self._highest_rate, rate or 0.0)
-        is_low = ratio < self.min_ratio and (rate is None or rate > 1e-3 * self._highest_rate)
-        if is_low:  # a schedule that ends near 0 is no failure
-            limit, fix = self.min_ratio, "Raise the learning rate of its group, or lower epsilon."
-        elif ratio > self.max_ratio:
-            limit = self.max_ratio
-            fix = f"Lower the learning rate to {lower_rate(trainer):.3g}, or warm it up for longer."
-        else:
-            return
-        self.alarm(
-            trainer,
-            "update_to_weight",
-            f"The next update of `{name}` has {ratio:.3g} times the norm of its weights, outside "
-            f"[{self.min_ratio:g}, {self.max_ratio:g}].",
-            fix,
-            step=sample.step,
-            tensor=name,
-            value=ratio,
-            threshold=limit,
+            for i in judged
+        ]
+        eps = sample.context["eps"]
+        verdicts = self._rule.judge(
+            facts.step,
+            tensors,
+            rate=facts.lr,
+            beta2=sample.context["beta2"],
+            eps=eps,
+            first=self._first,
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is usual, and what the base keeps."""
-        usual = {name: dict(values) for name, values in self._usual.items()}
-        return {**super().state_dict(), "usual": usual, "highest_rate": self._highest_rate}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        super().load_state_dict(state_dict)
-        self._usual = {name: dict(values) for name, values in state_dict["usual"].items()}
-        self._highest_rate = state_dict["highest_rate"]
-
-
-def _boost(steps: float, beta2: float) -> float:
-    """Return how much longer than before a step is, after so many without gradient."""
-    return math.sqrt(1 / (beta2 ** (steps + 1) + 1 - beta2))
+        if self._rule.wants_more:
+            self._extra_samples, self._rule.wants_more = 4, False
+        for verdict in verdicts:
+            self.say(trainer, verdict, facts, lower_eps=eps / 1000)

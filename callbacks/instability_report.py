@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import os
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,17 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._report.data import report_data
+from lightning_mp.callbacks._report.files import write_atomically
+from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks._report.run_facts import now, run_facts
+from lightning_mp.callbacks._step.recorder import Arrived
+from lightning_mp.callbacks._step.training_state import step_of
+from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.report_data import report_data
-from lightning_mp.callbacks.report_files import write_atomically
-from lightning_mp.callbacks.report_page import report_page
-from lightning_mp.callbacks.run_facts import now, run_facts
-from lightning_mp.callbacks.run_recorder import RunRecorder
-from lightning_mp.callbacks.training_state import step_of
 
 __all__ = ["InstabilityReport"]
 
@@ -30,19 +32,10 @@ class InstabilityReport(InstabilityMonitor):
     """Writes one HTML page: time lines, tensors by steps, alarms with remedies.
 
     A run that dies at 3 o'clock leaves a traceback and a wall of metrics; which of 300 tensors
-    began to fail 2000 steps before, no logger shows. The page needs no network and no other file.
-    It has loss, gradient norm, loss scale and skipped steps over time, heat maps of zero share,
-    headroom and update RMS, and every alarm with its remedy; both from all monitors among the
-    trainer's callbacks. Without any, it has what it records itself: the loss of every step (rank
-    zero's), the norm of all gradients where no `SpikeGuard` or `GradientUnderflowMonitor` measures
-    it, loss scale and skipped steps. No host sync.
+    began to fail 2000 steps before, no logger shows. `lightning-mp report RUN_DIR` makes the page
+    of a killed run. What is written when: callbacks/README.md.
 
-    The page is written when training ends, on an exception, and by `write`. Its data, in a JSON
-    file beside it, is written every `every_n_steps` steps too, so that a killed run leaves it:
-    `lightning-mp report RUN_DIR` makes the page of it. A resumed run goes on with the page of the
-    run that saved the checkpoint. Page and data take 5 MB each at the most, mostly below 1 MB: heat
-    maps have 25600 cells each, the alarms shown are at most 500. Rank zero writes. A page that
-    cannot be written is warned of; training goes on. With `fast_dev_run` only `write` writes.
+    Example: `Trainer(callbacks=[SpikeGuard(), InstabilityReport()])`
 
     Args:
         dirpath: The folder to write to; the logger's, or `default_root_dir` without a logger.
@@ -72,31 +65,30 @@ class InstabilityReport(InstabilityMonitor):
                 "name that ends in .html, without a folder. Pass the folder as `dirpath`."
             )
         self._check_at_least(1, every_n_steps=every_n_steps)
-        if type(max_tensors) is not int or not 1 <= max_tensors <= 500:
-            raise ValueError(
-                f"Passed `InstabilityReport(max_tensors={max_tensors!r})`. `max_tensors` must be "
-                "an integer from 1 to 500. Leave it out for the default."
-            )
+        is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
+        self._check(is_fine, "an integer from 1 to 500", max_tensors=max_tensors)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_steps = every_n_steps
         self.max_tensors = max_tensors
         self.path: Path | None = None  # of the page, once training has begun
-        self._recorder = RunRecorder(self.history)
+        self._inbox: deque[Arrived] = deque()
+        self._skips = -1  # the last step that was skipped, which several optimizers may share
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
-        self._is_started = False  # the start of now is among them
+        self._is_started = False  # whether this start is among them
         self._steps = 0
         self._end: dict[str, str] = {"how": "running"}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find out where to write, and go behind all callbacks that may raise a last alarm."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self.path = self._page_path(trainer)
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
+        self.needs_gradient_norm = not samplers
         others = [c for c in callbacks if isinstance(c, InstabilityReport) and c is not self]
         data = [os.path.abspath(c._page_path(trainer).with_suffix(".json")) for c in others]
         if os.path.abspath(self.path.with_suffix(".json")) in data:
@@ -115,18 +107,16 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Get ready to record."""
-        self._recorder.start(trainer, pl_module)
+        self._inbox = self.recorder.subscribe()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Before the first step, drop what lies beyond it, and leave a first file."""
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self._is_started:
             self._is_started = True
-            self._recorder.on_batch_start(trainer)
             step = step_of(trainer)
+            # What an earlier run has written beyond the step that this one goes on from.
+            for name, points in self.history.curves.items():
+                self.history.curves[name] = [point for point in points if point[0] < step]
             # In a run from the start the starts of another one mean nothing.
             self._starts = [each for each in self._starts if each["step"] < step]
             self._starts.append({"step": step, "time": now()})
@@ -134,34 +124,47 @@ class InstabilityReport(InstabilityMonitor):
             self._write(trainer, with_page=False)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Record what there is to see before a step."""
-        self._recorder.on_optimizer_step(trainer, optimizer)
-
-    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Record the batch's loss, and write the data when it is time."""
-        self._recorder.on_batch_end(trainer, args[1])
+        self._record_steps()
         if not trainer.fit_loop._should_accumulate():
             self._steps = step_of(trainer) + 1
             if self._steps % self.every_n_steps == 0:
                 self._write(trainer, with_page=False)
 
+    def _record_steps(self) -> None:
+        """Write the steps that have arrived into the history.
+
+        A history keeps every 1024th step of a run of 4 million, in which one NaN would be lost:
+        values that are not finite go into a curve of their own, named after it. `skipped` has a
+        point for each skipped step, whose value is how many there were so far.
+        """
+        while self._inbox:
+            facts = self._inbox.popleft().facts
+            suffix = f"_{facts.optimizer}" if facts.optimizer else ""
+            numbers = {
+                f"loss{suffix}": facts.loss,
+                f"gradient_norm{suffix}": facts.gradient_norm,
+                "loss_scale": facts.next_loss_scale,
+            }
+            for name, value in numbers.items():
+                if value is not None:
+                    self.history.add_point(name, facts.step, value)
+                    if not math.isfinite(value):
+                        self.history.add_point(f"{name}_not_finite", facts.step, value)
+            if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
+                self._skips = facts.step
+                skipped = self.history.curves.get("skipped", [])
+                self.history.add_point("skipped", facts.step, skipped[-1][1] + 1 if skipped else 1)
+
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the page, after `on_train_end` of all callbacks."""
         self._end = {"how": "finished", "time": now()}
         if trainer.interrupted:
             self._end["how"] = "interrupted"
         self._write(trainer, with_page=True)
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Write the page of a run that failed, and why."""
+    def on_exception(self, trainer: pl.Trainer, _: Any, exception: BaseException) -> None:
         if self.path is None or self._end["how"] == "finished":
             return
         text = str(exception).strip()
@@ -195,7 +198,8 @@ class InstabilityReport(InstabilityMonitor):
         try:
             if with_page:
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
-                    self._recorder.finish()
+                    self.recorder.drain()
+                self._record_steps()
             data = self._data(trainer)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path.with_suffix(".json"), json.dumps(data, allow_nan=False))
@@ -231,13 +235,11 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what was recorded, and when the run was started."""
-        self._recorder.finish()
+        self.recorder.drain()
+        self._record_steps()
         return {**super().state_dict(), "starts": list(self._starts)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         super().load_state_dict(state_dict)
-        self._recorder.history = self.history
         self._starts = list(state_dict["starts"])

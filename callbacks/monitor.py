@@ -1,7 +1,10 @@
 """What all monitors share: alarms, their history, and how they reach people and loggers."""
 
+import dataclasses
 import math
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
@@ -9,11 +12,150 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
-from lightning_mp.callbacks.history import Alarm, History
-from lightning_mp.callbacks.side_by_side import check_peers, state_for, state_key_of
-from lightning_mp.callbacks.training_state import step_of
+from lightning_mp.callbacks._rules.sentences import words_for
+from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
+from lightning_mp.callbacks._step.side_by_side import check_peers, state_for, state_key_of
+from lightning_mp.callbacks._step.training_state import learning_rate_of
 
-__all__ = ["InstabilityMonitor", "InstabilityWarning"]
+__all__ = ["Alarm", "History", "InstabilityMonitor", "InstabilityWarning"]
+
+_MAX_POINTS = 4096  # of a curve
+_MAX_COLUMNS = 256  # of a heat map
+_MAX_ALARMS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """One thing that went wrong, or is about to.
+
+    Args:
+        step: The training step that it happened in: optimizer steps tried before, counted from 0,
+            which is the axis of Lightning's loggers.
+        monitor: The class of the callback that saw it.
+        kind: What it is, in `snake_case`; one for each rule.
+        severity: `"warning"`, `"error"`, or `"info"` for what was done about it.
+        message: Where it was, one sentence with tensor, number and threshold, and the remedy.
+        remedy: The last part of `message`: what to set.
+        tensor: The dotted name of the parameter or module, if there is one.
+        value: What was measured.
+        threshold: What it was held against.
+        epoch: Counted from 0; `None` where it is not known.
+        batch_idx: The batch of that epoch, of several accumulated ones the last.
+        rank: The rank to look at for the data.
+    """
+
+    step: int
+    monitor: str
+    kind: str
+    severity: Severity
+    message: str
+    remedy: str
+    tensor: str | None = None
+    value: float | None = None
+    threshold: float | None = None
+    epoch: int | None = None
+    batch_idx: int | None = None
+    rank: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it happened, as `message` begins."""
+        parts = {"epoch": self.epoch, "batch": self.batch_idx, "rank": self.rank}
+        known = "".join(f", {k} {v}" for k, v in parts.items() if v is not None)
+        return f"Step {self.step}{known}"
+
+
+@dataclass
+class History:
+    """Alarms, curves and heat maps, thinned as they grow: old and new steps stay, evenly spaced.
+
+    A run of 1e6 steps would otherwise take 16 MB for each curve.
+
+    Args:
+        alarms: In the order in which they were raised.
+        curves: Name -> [step, value] pairs in the order of steps.
+        maps: Name -> {"names": rows, "columns": [step, values by row] pairs}; NaN is no value.
+    """
+
+    alarms: list[Alarm] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    maps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _strides: dict[str, int] = field(default_factory=dict)
+    _seen: dict[str, int] = field(default_factory=dict)
+    _newest: dict[str, int] = field(default_factory=dict)
+
+    def add_alarm(self, alarm: Alarm) -> None:
+        """Remember an alarm; the first and the newest of more than 2000 stay."""
+        self.alarms.append(alarm)
+        if len(self.alarms) > _MAX_ALARMS:
+            del self.alarms[_MAX_ALARMS // 2]
+
+    def add_point(self, name: str, step: int, value: float) -> None:
+        """Add a point to a curve."""
+        points = self.curves.setdefault(name, [])
+        if self._is_due("curve " + name):
+            points.append((step, float(value)))
+            if len(points) >= _MAX_POINTS:
+                del points[1::2]
+                self._strides["curve " + name] *= 2
+
+    def add_column(
+        self, name: str, step: int, tensors: Sequence[str], values: Sequence[float]
+    ) -> None:
+        """Add one step, or to that step, of a heat map; tensors that are new to it get a row.
+
+        Args:
+            name: Of the heat map, such as `"zero_share"`.
+            step: The training step.
+            tensors: Names of the rows.
+            values: One for each of `tensors`.
+        """
+        heat = self.maps.setdefault(name, {"names": [], "columns": []})
+        names: list[str] = heat["names"]
+        columns: list[tuple[int, list[float]]] = heat["columns"]
+        is_other_part = self._newest.get(name) == step  # as of a second optimizer
+        self._newest[name] = step
+        if is_other_part and not (columns and columns[-1][0] == step):
+            return  # the step was left out
+        if not is_other_part and not self._is_due("map " + name):
+            return
+        before = columns.pop()[1] if is_other_part else []
+        known = dict.fromkeys(names, math.nan)
+        known.update(zip(names, before, strict=False))
+        known.update(zip(tensors, map(float, values), strict=True))
+        names[:] = list(known)
+        columns.append((step, list(known.values())))
+        if len(columns) >= _MAX_COLUMNS:
+            del columns[1::2]
+            self._strides["map " + name] *= 2
+
+    def _is_due(self, key: str) -> bool:
+        seen = self._seen[key] = self._seen.get(key, -1) + 1
+        return seen % self._strides.setdefault(key, 1) == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings, lists and dicts, for JSON or a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "History":
+        """Make a history of what `to_dict` returned, also after a trip through JSON."""
+        return cls(
+            alarms=[Alarm(**alarm) for alarm in plain["alarms"]],
+            curves={k: [(int(s), float(v)) for s, v in c] for k, c in plain["curves"].items()},
+            maps={
+                name: {
+                    "names": list(heat["names"]),
+                    "columns": [(int(s), [float(v) for v in c]) for s, c in heat["columns"]],
+                }
+                for name, heat in plain["maps"].items()
+            },
+            _strides=dict(plain["_strides"]),
+            _seen=dict(plain["_seen"]),
+            _newest=dict(plain["_newest"]),
+        )
 
 
 class InstabilityWarning(UserWarning):
@@ -34,26 +176,36 @@ class InstabilityMonitor(pl.Callback):
         repeat_after_steps: Steps until the same alarm may be raised again.
     """
 
+    needs_gradient_norm = False  # of every step, in the facts
+
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self._check_at_least(1, repeat_after_steps=repeat_after_steps)
         self.repeat_after_steps = repeat_after_steps
         self.history = History()
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
+        self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
+        self.recorder = FactsRecorder()  # that of the Trainer, once there is one
+
+    def _check(self, is_good: bool, accepted: str, **value: object) -> None:
+        ((name, passed),) = value.items()
+        if not is_good:
+            raise ValueError(
+                f"Passed `{type(self).__name__}({name}={passed!r})`. `{name}` must be {accepted}. "
+                "Leave it out for the default."
+            )
 
     def _check_at_least(self, least: int, **values: object) -> None:
         for name, value in values.items():
-            if type(value) is not int or value < least:
-                raise ValueError(
-                    f"Passed `{type(self).__name__}({name}={value!r})`. `{name}` must be an "
-                    f"integer of at least {least}. Leave it out for the default."
-                )
+            is_good = type(value) is int and value >= least
+            self._check(is_good, f"an integer of at least {least}", **{name: value})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a Trainer of `pytorch_lightning`, and two monitors that act on one step."""
         check_trainer(trainer, self)
         check_peers(self, trainer)
+        if stage == "fit":
+            self.recorder = recorder_of(trainer)
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -67,8 +219,9 @@ class InstabilityMonitor(pl.Callback):
         message: str,
         remedy: str,
         *,
+        facts: StepFacts | None = None,
         step: int | None = None,
-        severity: Literal["info", "warning", "error"] = "warning",
+        severity: Severity = "warning",
         tensor: str | None = None,
         value: float | None = None,
         threshold: float | None = None,
@@ -80,7 +233,8 @@ class InstabilityMonitor(pl.Callback):
             kind: The rule that was broken.
             message: What was seen: tensor, number and threshold, with a full stop at its end.
             remedy: What to set, as a sentence.
-            step: Where it happened; the step of now if `None`.
+            facts: The step that it happened in; the one under way if `None`.
+            step: The number of that step, where nothing else is known of it.
             severity: `"info"` for what was done; nothing is warned of.
             tensor: The parameter or module.
             value: What was measured.
@@ -89,29 +243,93 @@ class InstabilityMonitor(pl.Callback):
         Returns:
             The alarm, `None` where it was held back.
         """
-        step = step_of(trainer) if step is None else step
-        last = self._raised.get((kind, tensor))
-        if severity != "info" and last is not None and 0 <= step - last < self.repeat_after_steps:
+        facts = self._step_of(trainer, facts)
+        is_known = step is None or step == facts.step
+        step = facts.step if step is None else step
+        if self._is_held_back(kind, tensor, severity, step):
             return None
         self._raised[kind, tensor] = step
-        text = f"Step {step}: {message} {remedy}".strip()
         alarm = Alarm(
             step=step,
             monitor=type(self).__name__,
             kind=kind,
             severity=severity,
-            message=text,
+            message=message,
             remedy=remedy,
             tensor=tensor,
             value=value,
             threshold=threshold,
+            epoch=facts.epoch if is_known else None,
+            batch_idx=facts.batch_idx if is_known else None,
+            rank=facts.rank if is_known else None,
         )
+        alarm = dataclasses.replace(alarm, message=f"{alarm.place}: {message} {remedy}".strip())
         self.history.add_alarm(alarm)
         if severity != "info":
-            rank_zero_warn(text, category=InstabilityWarning)
+            rank_zero_warn(alarm.message, category=InstabilityWarning)
         is_plottable = value is not None and math.isfinite(value)
         self.log_metrics(trainer, {f"instability/{kind}": value if is_plottable else 1.0}, step)
         return alarm
+
+    def _step_of(self, trainer: pl.Trainer, facts: StepFacts | None) -> StepFacts:
+        return facts or self.recorder.now or facts_of(trainer)
+
+    def _is_held_back(self, kind: str, tensor: str | None, severity: Severity, step: int) -> bool:
+        last = self._raised.get((kind, tensor))
+        is_repeated = last is not None and 0 <= step - last < self.repeat_after_steps
+        return is_repeated and severity != "info"
+
+    def say(
+        self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
+    ) -> None:
+        """Raise the alarm of a verdict, in the words of `_rules/sentences.py`.
+
+        Args:
+            trainer: The trainer.
+            verdict: What a rule found.
+            facts: The step that it found it in.
+            numbers: What the sentences have further.
+        """
+        known = self._step_of(trainer, facts)
+        if self._is_held_back(verdict.kind, verdict.tensor, verdict.severity, known.step):
+            return
+        lower_rate = learning_rate_of(trainer) / 2
+        message, remedy = words_for(verdict, lower_rate=lower_rate, **numbers)
+        self.alarm(
+            trainer,
+            verdict.kind,
+            message,
+            remedy,
+            facts=known,
+            severity=verdict.severity,
+            tensor=verdict.tensor,
+            value=verdict.value,
+            threshold=verdict.threshold,
+        )
+
+    def record(
+        self,
+        trainer: pl.Trainer,
+        metrics: Mapping[str, float],
+        facts: StepFacts,
+        every_n_steps: int = 1,
+    ) -> None:
+        """Add the finite numbers of a step to the curves, and send them to every logger.
+
+        Args:
+            trainer: The trainer.
+            metrics: Name of a curve -> number; loggers get them as `instability/<name>`. Those of
+                a second optimizer get `_1` at the end of their names.
+            facts: The step.
+            every_n_steps: Steps that loggers get; never with 0.
+        """
+        suffix = f"_{facts.optimizer}" if facts.optimizer else ""
+        finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
+        for name, value in finite.items():
+            self.history.add_point(name, facts.step, value)
+        if finite and every_n_steps and (facts.step + 1) % every_n_steps == 0:
+            named = {f"instability/{name}": value for name, value in finite.items()}
+            self.log_metrics(trainer, named, facts.step)
 
     def log_metrics(self, trainer: pl.Trainer, metrics: dict[str, Any], step: int) -> None:
         """Send plain numbers to every logger, under the step that they come from."""
@@ -130,19 +348,19 @@ class InstabilityMonitor(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on from the state of the same monitor with other arguments."""
         state = state_for(self, trainer, checkpoint)
         if state is not None:
             self.load_state_dict(state)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the alarms and curves so far, and when each alarm was raised last."""
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
-        return {"history": self.history.to_dict(), "raised": raised}
+        own = {"history": self.history.to_dict(), "raised": raised}
+        return own | ({} if self._rule is None else self._rule.state_dict())
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         self.history = History.from_dict(state_dict["history"])
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
+        if self._rule is not None:
+            self._rule.load_state_dict(state_dict)

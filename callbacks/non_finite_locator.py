@@ -1,6 +1,6 @@
 """`NonFiniteLocator`: names the module that made the first NaN or inf of a failing step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -10,17 +10,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._locate import sentences
+from lightning_mp.callbacks._locate.replay import Record
+from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._step.recorder import facts_of
+from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.non_finite_remedy import remedy_for
-from lightning_mp.callbacks.non_finite_search import gather_objects, search
-from lightning_mp.callbacks.replay import Record
-from lightning_mp.callbacks.skipped_steps import SkippedSteps
-from lightning_mp.callbacks.training_state import loss_scale_of, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import tensor_stats
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf
+from lightning_mp.precision.scaled_precision import ScaledPrecision
 
 __all__ = ["NonFiniteLocator"]
 
@@ -29,7 +31,7 @@ __all__ = ["NonFiniteLocator"]
 class _Step:
     """A training step that is under way: its batches, and what is known of it."""
 
-    number: int
+    facts: StepFacts
     scale: float | Tensor | None
     records: list[Record] = field(default_factory=list)
     backwards: int = 0
@@ -43,38 +45,9 @@ class NonFiniteLocator(InstabilityMonitor):
     """Replays a failing step once, with hooks, and names the first producer of NaN or inf.
 
     A loss of NaN says nothing of where it began: within one forward it has spread to every module
-    behind. Here the step is run again from the same random state, under the same precision and loss
-    scale, and the first module is named that takes finite inputs, with finite parameters, and gives
-    an output (or in the backward, a gradient) that is not finite. Looked into are tuples, lists,
-    dicts and dataclasses. Named too are modules that came near the limit of their dtype before it:
-    where a dropout of 0.1 takes 60000 to 66667, which fp16 cannot hold, the layer before is to
-    blame. A batch or parameter that was bad from the start is named as such, and where no submodule
-    was the first, code of the LightningModule is.
+    behind. The replay leaves training as it was. Costs and limits: callbacks/README.md.
 
-    **When**: at a loss that is not finite, before the optimizer steps; and where a loss scale has
-    skipped `repeated` steps in a row, as one overflow is how a dynamic scale finds its height.
-    Training then goes on bit for bit as without the callback: random state, buffers, gradients,
-    torchmetrics and logged values are put back. Code of `training_step` that keeps Python state or
-    writes to a logger by itself runs twice.
-
-    **Cost** in healthy steps: a copy of the states of the random generators, a reference to the
-    batches of one optimizer step, and one number for each loss, copied without blocking. The host
-    waits for it before the optimizer step, when the backward has been queued, so the device does
-    not idle; a loss scale makes the host wait there anyway. With several ranks and no loss scale,
-    that number is all-reduced in each backward, as no rank can replay alone. With a loss scale,
-    ranks talk when a step was skipped only; there a loss that is not finite on one rank, while all
-    gradients are, stays unnoticed. A replay costs a step with hooks, and gradients a second time
-    in memory. For gradients that overflow at a loss scale, up to eight more find one that fits.
-
-    **Limits.** Buffers are those after the step, where it changed them. Random numbers that the
-    LightningModule draws in `on_train_batch_start` are not drawn again. What the compiler fuses
-    runs eagerly and may round differently. In manual optimization a replay ends before the
-    optimizer step that the run stands at and uses the weights that earlier ones of the batch have
-    left; only the batch of the step itself is replayed. Nothing is replayed for
-    `training_step(dataloader_iter)`, and no backward with DeepSpeed or where hooks of gradients
-    step the optimizers.
-
-    It logs `instability/non_finite`: the largest magnitude that went into the producer.
+    Example: `Trainer(callbacks=NonFiniteLocator(action="stop"))`
 
     Args:
         repeated: Skipped steps in a row until the last of them is replayed.
@@ -87,11 +60,6 @@ class NonFiniteLocator(InstabilityMonitor):
 
     Raises:
         ValueError: An argument is not of these.
-
-    References:
-        - Hugging Face's `DebugUnderflowOverflow` reports at a forward's end, and no gradients.
-
-    Example: `Trainer(callbacks=NonFiniteLocator(action="stop"))`
     """
 
     def __init__(
@@ -105,15 +73,12 @@ class NonFiniteLocator(InstabilityMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        for name, count in (("repeated", repeated), ("max_replays", max_replays)):
-            if type(count) is not int or count < 1:
-                self._refuse(name, count, "an integer of at least 1", "3")
-        if isinstance(near_limit, bool) or not 0 < near_limit < 1:
-            self._refuse("near_limit", near_limit, "a number between 0 and 1", "0.125")
-        if not isinstance(check_gradients, bool):
-            self._refuse("check_gradients", check_gradients, "True or False", "False")
-        if action not in ("warn", "stop"):
-            self._refuse("action", action, "'warn' or 'stop'", "'warn'")
+        self._check_at_least(1, repeated=repeated, max_replays=max_replays)
+        is_share = not isinstance(near_limit, bool) and 0 < near_limit < 1
+        self._check(is_share, "a number between 0 and 1", near_limit=near_limit)
+        is_flag = isinstance(check_gradients, bool)
+        self._check(is_flag, "True or False", check_gradients=check_gradients)
+        self._check(action in ("warn", "stop"), "'warn' or 'stop'", action=action)
         self.repeated = repeated
         self.near_limit = near_limit
         self.check_gradients = check_gradients
@@ -124,20 +89,13 @@ class NonFiniteLocator(InstabilityMonitor):
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
         self._losses = AsyncReadback()
-        self._skipped = SkippedSteps()
         self._is_replaying = False
-
-    def _refuse(self, name: str, value: object, accepted: str, fix: str) -> None:
-        raise ValueError(
-            f"Passed `NonFiniteLocator({name}={value!r})`. `{name}` must be {accepted}. Pass {fix}."
-        )
 
     # --- healthy steps ---------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        self._skipped.attach(trainer)
 
     @override
     def on_train_batch_start(
@@ -146,11 +104,11 @@ class NonFiniteLocator(InstabilityMonitor):
         if self.replays >= self.max_replays:
             self._forget()
             return
-        number, is_manual = step_of(trainer), not pl_module.automatic_optimization
-        if self._step is None or self._step.number != number or is_manual:
+        facts, is_manual = facts_of(trainer, batch_idx), not pl_module.automatic_optimization
+        if self._step is None or self._step.facts.step != facts.step or is_manual:
             scale = loss_scale_of(trainer)
             scale = scale.clone() if isinstance(scale, Tensor) else scale
-            self._step = _Step(number, scale)
+            self._step = _Step(facts, scale)
         rng = RngState(trainer.strategy.root_device)
         self._step.records.append(Record(batch, batch_idx, rng))
 
@@ -158,11 +116,11 @@ class NonFiniteLocator(InstabilityMonitor):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        step = self._step
-        if step is None or self._is_replaying:
+        step, seen = self._step, self.recorder.newest_loss
+        if step is None or seen is None or self._is_replaying:
             return
         step.backwards += 1
-        is_bad = torch.isfinite(loss.detach()).all().logical_not().float()
+        is_bad = torch.isfinite(seen).logical_not().float()
         if step.scale is None:
             all_reduce_found_inf(is_bad)
         self._losses.submit(len(step.records) - 1, is_bad)
@@ -176,49 +134,38 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         self._judge_late(trainer)
         step.optimizer_steps += 1
-        if step.backwards:
-            self._skipped.expect(optimizer)
         self._take_losses(step)
         if step.bad and (step.scale is None or trainer.world_size == 1):
-            self._locate(trainer, step, step.bad, "The loss is not finite")
+            self._locate(trainer, step, step.bad, sentences.BAD_LOSS)
         elif self.check_gradients and step.scale is None and _has_bad_gradient(optimizer):
-            self._locate(trainer, step, [], "The loss is finite, gradients are not")
+            self._locate(trainer, step, [], sentences.BAD_GRADIENTS)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = self._step
         if step is None:
             return
         if step.optimizer_steps == 0:
-            if not pl_module.automatic_optimization:
+            if not trainer.lightning_module.automatic_optimization:
                 self._take_losses(step)
                 if step.bad and (step.scale is None or trainer.world_size == 1):
-                    self._locate(trainer, step, step.bad, "The loss is not finite")
+                    self._locate(trainer, step, step.bad, sentences.BAD_LOSS)
             return  # batches are being accumulated
         self._step = None
-        is_skipped = self._skipped.outcome(trainer, step.scale)
-        if is_skipped is None:
-            self._unjudged = step
-        elif step.scale is not None and step.backwards:
-            self._judge(trainer, step, is_skipped)
+        if step.scale is not None and step.backwards:
+            if self.recorder.skipped is None:
+                self._unjudged = step
+            else:
+                self._judge(trainer, step, self.recorder.skipped)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._judge_late(trainer)
         self._forget()
-        self._skipped.detach()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget()
-        self._skipped.detach()
 
     def _forget(self) -> None:
         self._losses.drain()
@@ -233,7 +180,9 @@ class NonFiniteLocator(InstabilityMonitor):
         """Judge a step of a fused optimizer, whose weights are as they were if it was skipped."""
         step, self._unjudged = self._unjudged, None
         if step is not None:
-            self._judge(trainer, step, self._skipped.late())
+            self.recorder.drain()
+            facts = self.recorder.newest
+            self._judge(trainer, step, facts is not None and bool(facts.skipped))
 
     def _judge(self, trainer: pl.Trainer, step: _Step, is_skipped: bool) -> None:
         """Count skipped steps; ranks agree on them."""
@@ -245,11 +194,9 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         bad = {index for each in gather_objects(trainer, step.bad) for index in each}
         if bad:
-            self._locate(trainer, step, sorted(bad), "The loss is not finite")
+            self._locate(trainer, step, sorted(bad), sentences.BAD_LOSS)
         elif self._skips >= self.repeated:
-            steps = f"{self._skips} steps in a row" if self._skips > 1 else "this step"
-            cause = f"Gradients overflowed in {steps},"
-            self._locate(trainer, step, [], cause)
+            self._locate(trainer, step, [], sentences.overflowed(self._skips))
 
     def _locate(self, trainer: pl.Trainer, step: _Step, indices: list[int], cause: str) -> None:
         """Replay a step, or the batches of it that failed, and raise the alarm."""
@@ -269,15 +216,13 @@ class NonFiniteLocator(InstabilityMonitor):
             )
         finally:
             self._is_replaying = False
-        where = f" in batch {records[index].batch_idx}"
-        where += f" of rank {rank}" if trainer.world_size > 1 else ""
         is_measured = bool(finding.dtype)
         self.alarm(
             trainer,
             "non_finite",
-            f"{cause}{where}: {finding.sentence}.",
-            remedy_for(finding, trainer),
-            step=step.number,
+            f"{cause}: {finding.sentence}.",
+            sentences.remedy_for(finding, _plugin_of(trainer)),
+            facts=replace(step.facts, batch_idx=records[index].batch_idx, rank=rank),
             severity="error",
             tensor=finding.name or None,
             value=finding.amax if is_measured else None,
@@ -304,3 +249,9 @@ def _has_bad_gradient(optimizer: Optimizer) -> bool:
         return False
     count = tensor_stats(gradients)[:, StatField.NON_FINITE].sum()
     return bool(all_reduce_found_inf(count.float()) != 0)
+
+
+def _plugin_of(trainer: pl.Trainer) -> str:
+    """Return the name of the plugin that a remedy is for."""
+    plugin = trainer.precision_plugin
+    return type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"

@@ -30,7 +30,7 @@ def _run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_import_loads_neither_torch_nor_lightning() -> None:
     ran = _run(
-        "import sys, lightning_mp, lightning_mp.callbacks.report_files, lightning_mp.cli\n"
+        "import sys, lightning_mp, lightning_mp.callbacks._report.files, lightning_mp.cli\n"
         "print({'torch', 'lightning', 'triton', 'torchmetrics'} & set(sys.modules))",
         ROOT,
     )
@@ -110,10 +110,10 @@ def test_tree_without_symlinks_imports_all_the_same(tmp_path: Path) -> None:
         (tmp_path / "lightning_mp" / folder).unlink()
         (tmp_path / "lightning_mp" / folder).write_text(f"../{folder}")
     ran = _run(
-        "import importlib.util, lightning_mp.callbacks.report_page\n"
-        "print(lightning_mp.callbacks.report_page.__file__)\n"
+        "import importlib.util, lightning_mp.callbacks._report.page\n"
+        "print(lightning_mp.callbacks._report.page.__file__)\n"
         "print(importlib.util.find_spec('lightning_mp.strategies').origin)",
         tmp_path,
     )
-    found = [tmp_path / "callbacks/report_page.py", tmp_path / "strategies/__init__.py"]
+    found = [tmp_path / "callbacks/_report/page.py", tmp_path / "strategies/__init__.py"]
     assert ran.stdout.split() == [str(path) for path in found], ran.stderr

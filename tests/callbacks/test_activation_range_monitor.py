@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import ActivationRangeMonitor
-from lightning_mp.callbacks.output_sampler import OutputSampler, tensors_in
+from lightning_mp.callbacks._step.outputs import OutputSampler, tensors_in
 from lightning_mp.numerics.tensor_stats import StatField
 from tests.callbacks.models import Watched, first, kinds, perceptron, watch
 
@@ -46,8 +46,8 @@ def test_activations_that_double_are_warned_of_before_they_overflow() -> None:
     bad = first(watcher, "activation_non_finite")
     assert (low.tensor, bad.tensor, bad.severity) == ("network.0", "network.0", "error")
     assert low.step < bad.step
-    column = dict(watcher.history.maps["activation headroom (bits)"]["columns"])
-    row = watcher.history.maps["activation headroom (bits)"]["names"].index("network.0")
+    column = dict(watcher.history.maps["activation_headroom_bits"]["columns"])
+    row = watcher.history.maps["activation_headroom_bits"]["names"].index("network.0")
     assert low.value == column[low.step][row] < 2
     assert column[low.step - 5][row] >= 2
     assert "inf_clamp=['network.0'] or fp32_modules=['norm', 'network.0']" in low.remedy
@@ -89,7 +89,7 @@ def test_gradients_of_outputs_are_watched_on_request() -> None:
     alarm = next(a for a in watcher.alarms if a.kind.startswith("output_gradient"))
     assert alarm.step == 20
     assert alarm.tensor == "network.4"
-    assert "activation headroom (bits)" in watcher.history.maps
+    assert "activation_headroom_bits" in watcher.history.maps
     quiet = monitor()
     watch(Watched(None, still, steps=30, factor=factor), [quiet], PureFP16(loss_scale=1.0))
     assert kinds(quiet) == []
@@ -172,7 +172,7 @@ def test_hooks_are_there_in_sampled_steps_only() -> None:
 def test_modules_can_be_chosen_and_unknown_ones_are_refused() -> None:
     watcher = monitor(modules=["network.2", "ReLU"])
     watch(Watched(None, still, steps=2), [watcher])
-    names = watcher.history.maps["activation headroom (bits)"]["names"]
+    names = watcher.history.maps["activation_headroom_bits"]["names"]
     assert names == ["network.1", "network.2", "network.3"]
     with pytest.raises(ValueError, match="network.9"):
         watch(Watched(None, still, steps=2), [monitor(modules=["network.9"])])
@@ -185,7 +185,7 @@ def test_a_compiled_module_is_seen_as_a_whole_under_its_name() -> None:
 
     watcher = monitor()
     watch(Watched(compiled, still, steps=2), [watcher])
-    names = watcher.history.maps["activation headroom (bits)"]["names"]
+    names = watcher.history.maps["activation_headroom_bits"]["names"]
     assert names == ["network.0", "network.1"]
 
 
@@ -197,7 +197,7 @@ def test_a_module_compiled_in_place_is_left_alone() -> None:
 
     watcher = monitor()
     watch(Watched(compiled, still, steps=2), [watcher])
-    assert watcher.history.maps["activation headroom (bits)"]["names"] == ["network.1"]
+    assert watcher.history.maps["activation_headroom_bits"]["names"] == ["network.1"]
 
 
 @pytest.mark.parametrize(

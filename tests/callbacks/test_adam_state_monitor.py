@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.callbacks import AdamStateMonitor
-from lightning_mp.callbacks.adam_statistics import AdamField, adam_statistics
+from lightning_mp.callbacks._rules.adam_statistics import AdamField, adam_statistics
 from tests.callbacks.models import (
     SparseWatched,
     Watched,
@@ -86,8 +86,8 @@ def test_a_thousand_steps_without_gradient_are_told_before_the_old_gradient_retu
     # 500 steps let v decay to 0.999^501 + 0.001 = 0.607, and steps grow by its inverse root.
     assert "first step is 1.28 times as long as before, and up to 31.6 times" in runs[0].message
     assert "clip_update_rms" in runs[0].remedy
-    column = dict(watcher.history.maps["update RMS"]["columns"])
-    row = watcher.history.maps["update RMS"]["names"].index("network.2.weight")
+    column = dict(watcher.history.maps["update_rms"]["columns"])
+    row = watcher.history.maps["update_rms"]["names"].index("network.2.weight")
     v = (1 - 0.999**100) * 0.999**1001 + 0.001
     assert column[1100][row] == pytest.approx(((1 - 0.999**1101) / v) ** 0.5, rel=1e-3)
     assert column[1000][row] == 0

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_mp import BalancedAMP, LossScaleConfig
 from lightning_mp.callbacks import GradientUnderflowMonitor
-from lightning_mp.callbacks.underflow import UnderflowJudge
+from lightning_mp.callbacks._rules.underflow import UnderflowJudge
 from tests.callbacks.models import Watched, first, perceptron, watch
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
@@ -155,7 +155,7 @@ def test_a_frozen_parameter_is_left_out() -> None:
     network[0].requires_grad_(False)
     watcher = monitor()
     watch(Watched(lambda: network, still, steps=2), [watcher])
-    assert "network.0.weight" not in watcher.history.maps["gradient zero share"]["names"]
+    assert "network.0.weight" not in watcher.history.maps["gradient_zero_share"]["names"]
     assert isinstance(network[0], nn.Linear)
 
 

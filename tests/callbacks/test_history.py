@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning
-from lightning_mp.callbacks.history import History
-from lightning_mp.callbacks.training_state import plain_name
+from lightning_mp.callbacks._step.training_state import plain_name
+from lightning_mp.callbacks.monitor import History
 from tests.callbacks.models import Watched, watch
 
 
@@ -96,7 +96,10 @@ def test_an_alarm_is_repeated_after_so_many_steps_and_infos_warn_of_nothing() ->
     with pytest.warns(InstabilityWarning) as caught:
         watch(Watched(steps=10), [monitor])
     texts = [str(w.message) for w in caught if w.category is InstabilityWarning]
-    assert texts == [f"Step {step}: It is odd. Make it even." for step in (0, 4, 8)]
+    assert texts == [
+        f"Step {step}, epoch 0, batch {step}, rank 0: It is odd. Make it even."
+        for step in (0, 4, 8)
+    ]
     assert len([a for a in monitor.alarms if a.kind == "done"]) == 10
     again = _Says(repeat_after_steps=4)
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))

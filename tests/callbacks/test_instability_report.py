@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_mp import BalancedAMP
+from lightning_mp.callbacks._report.files import rebuild_page
+from lightning_mp.callbacks._step import recorder
 from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.instability_report import InstabilityReport
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.report_files import rebuild_page
 from lightning_mp.numerics.async_readback import AsyncReadback
 from tests.callbacks.models import Watched, watch
 from tests.processes import exit_code_of
@@ -99,10 +100,16 @@ class Manual(Told):
         return None if batch_idx % 3 == 2 else {"loss": loss.detach()}
 
 
-def test_report_in_manual_optimization_has_the_losses_that_were_returned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backward", ["manual_backward", "tensor"])
+def test_report_in_manual_optimization_has_the_losses_that_were_backpropagated(
+    tmp_path: Path, backward: str
+) -> None:
     model = Manual(steps=7)
+    if backward == "tensor":  # Lightning does not see it, but what was returned
+        model.manual_backward = lambda loss: loss.backward()  # type: ignore[method-assign]
     watch(model, [InstabilityReport(dirpath=str(tmp_path))])
-    expected = {step: loss for step, loss in enumerate(model.losses) if step % 3 != 2}
+    is_known = lambda step: backward != "tensor" or step % 3 != 2  # noqa: E731
+    expected = {step: loss for step, loss in enumerate(model.losses) if is_known(step)}
     assert _values(_data(tmp_path), "loss") == pytest.approx(expected, rel=1e-4)
     assert len(_values(_data(tmp_path), "gradient_norm")) == 7
 
@@ -145,8 +152,8 @@ def test_report_with_monitors_has_their_maps_alarms_and_norm(tmp_path: Path) -> 
     model = Watched(steps=80, sabotage=kill)
     watch(model, monitors)
     data = _data(tmp_path)
-    assert {heat["name"] for heat in data["maps"]} == {"gradient zero share", "update RMS"}
-    zeros = next(heat for heat in data["maps"] if heat["name"] == "gradient zero share")
+    assert {heat["name"] for heat in data["maps"]} == {"gradient_zero_share", "update_rms"}
+    zeros = next(heat for heat in data["maps"] if heat["name"] == "gradient_zero_share")
     row = zeros["cells"][zeros["rows"].index("network.0.weight")]
     assert (row[0], row[-1]) == (pytest.approx(0, abs=0.5), 1)
     raised = [alarm for monitor in monitors for alarm in monitor.alarms]
@@ -204,9 +211,11 @@ class BrokenReadback(AsyncReadback):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-def test_report_of_a_run_whose_device_failed_is_written_all_the_same(tmp_path: Path) -> None:
+def test_report_of_a_run_whose_device_failed_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "AsyncReadback", BrokenReadback)
     report = InstabilityReport(dirpath=str(tmp_path))
-    report._recorder._readback = BrokenReadback()
     with pytest.raises(ValueError, match="bad</b> batch"):
         watch(Failing(steps=9), [report])
     assert _data(tmp_path)["run"]["end"]["how"] == "failed"

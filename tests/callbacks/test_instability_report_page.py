@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.callbacks.history import Alarm, History
-from lightning_mp.callbacks.report_data import report_data
-from lightning_mp.callbacks.report_files import rebuild_page, write_atomically
-from lightning_mp.callbacks.report_page import report_page
+from lightning_mp.callbacks._report.data import report_data
+from lightning_mp.callbacks._report.files import rebuild_page, write_atomically
+from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks.monitor import Alarm, History
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
 
@@ -146,7 +146,7 @@ def test_page_of_an_empty_run_says_what_is_missing() -> None:
 @pytest.mark.slow
 def test_data_and_page_of_the_largest_run_take_at_most_five_megabytes() -> None:
     histories = []
-    for name in ("gradient zero share", "headroom", "update RMS", *"abcdefg"):
+    for name in ("gradient_zero_share", "headroom", "update_rms", *"abcdefg"):
         history = History()
         names = [f"{row}{'n' * 300}" for row in range(1500)]
         for step in range(40):
@@ -170,7 +170,7 @@ def test_data_of_a_long_curve_keeps_spikes_and_what_is_not_finite() -> None:
     own.curves["loss"][1717] = (1717, 50.0)
     own.curves["loss"][2929] = (2929, -3.0)
     own.curves["loss"][333] = (333, math.inf)
-    own.curves["loss not finite"] = [(333, math.inf), (5000, math.nan)]
+    own.curves["loss_not_finite"] = [(333, math.inf), (5000, math.nan)]
     curve = _data(own)["curves"]["loss"]
     assert len(curve["steps"]) <= 1500
     points = dict(zip(curve["steps"], curve["values"], strict=True))
@@ -207,9 +207,9 @@ def test_data_takes_its_own_loss_and_the_densest_gradient_norm() -> None:
 
 def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
     monitor = History()
-    monitor.add_column("gradient headroom (bits)", 0, ["a", "b"], [3.14159, math.inf])
-    monitor.add_column("gradient headroom (bits)", 0, ["c"], [5.0])
-    monitor.add_column("gradient headroom (bits)", 4, ["c"], [math.nan])
+    monitor.add_column("gradient_headroom_bits", 0, ["a", "b"], [3.14159, math.inf])
+    monitor.add_column("gradient_headroom_bits", 0, ["c"], [5.0])
+    monitor.add_column("gradient_headroom_bits", 4, ["c"], [math.nan])
     (heat,) = _data(None, monitor)["maps"]
     rows = dict(zip(heat["rows"], heat["cells"], strict=True))
     assert heat["steps"] == [0, 4]
@@ -220,10 +220,10 @@ def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
     ("name", "values", "first"),
     [
         # The embedding's zeros are usual; those of `sinking` are new.
-        ("gradient zero share", {"embedding": [0.9, 0.9], "sinking": [0.0, 0.3]}, "sinking"),
-        ("gradient headroom (bits)", {"far": [9.0, 8.0], "near": [12.0, 1.0]}, "near"),
-        ("update RMS", {"calm": [1.0, 1.1], "wild": [1.0, 4.0]}, "wild"),
-        ("update RMS", {"wild": [1.0, 4.0], "alarmed": [1.0, 1.1]}, "alarmed"),
+        ("gradient_zero_share", {"embedding": [0.9, 0.9], "sinking": [0.0, 0.3]}, "sinking"),
+        ("gradient_headroom_bits", {"far": [9.0, 8.0], "near": [12.0, 1.0]}, "near"),
+        ("update_rms", {"calm": [1.0, 1.1], "wild": [1.0, 4.0]}, "wild"),
+        ("update_rms", {"wild": [1.0, 4.0], "alarmed": [1.0, 1.1]}, "alarmed"),
     ],
     ids=["zeros", "headroom", "update", "alarm"],
 )

@@ -177,7 +177,7 @@ def test_locator_skips_of_a_grad_scaler_are_counted(fused: bool) -> None:
     locator, model = make(2)
     (alarm,) = locator.alarms
     assert alarm.step == 1
-    assert "in 2 steps in a row, in batch 1" in alarm.message
+    assert "batch 1, rank 0: Gradients overflowed in 2 steps in a row: " in alarm.message
     assert torch.equal(at[2], at[0])  # both were skipped
     assert set(range(3)) < set(model.runs) | {3}
     assert model.runs.count(1) > 1

@@ -123,7 +123,8 @@ def test_locator_the_batch_that_failed_is_named_among_accumulated_ones(plugin: A
     locator = locate(model, plugin(), accumulate_grad_batches=3, max_replays=1)
     (alarm,) = locator.alarms
     assert alarm.step == 1
-    assert "Step 1: The loss is not finite in batch 4" in alarm.message
+    assert "Step 1, epoch 0, batch 4, rank 0: The loss is not finite: " in alarm.message
+    assert (alarm.epoch, alarm.batch_idx, alarm.rank) == (0, 4, 0)
     assert model.runs == [0, 1, 2, 3, 4, 5, 4]
 
 
@@ -138,7 +139,7 @@ def test_locator_an_overflow_among_accumulated_batches_is_searched_for_in_each()
     model = Roots()
     locator = locate(model, BalancedAMP(), accumulate_grad_batches=3, max_replays=1, repeated=1)
     (alarm,) = locator.alarms
-    assert "Gradients overflowed in this step, in batch 4" in alarm.message
+    assert "batch 4, rank 0: Gradients overflowed in this step: " in alarm.message
     assert model.runs == [0, 1, 2, 3, 4, 5, 3, 4, 4]  # the last at a loss scale of 1
 
 

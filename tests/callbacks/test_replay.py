@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_mp import BalancedAMP, PureFP16
-from lightning_mp.callbacks.replay import Record, replay
-from lightning_mp.callbacks.training_state import loss_scale_of
+from lightning_mp.callbacks._locate.replay import Record, replay
+from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.numerics.replay_state import RngState
 from tests.callbacks.non_finite_models import WIDTH, Model, Perceptron, data, fit, mixed
 

@@ -119,8 +119,8 @@ def test_page_shows_the_maps_of_both_monitors(tmp_path: Path) -> None:
     ]
     watch(Watched(steps=2), [*monitors, InstabilityReport(dirpath=str(tmp_path))])
     data = json.loads((tmp_path / "instability.json").read_text())
-    rows = {heat["name"]: heat["rows"] for heat in data["maps"] if "zero share" in heat["name"]}
+    rows = {heat["name"]: heat["rows"] for heat in data["maps"] if "zero_share" in heat["name"]}
     assert rows == {
-        "activation zero share": ["network.0"],
-        "activation zero share, 2": ["network.2"],
+        "activation_zero_share": ["network.0"],
+        "activation_zero_share_2": ["network.2"],
     }

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mp.callbacks.spike_statistics import Column, RobustWindow, Verdict
+from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
 from tests.reference.spikes import SpikeRule
 
 
@@ -121,7 +121,7 @@ def test_absent_signal_neither_counts_nor_enters() -> None:
     for _ in range(8):
         window.judge(torch.tensor([1.0, 1.0]), both)
     rows = window.judge(torch.tensor([torch.nan, 9.0]), second).numpy()
-    loss, norm = (Verdict.from_row(row) for row in rows)
+    loss, norm = (SignalVerdict.from_row(row) for row in rows)
     assert loss.is_finite
     assert not loss.is_spike
     assert norm.is_spike

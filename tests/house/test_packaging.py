@@ -131,7 +131,9 @@ def test_symlinks_lead_to_the_folders_at_the_top(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["numerics", "contrastive", "optim", "metrics"])
+@pytest.mark.parametrize(
+    "package", ["numerics", "contrastive", "optim", "metrics", "callbacks/_rules"]
+)
 def test_numerical_packages_do_not_import_lightning(package: str) -> None:
     for path in (ROOT / "lightning_mp" / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -6,12 +6,13 @@ Legend: `R` rows (tensors) and `C` columns (steps) of a heat map.
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_mp.callbacks.history import Alarm, History
+if TYPE_CHECKING:  # `lightning-mp report` needs no torch
+    from lightning_mp.callbacks.monitor import Alarm, History
 
 __all__ = ["FORMAT", "report_data"]
 
@@ -20,7 +21,7 @@ MAX_ALARMS = 500
 _MAX_CURVES, _MAX_POINTS = 40, 1500
 _MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
 _MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
-_NON_FINITE = " not finite"
+_NON_FINITE = "_not_finite"
 _OWN = ("loss", "loss_scale", "skipped")
 
 _Cells = npt.NDArray[np.float64]
@@ -28,7 +29,7 @@ _Points = list[tuple[int, float]]
 
 
 def report_data(
-    own: History, others: Iterable[History], run: dict[str, Any], max_tensors: int
+    own: "History", others: Iterable["History"], run: dict[str, Any], max_tensors: int
 ) -> dict[str, Any]:
     """Return what a page shows, in at most a few MB.
 
@@ -59,17 +60,17 @@ def report_data(
     }
 
 
-def _name_maps(histories: Sequence[History]) -> dict[str, dict[str, Any]]:
+def _name_maps(histories: Sequence["History"]) -> dict[str, dict[str, Any]]:
     """Return all heat maps; a second one of a name, as of a second monitor, is numbered."""
     maps: dict[str, dict[str, Any]] = {}
     for history in histories:
         for name, heat in history.maps.items():
-            names = itertools.chain([name], (f"{name}, {number}" for number in itertools.count(2)))
+            names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
             maps[next(each for each in names if each not in maps)] = heat
     return maps
 
 
-def _choose_alarms(alarms: list[Alarm]) -> list[Alarm]:
+def _choose_alarms(alarms: list["Alarm"]) -> list["Alarm"]:
     """Return the first and the newest of too many; errors go before warnings."""
     if len(alarms) <= MAX_ALARMS:
         return alarms
@@ -80,18 +81,21 @@ def _choose_alarms(alarms: list[Alarm]) -> list[Alarm]:
     return sorted(chosen, key=lambda alarm: alarm.step)
 
 
-def _ends(alarms: list[Alarm], count: int) -> list[Alarm]:
+def _ends(alarms: list["Alarm"], count: int) -> list["Alarm"]:
     if len(alarms) <= count:
         return list(alarms)
     return alarms[: count // 2] + alarms[len(alarms) - (count - count // 2) :]
 
 
-def _alarm(alarm: Alarm) -> dict[str, Any]:
-    message = alarm.message.removeprefix(f"Step {alarm.step}: ")
+def _alarm(alarm: "Alarm") -> dict[str, Any]:
+    message = alarm.message.removeprefix(f"{alarm.place}: ")
     if alarm.remedy:
         message = message.removesuffix(alarm.remedy)
     return {
         "step": alarm.step,
+        "epoch": alarm.epoch,
+        "batch_idx": alarm.batch_idx,
+        "rank": alarm.rank,
         "monitor": _cut(alarm.monitor, _MAX_NAME),
         "kind": _cut(alarm.kind, _MAX_NAME),
         "severity": alarm.severity,
@@ -108,7 +112,7 @@ def _cut(text: str, length: int) -> str:
 # --- curves --------------------------------------------------------------------------------------
 
 
-def _pick_curves(histories: Sequence[History]) -> dict[str, _Points]:
+def _pick_curves(histories: Sequence["History"]) -> dict[str, _Points]:
     """Return each curve once: of those under one name the one with most points.
 
     The history of the report itself comes first, and what it always records is taken from it.
@@ -217,7 +221,7 @@ def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
     lowest = np.where(lacks, np.inf, cells_RC).min(axis=1)
     if "headroom" in name:
         interest = -lowest
-    elif "zero share" in name:
+    elif "zero_share" in name:
         usual = np.where(lacks[:, :5], -np.inf, cells_RC[:, :5]).max(axis=1)
         interest = highest - np.where(np.isfinite(usual), usual, 0) + 0.01 * highest
     else:

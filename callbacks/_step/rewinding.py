@@ -14,8 +14,8 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 
+from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.training_state import step_of
 
 __all__ = ["Mark", "Rewinder"]
 

@@ -1,11 +1,12 @@
 """When zeros among values mean that a format is too small for them, and when they do not."""
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["UnderflowJudge", "Verdict"]
+__all__ = ["Underflow", "UnderflowJudge"]
 
 
-class Verdict(NamedTuple):
+class Underflow(NamedTuple):
     """What is wrong with a tensor.
 
     Args:
@@ -23,6 +24,7 @@ class Verdict(NamedTuple):
     is_alarm: bool
 
 
+@dataclass(eq=False)
 class UnderflowJudge:
     """Tells values that vanish from values that are zero by nature.
 
@@ -38,14 +40,13 @@ class UnderflowJudge:
         alarm_excess: The excess that alarms, rising or not.
     """
 
-    def __init__(self, baseline_samples: int, warn_excess: float, alarm_excess: float) -> None:
-        self.baseline_samples = baseline_samples
-        self.warn_excess = warn_excess
-        self.alarm_excess = alarm_excess
-        # Of each tensor: samples, largest share and its lowest at the start, newest two after it.
-        self._usual: dict[str, dict[str, Any]] = {}
+    baseline_samples: int
+    warn_excess: float
+    alarm_excess: float
+    # Of each tensor: samples, largest share and its lowest at the start, newest two after it.
+    _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    def judge(self, name: str, zero_share: float, subnormal_share: float) -> Verdict | None:
+    def judge(self, name: str, zero_share: float, subnormal_share: float) -> Underflow | None:
         """Take a sample of a tensor in, and return what is wrong with it.
 
         Args:
@@ -64,22 +65,22 @@ class UnderflowJudge:
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
-        steady = min(newest[-2:])  # one odd batch is none
+        steady = min(newest[-2:])  # one odd batch does not count
         # As far above the highest as that was above the lowest is still usual.
         excess = steady - (2 * usual["highest"] - usual["lowest"])
         is_gone = steady == 1 > usual["highest"]
         if excess <= self.warn_excess or not (is_gone or subnormal_share >= excess / 2):
             return None
         if excess > self.alarm_excess:
-            return Verdict(name, zero_share, usual["highest"], self.alarm_excess, True)
+            return Underflow(name, zero_share, usual["highest"], self.alarm_excess, True)
         if len(newest) == 4 and sum(newest[2:]) > sum(newest[:2]):
-            return Verdict(name, zero_share, usual["highest"], self.warn_excess, False)
+            return Underflow(name, zero_share, usual["highest"], self.warn_excess, False)
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual."""
-        return {name: dict(usual) for name, usual in self._usual.items()}
+        return {"usual": {name: dict(usual) for name, usual in self._usual.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what is usual."""
-        self._usual = {name: dict(usual) for name, usual in state.items()}
+        self._usual = {name: dict(usual) for name, usual in state["usual"].items()}

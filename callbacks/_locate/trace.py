@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.callbacks.training_state import plain_name
+from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks.replay_trace import Trace, named_tensors
-from lightning_mp.callbacks.training_state import plain_name
+from lightning_mp.callbacks._locate.trace import Trace, named_tensors
+from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision.scaled_precision import ScaledPrecision

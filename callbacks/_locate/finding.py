@@ -1,18 +1,15 @@
-"""Where values that are not finite were made: the judgement on a replayed step, in words."""
+"""Where values that are not finite were made: the judgement on a replayed step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_mp.callbacks.non_finite_suspects import (
-    name_prefix,
-    own_tensors,
-    suspects_before,
-    with_suspects,
-)
-from lightning_mp.callbacks.replay_trace import Call, Role, Seen, Trace
+from lightning_mp.callbacks._locate import sentences
+from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
 
 __all__ = ["Finding", "find_source", "headroom"]
+
+_MOST_SUSPECTS = 4
 
 Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed"]
 
@@ -48,8 +45,8 @@ class Finding:
 
     def at_fitting_scale(self, fitting: float) -> "Finding":
         """Say which loss scale cures it."""
-        words = f"at a loss scale of {fitting:g} all gradients of this batch are finite"
-        return replace(self, sentence=f"{self.sentence}; {words}", fitting_scale=fitting)
+        sentence = sentences.with_fitting_scale(self.sentence, fitting)
+        return replace(self, sentence=sentence, fitting_scale=fitting)
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
@@ -70,7 +67,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
         return Finding(
             source="parameter",
             name=parameter.path,
-            sentence=f"parameter `{parameter.path}` held {_kind(parameter)} before the step",
+            sentence=sentences.parameter(parameter),
             **_numbers([parameter], parameter),
         )
     producer = next((c for c in ended if _makes(trace, c, "input", "output")), None)
@@ -81,7 +78,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
         return Finding(
             source="batch",
             name=entry.path,
-            sentence=f"`{entry.path}` held {_kind(entry)} when it came from the data loader",
+            sentence=sentences.batch(entry),
             **_numbers([entry], entry),
         )
     return _outside(trace, ended, near_limit) or _in_backward(trace, near_limit, scale)
@@ -104,29 +101,25 @@ def headroom(trace: Trace) -> float:
 def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
     inputs, outputs = trace.seen(call, "input"), trace.seen(call, "output")
     before = [c for c in ended if (c.ended or 0) < (call.ended or 0)]
-    inside = [c for c in before if c is not call and c.name.startswith(name_prefix(call))]
+    inside = [c for c in before if c is not call and c.name.startswith(_inside(call))]
     given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
     seen = trace.seen(given, "input") if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
-    where = f" (`{bad.path}` of its output)" if bad.path and not given else ""
     if given is not None:
-        where = f", which it passed to `{given.name}`"
         before = [c for c in before if (c.ended or 0) < (given.ended or 0)]
-    suspects = suspects_before(trace, before, call, near_limit)
-    buffer = _first_bad(own_tensors(trace.group("buffers"), call))
-    if buffer is not None:
-        why = f"its buffer `{buffer.path}` held {_kind(buffer)}"
-    else:
-        why = f"its inputs are finite{_up_to([s for s in inputs if not s.is_mask])}"
-        masks = [f"`{s.path}`" for s in inputs if s.is_mask]
-        why += f", but for a mask of -inf, {masks[0]}" if masks else ""
-    if inside and buffer is None:
-        why += ", and no submodule of it made it"
-    sentence = f"{_title(trace, call)} made {_kind(bad)} in the forward{where}: {why}"
+    suspects = _suspects_before(trace, before, call, near_limit)
+    sentence = sentences.forward(
+        sentences.title_of(trace, call),
+        bad,
+        inputs,
+        passed_to=given,
+        buffer=_first_bad(_own_tensors(trace.group("buffers"), call)),
+        has_submodules=bool(inside),
+    )
     return Finding(
         source="forward",
         name=call.name or type(trace.root).__name__,
-        sentence=with_suspects(sentence, suspects),
+        sentence=sentences.with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=not call.name,
         **_numbers(inputs, bad),
@@ -138,26 +131,19 @@ def _outside(trace: Trace, ended: list[Call], near_limit: float) -> Finding | No
     tainted = (c for c in ended if _first_tainted(trace.seen(c, "input")))
     bad_input = next((c for c in tainted if _first_bad(trace.seen(c, "output"))), None)
     loss = _first_bad(trace.group("loss"))
-    if bad_input is None and loss is None:
+    bad = loss if bad_input is None else _first_tainted(trace.seen(bad_input, "input"))
+    if bad is None:
         return None
-    root = type(trace.root).__name__
+    root, before = type(trace.root).__name__, ended
     if bad_input is not None:
-        bad = _first_tainted(trace.seen(bad_input, "input"))
-        what = f"{_kind(bad)}, which it passed to `{bad_input.name}`" if bad else ""
         before = [c for c in ended if (c.ended or 0) < (bad_input.ended or 0)]
-    else:
-        bad, before = loss, ended
-        what = f"a loss of {_kind(loss)}" if loss else ""
     outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
-    suspects = suspects_before(trace, before, None, near_limit)
-    sentence = (
-        f"`training_step` of the root `{root}` made {what} in the forward, outside of any "
-        f"submodule: what submodules gave it is finite{_up_to(outputs)}"
-    )
+    suspects = _suspects_before(trace, before, None, near_limit)
+    sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
     return Finding(
         source="forward",
         name=root,
-        sentence=with_suspects(sentence, suspects),
+        sentence=sentences.with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=True,
         **_numbers(outputs, bad),
@@ -176,31 +162,29 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     bad_parameters = [s for s in trace.group("gradients") if not s.is_finite]
     if producer is None and not bad_outputs and not bad_parameters:
         return None
-    at = "" if scale is None else f" at a loss scale of {scale:g}"
     root = type(trace.root).__name__
     if producer is None:
         bad = (bad_outputs or bad_parameters)[0]
         came = trace.group("loss")
-        sentence = (
-            f"the loss computation in `training_step` of the root `{root}` made {_kind(bad)} in "
-            f"the backward{at}: no submodule did, and the loss is finite"
-        )
+        sentence = sentences.backward_of_loss(root, bad, scale)
         suspects: list[tuple[str, str]] = []
     else:
         came = trace.seen(producer, "grad_output")
         leaving = [*trace.seen(producer, "grad_input"), *_own_gradients(trace, producer)]
         bad = _first_bad(leaving) or leaving[0]
-        what = f"that of `{bad.path}`" if bad in _own_gradients(trace, producer) else "its input's"
-        sentence = (
-            f"{_title(trace, producer)} made {_kind(bad)} in the backward{at}: the gradient of its "
-            f"output is finite{_up_to(came)}, {what} is not"
+        sentence = sentences.backward(
+            sentences.title_of(trace, producer),
+            bad,
+            came,
+            is_parameter=bad in _own_gradients(trace, producer),
+            scale=scale,
         )
         earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
-        suspects = suspects_before(trace, earlier, producer, near_limit, "grad_output")
+        suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     return Finding(
         source="backward",
         name=root if producer is None else producer.name or root,
-        sentence=with_suspects(sentence, suspects),
+        sentence=sentences.with_suspects(sentence, suspects),
         suspects=tuple(name for name, _ in suspects),
         is_root=producer is None or not producer.name,
         loss_scale=scale,
@@ -215,7 +199,7 @@ def _makes_gradient(trace: Trace, call: Call) -> bool:
 
 
 def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
-    return own_tensors(trace.group("gradients"), call)
+    return _own_tensors(trace.group("gradients"), call)
 
 
 # --- what both share -----------------------------------------------------------------------------
@@ -238,14 +222,6 @@ def _numbers(went_in: list[Seen], bad: Seen | None, is_gradient: bool = False) -
     }
 
 
-def _up_to(seen: list[Seen]) -> str:
-    if not seen:
-        return ""
-    largest = max(seen, key=lambda s: s.amax / s.limit)
-    dtype = str(largest.dtype).removeprefix("torch.")
-    return f" (up to {largest.amax:.5g} in {dtype}, limit {largest.limit:g})"
-
-
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:
     return next((s for s in seen if not s.is_finite), None)
 
@@ -254,13 +230,47 @@ def _first_tainted(seen: Iterable[Seen]) -> Seen | None:
     return next((s for s in seen if not s.is_finite and not s.is_mask), None)
 
 
-def _kind(seen: Seen) -> str:
-    if seen.nan and seen.inf:
-        return "NaN and inf"
-    return "NaN" if seen.nan else "inf"
+# --- suspects ------------------------------------------------------------------------------------
 
 
-def _title(trace: Trace, call: Call) -> str:
-    if not call.name:
-        return f"the root `{type(trace.root).__name__}` itself"
-    return f"`{call.name}` ({type(call.module).__name__})"
+def _own_tensors(named: Iterable[Seen], call: Call) -> list[Seen]:
+    """Return the tensors of a module without those of the modules inside it."""
+    prefix = _inside(call)
+    return [s for s in named if s.path.startswith(prefix) and "." not in s.path[len(prefix) :]]
+
+
+def _suspects_before(
+    trace: Trace, calls: list[Call], producer: Call | None, near_limit: float, role: Role = "output"
+) -> list[tuple[str, str]]:
+    """Return names of modules that came near a limit, and how near, the last ones first."""
+    found: dict[str, str] = {}
+    for call in reversed(calls):
+        is_around = producer is not None and producer.name.startswith(_inside(call))
+        if call is producer or is_around or any(n.startswith(_inside(call)) for n in found):
+            continue
+        words = _near(trace, call, near_limit, role)
+        if words and call.name not in found:
+            found[call.name] = words
+    return list(found.items())[:_MOST_SUSPECTS]
+
+
+def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
+    if role == "grad_output":
+        near = [s for s in trace.seen(call, role) if s.amax > near_limit * s.limit]
+        return f"gradient of its output {near[0].amax:.5g}" if near else ""
+    outputs = trace.seen(call, "output")
+    weights = _own_tensors(trace.group("parameters"), call)
+    # A weight is used in the dtype that comes out, whatever dtype it is kept in.
+    limit = min((s.limit for s in outputs), default=float("inf"))
+    sizes = {
+        "weight": [s.amax for s in weights if s.amax > near_limit * min(s.limit, limit)],
+        "input": [s.amax for s in trace.seen(call, "input") if s.amax > near_limit * s.limit],
+        "output": [s.amax for s in outputs if s.amax > near_limit * s.limit],
+    }
+    words = [f"{what} {max(near):.5g}" for what, near in sizes.items() if near]
+    return ", ".join(words)
+
+
+def _inside(call: Call) -> str:
+    """Return what the names of everything inside a module start with."""
+    return f"{call.name}." if call.name else ""

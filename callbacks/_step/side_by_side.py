@@ -27,15 +27,7 @@ def state_key_of(callback: pl.Callback) -> str:
 
 
 def check_peers(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Refuse callbacks of one class that would act on one step twice.
-
-    Args:
-        callback: One of them.
-        trainer: What it is a callback of.
-
-    Raises:
-        MisconfigurationException: One of them skips or rewinds, and another comes after it.
-    """
+    """Refuse callbacks of one class of which one skips or rewinds, and another comes after it."""
     peers = _peers(callback, trainer)
     if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
         passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
@@ -56,11 +48,6 @@ def state_for(
 
     Where an argument has changed since, it is the one state of its class that no callback claims,
     if it is the one callback of its class without a state. Lightning finds a state of its own key.
-
-    Args:
-        callback: In need of a state.
-        trainer: What it is a callback of.
-        checkpoint: Of the Trainer.
     """
     states = checkpoint.get("callbacks", {})
     peers = _peers(callback, trainer)

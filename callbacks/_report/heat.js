@@ -10,13 +10,13 @@ const clamp = (x) => Math.min(Math.max(x, 0), 1);
 
 // How bad a value is, from 0 to 1, and the labels of the scale.
 function meaningOf(map) {
-  if (map.name.includes("zero share")) {
+  if (map.name.includes("zero_share")) {
     return { unit: "share", bad: (v) => Math.sqrt(clamp(v)), ticks: [[0, "0%"], [0.05, "5%"], [0.25, "25%"], [1, "100% zero"]] };
   }
   if (map.name.includes("headroom")) {
     return { unit: "number", suffix: " bits", bad: (v) => clamp(1 - v / 16), ticks: [[16, "16 bits and more"], [8, "8"], [4, "4"], [0, "0"]] };
   }
-  if (map.name.startsWith("update RMS")) {
+  if (map.name.startsWith("update_rms")) {
     return { unit: "number", bad: (v) => clamp(Math.log10(Math.max(v, 1e-9))), ticks: [[1, "≤1"], [2.3, "2.3"], [5, "5"], [10, "≥10"]] };
   }
   const values = map.cells.flat().filter((v) => typeof v === "number");

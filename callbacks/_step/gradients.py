@@ -1,58 +1,93 @@
-"""Loss and gradient norm of a step, on the device, the same on all ranks."""
+"""Gradients of a step under their names, and its signals: loss and norm, alike on all ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from lightning_mp.callbacks.training_state import NamedTensors, gather_ranks, is_sharded
+from lightning_mp.callbacks._step.training_state import gather_ranks, is_sharded, plain_name
 
-__all__ = ["LossSum", "Signals", "measure"]
+__all__ = ["NamedTensors", "Signals", "gradients_of", "measure", "parameter_names"]
+
+
+class NamedTensors(NamedTuple):
+    """Tensors of an optimizer under the names of the model's parameters.
+
+    Args:
+        names: Dotted names.
+        gradients: Of each parameter; those of parameters without one are left out.
+        parameters: What the optimizer steps and keeps state for.
+        unscale: What to multiply gradients by: 1 where they are unscaled already, else the inverse
+            loss scale, on the device.
+    """
+
+    names: list[str]
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+    unscale: float | Tensor
 
 
 class Signals(NamedTuple):
-    """What a step is judged by.
+    """What a step is judged by, on the device.
 
     Args:
         values: Loss and gradient norm, fp32, of shape [2].
         judged: Whether there is a loss, and a gradient norm.
         largest: Index and norm of the gradient with the largest norm; NaN is larger than all.
+        rank: The rank to look at, see `StepFacts`.
     """
 
     values: Tensor
     judged: Tensor
     largest: Tensor
+    rank: Tensor
+
+    def packed(self) -> Tensor:
+        """Return all numbers but `judged`, of shape [5]."""
+        return torch.cat([self.values, self.largest, self.rank[None].to(self.values)])
 
 
-class LossSum:
-    """Sums the unscaled losses that were backpropagated since the last optimizer step.
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return id(parameter) -> dotted name."""
+    return {id(p): plain_name(name) for name, p in module.named_parameters()}
 
-    Lightning hands `on_before_backward` the loss after the loss scale, and with accumulation
-    divided by the number of micro-batches.
+
+def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str]) -> NamedTensors:
+    """Return an optimizer's gradients in `on_before_optimizer_step`.
+
+    With the plugins of this package they are unscaled and in fp32 there. With Lightning's
+    `16-mixed` they are unscaled, except those of fused optimizers, which unscale inside `step`.
+    Among several ranks a parameter without gradient has an empty one, so that all name the same.
+
+    Args:
+        trainer: The trainer.
+        optimizer: What is about to step.
+        names: What `parameter_names` returned.
     """
+    plugin = trainer.precision_plugin
+    found = NamedTensors([], [], [], _unscale(plugin, optimizer))
+    has_ranks = trainer.world_size > 1
+    for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        gradient = parameter.grad
+        if gradient is None and has_ranks and parameter.requires_grad:
+            gradient = parameter.detach().new_empty(0)
+        if gradient is not None:
+            found.names.append(names.get(id(parameter), f"unnamed parameter {index}"))
+            found.gradients.append(gradient)
+            found.parameters.append(parameter)
+    return found
 
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
 
-    def add(self, trainer: pl.Trainer, loss: Tensor) -> None:
-        """Add a loss on its way to backward."""
-        unscaled = loss.detach().float().mean() / _loss_scale(trainer)
-        self._sum = unscaled if self._sum is None else self._sum + unscaled
-
-    def take(self) -> Tensor | None:
-        """Return the sum and start anew; `None` where nothing was backpropagated."""
-        taken, self._sum = self._sum, None
-        return taken
-
-
-def _loss_scale(trainer: pl.Trainer) -> float | Tensor:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler):
-        return scaler._scale.reshape(()) if scaler._scale is not None else 1.0
-    return 1.0 if scaler is None else float(scaler.scale)
+def _unscale(plugin: object, optimizer: Optimizer) -> float | Tensor:
+    scaler = getattr(plugin, "scaler", None)
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler._scale is not None and is_fused:
+        return scaler._scale.reciprocal()
+    return 1.0
 
 
 def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
@@ -78,15 +113,14 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     has_loss = torch.full((), loss is not None, device=device)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     ranks = gather_ranks(torch.stack([local, norm]))
-    if is_sharded(trainer):
-        total_norm = torch.linalg.vector_norm(ranks[:, 1])
-    else:
-        total_norm = ranks[:, 1].amax()
+    sharded = is_sharded(trainer)
+    total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
     index = norms.argmax()
     return Signals(
         values=torch.stack([ranks[:, 0].mean(), total_norm]),
         judged=torch.stack([has_loss, torch.ones_like(has_loss)]),
         largest=torch.stack([index.to(norms.dtype), norms.gather(0, index[None])[0]]),
+        rank=ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax(),
     )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_mp.callbacks.non_finite_finding import Finding, find_source, headroom
-from lightning_mp.callbacks.replay import Record, can_replay, replay
-from lightning_mp.callbacks.replay_trace import Trace
+from lightning_mp.callbacks._locate import sentences
+from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
+from lightning_mp.callbacks._locate.replay import Record, can_replay, replay
+from lightning_mp.callbacks._locate.trace import Trace
 
 __all__ = ["gather_objects", "search"]
 
@@ -45,8 +46,7 @@ def search(
         Index of the batch, rank and finding, the same on all ranks.
     """
     if not can_replay(trainer):
-        what = "`training_step(dataloader_iter)` fetches its batches, which cannot be run again"
-        return 0, 0, Finding(source="failed", name="", sentence=what)
+        return 0, 0, Finding(source="failed", name="", sentence=sentences.NO_REPLAY)
     for index, record in enumerate(records):
         trace = _try(trainer, record, scale, optimizer_steps)
         local = trace if isinstance(trace, Finding) else find_source(trace, near_limit, scale)
@@ -59,10 +59,7 @@ def search(
                     trainer, record, (rank, finding), optimizer_steps, near_limit
                 )
             return index, rank, finding
-    sentence = "the step came out finite when it was run again"
-    if len(records) > 1:
-        sentence = f"each of the {len(records)} accumulated batches is finite by itself"
-    return 0, 0, Finding(source="nowhere", name="", sentence=sentence)
+    return 0, 0, Finding(source="nowhere", name="", sentence=sentences.nowhere(len(records)))
 
 
 def _at_lower_scales(
@@ -111,6 +108,4 @@ def _try(
         return replay(trainer, record, scale, optimizer_steps)
     except Exception as error:
         # Without memory for a second backward, say: no reason to end a run that goes on without.
-        first = (str(error).splitlines() or [""])[0]
-        sentence = f"the replay failed with {type(error).__name__}: {first[:200]}"
-        return Finding(source="failed", name="", sentence=sentence)
+        return Finding(source="failed", name="", sentence=sentences.failed(error))

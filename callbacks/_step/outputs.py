@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.callbacks.sampling import pack_stats
+from lightning_mp.callbacks._step.sampling import pack_stats
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.tensor_stats import StatField
 

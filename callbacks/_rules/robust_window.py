@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "RobustWindow", "Verdict"]
+__all__ = ["Column", "RobustWindow", "SignalVerdict"]
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
@@ -31,7 +31,7 @@ class Column(IntEnum):
     IS_NEW_LEVEL = 7
 
 
-class Verdict(NamedTuple):
+class SignalVerdict(NamedTuple):
     """What a window says about one signal at one step.
 
     Args:
@@ -56,34 +56,21 @@ class Verdict(NamedTuple):
     is_new_level: bool
 
     @classmethod
-    def from_row(cls, row: npt.NDArray[Any]) -> "Verdict":
+    def from_row(cls, row: npt.NDArray[Any]) -> "SignalVerdict":
         """Make a verdict of a row of a report that has arrived on the host."""
-        return cls(
-            value=float(row[Column.VALUE]),
-            median=float(row[Column.MEDIAN]),
-            limit=float(row[Column.LIMIT]),
-            highest=float(row[Column.HIGHEST]),
-            z=float(row[Column.Z]),
-            is_spike=bool(row[Column.IS_SPIKE]),
-            is_finite=bool(row[Column.IS_FINITE]),
-            is_new_level=bool(row[Column.IS_NEW_LEVEL]),
-        )
+        value, median, limit, highest, z, *flags = row.tolist()
+        return cls(value, median, limit, highest, z, *map(bool, flags))
 
 
 class RobustWindow:
     """Tells spikes from noise, one-sided, by median and MAD of the last healthy values.
 
-    A value x is a spike where
-
-        z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold
-
-    In logarithms a loss of a few samples, which is skewed to the right (a chi-square, say), has a
-    short upper tail, and noise in proportion to the level is the same early and late. The floor
-    (5% for losses) keeps a run without noise from crying wolf at 1%: with a threshold of 6, nothing
-    below 1.35 times the median is a spike. By the reach, 2 / z_threshold times the distance from
-    the median to the highest value, a window with outliers or with a steep start asks for more.
-    Where the window holds a value that is not positive, the same is done without logarithms, unless
-    MAD is zero: then nothing is a spike.
+    z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold. In logarithms
+    a loss of a few samples, which is skewed to the right, has a short upper tail, and noise in
+    proportion to the level is the same early and late. By the reach, 2 / z_threshold times the
+    distance from the median to the highest value, a window with outliers or with a steep start asks
+    for more. Where the window holds a value that is not positive, the same is done without
+    logarithms, unless MAD is zero: then nothing is a spike.
 
     Neither spikes nor non-finite values enter the window, so one NaN cannot poison it. After
     `patience` spikes in a row the level has shifted: the window is emptied, and judges again when

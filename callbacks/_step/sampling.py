@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mp.callbacks._step.recorder import facts_of
+from lightning_mp.callbacks._step.training_state import gather_ranks, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.callbacks.training_state import gather_ranks, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 from lightning_mp.numerics.tensor_stats import (
     StatField,
@@ -52,7 +53,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         self._readback = AsyncReadback()
 
     def is_due(self, trainer: pl.Trainer) -> bool:
-        """Return whether the step of now is one to sample at."""
+        """Return whether to sample at the step under way."""
         every = self.every_n_steps
         if self._taken < self.baseline_samples:
             every = max(every // 5, 1)
@@ -65,11 +66,12 @@ class SamplingMonitor(InstabilityMonitor, ABC):
             trainer: The trainer.
             packed: The sample of this rank.
             gather: Whether the ranks have different samples, and all are to be sent.
-            context: Handed to `judge` with the sample.
+            context: Handed to `judge` with the sample, beside `facts`, the step.
         """
         self._taken += 1
         sample = gather_ranks(packed) if gather else packed[None]
-        self._readback.submit(step_of(trainer), sample, **context)
+        facts = self.recorder.now or facts_of(trainer)
+        self._readback.submit(facts.step, sample, facts=facts, **context)
 
     @abstractmethod
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
@@ -82,30 +84,23 @@ class SamplingMonitor(InstabilityMonitor, ABC):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Judge the samples that have arrived."""
         self._judge_all(trainer, self._readback.ready())
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge the samples that are left."""
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._judge_all(trainer, self._readback.drain())
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Judge the samples that are left: they may say why training ended."""
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
             self._judge_all(trainer, self._readback.drain())
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with."""
         return {**super().state_dict(), "samples": self.samples}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         super().load_state_dict(state_dict)
         self.samples = self._taken = state_dict["samples"]
 

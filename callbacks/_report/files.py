@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.callbacks.report_data import FORMAT
-from lightning_mp.callbacks.report_page import report_page
+from lightning_mp.callbacks._report.data import FORMAT
+from lightning_mp.callbacks._report.page import report_page
 
 __all__ = ["rebuild_page", "write_atomically"]
 

@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["report_page"]
+__all__ = ["MAP_TITLES", "report_page"]
 
 # Name of a curve -> title, how the numbers are written, and the axis.
 _TIME_LINES = {
@@ -17,13 +17,15 @@ _TIME_LINES = {
     "loss_scale": ("Loss scale", "number", "log2"),
     "skipped": ("Skipped steps, in all", "number", "count"),
 }
-_TITLES = {
-    "gradient zero share": "Gradients: share of values that are exactly zero",
-    "gradient headroom (bits)": "Gradients: headroom up to the largest fp16 number, in bits",
-    "update RMS": "Adam: next update against what the second moment expects (RMS)",
-    "activation zero share": "Activations: share of values that are exactly zero",
-    "activation headroom (bits)": "Activations: headroom up to the largest number, in bits",
-    "output_gradient zero share": "Gradients of outputs: share that is exactly zero",
+# Name of a heat map -> title.
+MAP_TITLES = {
+    "gradient_zero_share": "Gradients: share of values that are exactly zero",
+    "gradient_headroom_bits": "Gradients: headroom up to the largest fp16 number, in bits",
+    "update_rms": "Adam: next update against what the second moment expects (RMS)",
+    "activation_zero_share": "Activations: share of values that are exactly zero",
+    "activation_headroom_bits": "Activations: headroom up to the largest number, in bits",
+    "output_gradient_zero_share": "Gradients of outputs: share that is exactly zero",
+    "output_gradient_headroom_bits": "Gradients of outputs: headroom, in bits",
 }
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 _SHOWN_ALARMS = 20
@@ -67,8 +69,8 @@ def report_page(data: dict[str, Any]) -> str:
 
 
 def _asset(suffix: str) -> str:
-    folder = files("lightning_mp.callbacks")
-    names = ["report_page"] if suffix == "css" else ["report_base", "report_lines", "report_heat"]
+    folder = files("lightning_mp.callbacks._report")
+    names = ["page"] if suffix == "css" else ["base", "lines", "heat"]
     return "".join(folder.joinpath(f"{n}.{suffix}").read_text(encoding="utf-8") for n in names)
 
 
@@ -187,12 +189,19 @@ def _alarm(index: int, alarm: dict[str, Any]) -> str:
         f'<li id="alarm-{index}" class="alarm {level}{fold}" data-level="{level}">'
         f'<p class="what"><span class="level">{_SIGNS[level]} {_NOUNS[level]}</span> '
         f'<a href="#timelines" data-step="{alarm["step"]}">Step {alarm["step"]:,}</a> '
+        f"{_place(alarm)}"
         f'<span class="kind">{escape(alarm["kind"].replace("_", " "))}</span>{tensor}'
         f'<span class="by">{escape(alarm["monitor"])}</span></p>'
         f"<p>{_text(alarm['message'])}</p>"
         + (f'<p class="remedy">{_text(alarm["remedy"])}</p>' if alarm["remedy"] else "")
         + "</li>"
     )
+
+
+def _place(alarm: dict[str, Any]) -> str:
+    parts = {"epoch": alarm["epoch"], "batch": alarm["batch_idx"], "rank": alarm["rank"]}
+    known = ", ".join(f"{name} {at:,}" for name, at in parts.items() if at is not None)
+    return f'<span class="place">{known}</span> ' if known else ""
 
 
 # --- what the script draws -----------------------------------------------------------------------
@@ -228,7 +237,7 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     alarms = [
         [a["step"], a["severity"], f"{a['kind']}: {a['message']}"[:90]] for a in data["alarms"]
     ]
-    maps = [{**each, "title": _TITLES.get(each["name"], each["name"])} for each in data["maps"]]
+    maps = [{**each, "title": _map_title(each["name"])} for each in data["maps"]]
     return {
         "steps": run["steps"],
         "absent": absent,
@@ -237,6 +246,14 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         "alarms": alarms,
         "maps": maps,
     }
+
+
+def _map_title(name: str) -> str:
+    """Return the title of a heat map, with its number where it is the second of a name."""
+    base, _, number = name.rpartition("_")
+    if number.isdigit() and base in MAP_TITLES:
+        return f"{MAP_TITLES[base]} ({number})"
+    return MAP_TITLES.get(name, name)
 
 
 def _sentence(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Replay of a failing step, and the search for where it began."""

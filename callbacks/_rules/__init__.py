@@ -1,0 +1,1 @@
+"""Rules: numbers in, verdicts out. They import torch and never Lightning."""

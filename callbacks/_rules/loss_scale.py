@@ -1,0 +1,90 @@
+"""When a loss scale that sinks, or skips too often, means trouble."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_mp.callbacks._rules.verdict import Verdict
+
+__all__ = ["LossScaleRule"]
+
+_FP16_MAX = torch.finfo(torch.float16).max
+
+
+@dataclass(kw_only=True, eq=False)
+class LossScaleRule:
+    """Judges the loss scale after each step.
+
+    Absolute legs: a skip at the lowest scale, which no lower one can cure, and a scale below
+    `min_scale`. A rate: too many skips in the newest steps.
+
+    Args:
+        max_skip_rate: Skipped steps as a share of `window_steps` that are too many.
+        window_steps: Steps that the rate is taken over.
+        calibration_steps: Steps at the start that do not count for the rate.
+        min_scale: The scale that is too low.
+    """
+
+    max_skip_rate: float
+    window_steps: int
+    calibration_steps: int
+    min_scale: float
+    steps: int = field(default=0, init=False)
+    skipped_steps: int = field(default=0, init=False)
+    skipped_in_a_row: int = field(default=0, init=False)
+    scale: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._window: deque[bool] = deque(maxlen=self.window_steps)
+
+    @property
+    def skip_rate(self) -> float:
+        """Skipped steps as a share of the last `window_steps` steps."""
+        return sum(self._window) / self.window_steps
+
+    def judge(
+        self, before: float | None, scale: float, is_skipped: bool, floor: float, is_dynamic: bool
+    ) -> list[Verdict]:
+        """Take in a step, and return what is wrong.
+
+        Args:
+            before: The loss scale that it was made with.
+            scale: The loss scale after it.
+            is_skipped: Whether it was skipped.
+            floor: The lowest scale there is.
+            is_dynamic: Whether the scale moves.
+        """
+        self.scale = scale
+        self.steps += 1
+        self.skipped_steps += is_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if self.steps > self.calibration_steps:
+            self._window.append(is_skipped)
+        found = []
+        in_a_row = {"in_a_row": self.skipped_in_a_row}
+        if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
+            fix = "" if is_dynamic else "loss_scale_floor_static"
+            found.append(
+                Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
+            )
+        elif is_dynamic and is_skipped and scale < self.min_scale:
+            numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
+            found.append(Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers))
+        if self.skip_rate > self.max_skip_rate:
+            numbers = {"skipped": sum(self._window), "of": len(self._window), "scale": scale}
+            numbers["window"] = self.window_steps
+            found.append(Verdict("skip_rate", self.skip_rate, self.max_skip_rate, numbers=numbers))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts and window."""
+        names = ("steps", "skipped_steps", "skipped_in_a_row", "scale")
+        return {**{name: getattr(self, name) for name in names}, "window": list(self._window)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        for name in ("steps", "skipped_steps", "skipped_in_a_row", "scale"):
+            setattr(self, name, state_dict[name])
+        self._window = deque(state_dict["window"], maxlen=self.window_steps)

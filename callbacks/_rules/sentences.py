@@ -1,0 +1,141 @@
+"""What monitors say: one message and one remedy for each rule, all in this file.
+
+`tests/callbacks/golden/sentences.txt` holds each of them with sample numbers, for review.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mp.callbacks._rules.verdict import Verdict
+
+__all__ = ["MESSAGES", "REMEDIES", "words_for"]
+
+_FP32 = "fp32_modules=['norm', '{tensor}']"
+
+MESSAGES = {
+    "loss_scale_floor": "A step was skipped at the lowest loss scale, {value:g}; it is the "
+    "{in_a_row:th} skipped step in a row.",
+    "loss_scale_low": "The loss scale fell to {value:g}, below {threshold:g}, after "
+    "{in_a_row:count skipped step} in a row: gradients reach {reach:.3g}.",
+    "skip_rate": "{skipped} of the last {of:count step} were skipped for overflow, more than "
+    "{threshold:.1%} of {window}; the loss scale is {scale:g}.",
+    "gradient_underflow": "{value:.1%} of the gradient of `{tensor}` is exactly zero. At the start "
+    "it was at most {usual:.1%}, and {excess:.0%} more is the limit. There "
+    "{count:is} {count:count such tensor}.",
+    "all_gradients_underflow": "{value:.1%} of all gradients is exactly zero. At the start it was "
+    "at most {usual:.1%}, and {excess:.0%} more is the limit. There "
+    "{count:is} {count:count such tensor}.",
+    "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
+    "last sample, {total:.0f} in all. A healthy run has none.",
+    "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
+    "expects, above {threshold:.3g}. There {count:is} {count:count such tensor}.",
+    "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
+    "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon sets these steps, "
+    "and they shrink.",
+    "zero_run": "The gradient of `{tensor}` has been zero in every sample for {value:count step}; "
+    "{threshold:.0f} are the limit. If it returns as it was, its first step is {boost:.3g} times "
+    "as long as before, and up to {limit:.3g} times later on.",
+    "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
+    "weights, outside [{least:g}, {most:g}].",
+    "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
+    "{value:.0f}, and left out {left_out} more batches.",
+    "rewind_to_step_short": "Training went back {undone:count step}, to the checkpoint before step "
+    "{value:.0f}, and left out {left_out} more batches. No checkpoint is {wanted} steps back.",
+}
+for _kind, _what in (("activation", "output"), ("output_gradient", "gradient of the output")):
+    _what = f"The {_what} of `{{tensor}}` in {{dtype}}"
+    MESSAGES |= {
+        f"{_kind}_non_finite": _what + " has {value:count value} that {value:is} NaN or inf.",
+        f"{_kind}_headroom": _what + " reaches {amax:.4g}, {value:.2f} bits below the "
+        "{largest:.4g} where {dtype} ends. Less than {threshold:g} bits is too close.",
+        f"{_kind}_underflow": _what + " is exactly zero in {value:.1%} of its values. At the start "
+        "it was at most {usual:.1%}, and {excess:.0%} more is the limit. As many are close to "
+        "zero.",
+    }
+
+_LOWER_SCALE = "ass LossScaleConfig(max_scale={lower_scale:g}), or train with half='bf16'."
+_CLAMP = (
+    f"ass inf_clamp=['{{tensor}}'] or {_FP32} to the precision plugin, or train with half='bf16'."
+)
+
+REMEDIES = {
+    "loss_scale_floor": "Check the loss and the data for NaN. Add NonFiniteLocator() to name the "
+    "module, then keep it in fp32 by fp32_modules=[...], or train with half='bf16'.",
+    "loss_scale_floor_static": "Pass loss_scale='dynamic'. Add NonFiniteLocator() to name the "
+    "module, then keep it in fp32 by fp32_modules=[...], or train with half='bf16'.",
+    "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up, or add "
+    "NonFiniteLocator() and keep the module that it names in fp32 by fp32_modules=[...].",
+    "skip_rate": "Lower the learning rate to {lower_rate:.3g}, or pass "
+    "LossScaleConfig(max_scale={scale:g}, growth_interval=4000).",
+    "gradient_underflow": "Raise the loss scale, by LossScaleConfig(init_scale={higher_scale:g}), "
+    "keep the module in fp32 by fp32_modules=['norm', '{owner}'], or train with half='bf16'.",
+    "gradient_underflow_wide": "Nothing reaches the parameter any more: check that its branch is "
+    "used, and lower the learning rate if its activations have died.",
+    "activation_non_finite": "Add NonFiniteLocator() to learn where they come from, or p" + _CLAMP,
+    "activation_headroom": "P" + _CLAMP,
+    "activation_underflow": f"Keep the module in fp32 by {_FP32}, or train with half='bf16'.",
+    "activation_clamped": f"Keep the module in fp32 by {_FP32}, or lower the learning rate to "
+    "{lower_rate:.3g}.",
+    "output_gradient_non_finite": "Add NonFiniteLocator() to learn where they come from, or p"
+    + _LOWER_SCALE,
+    "output_gradient_headroom": "P" + _LOWER_SCALE,
+    "output_gradient_underflow": f"Keep the module in fp32 by {_FP32}, or train with half='bf16'.",
+    "update_rms": "Use SafeAdamW(clip_update_rms=1.0), or Adam with betas=(0.9, 0.95).",
+    "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
+    "SafeAdamW(rule='atan2').",
+    "zero_run": "Use SafeAdamW(clip_update_rms=1.0), freeze the parameter, or raise the loss scale "
+    "where its gradients underflow.",
+    "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
+    "update_to_weight_low": "Raise the learning rate of its group, or lower epsilon.",
+    "rewind_to_step": "This was rewind {rewinds} of {max_rewinds}.",
+}
+
+_ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+class _Number:
+    """A number that is also written as an ordinal, `{n:th}`, or with a noun, `{n:count step}`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __format__(self, spec: str) -> str:
+        count = int(self.value) if spec == "th" or spec.startswith(("count ", "is")) else 0
+        if spec == "th":
+            return _ordinal(count)
+        if spec == "is":
+            return "is" if count == 1 else "are"
+        if spec.startswith("count "):
+            return f"{count} {spec.removeprefix('count ')}{'' if count == 1 else 's'}"
+        return format(self.value, spec)
+
+
+def _ordinal(count: int) -> str:
+    if count < len(_ORDINALS):
+        return _ORDINALS[count]
+    last = 0 if count % 100 in (11, 12, 13) else count % 10
+    return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+
+
+def words_for(verdict: Verdict, **numbers: Any) -> tuple[str, str]:
+    """Return message and remedy of a verdict.
+
+    Args:
+        verdict: What a rule found.
+        numbers: What remedies have further, such as `lower_rate`.
+
+    Raises:
+        KeyError: There are no words for it, or a number is missing in them.
+    """
+    if verdict.words is not None:
+        return verdict.words
+    fields: Mapping[str, Any] = {
+        "value": verdict.value,
+        "threshold": verdict.threshold,
+        "tensor": verdict.tensor,
+        **verdict.numbers,
+        **numbers,
+    }
+    fields = {k: _Number(v) if isinstance(v, int | float) else v for k, v in fields.items()}
+    message = MESSAGES[verdict.says or verdict.kind].format(**fields)
+    return message, REMEDIES[verdict.fix or verdict.kind].format(**fields)

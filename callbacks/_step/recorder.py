@@ -1,0 +1,313 @@
+"""What a training step was: read once for all callbacks of a Trainer, without a host sync."""
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._step.gradients import (
+    NamedTensors,
+    Signals,
+    gradients_of,
+    measure,
+    parameter_names,
+)
+from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
+from lightning_mp.numerics.async_readback import AsyncReadback, Readback
+from lightning_mp.precision.scaled_precision import ScaledPrecision
+
+__all__ = ["Arrived", "FactsRecorder", "facts_of", "recorder_of"]
+
+
+class Arrived(NamedTuple):
+    """A step whose numbers are on the host.
+
+    Args:
+        facts: The step.
+        extras: What callbacks sent along, by `id(callback)`.
+    """
+
+    facts: StepFacts
+    extras: dict[int, npt.NDArray[Any]]
+
+
+@dataclass
+class _Pending:
+    """A step whose batch is not over: what the host knows, and numbers on the device."""
+
+    facts: StepFacts
+    names: list[str]
+    parts: dict[str | int, Tensor] = field(default_factory=dict)
+
+
+class FactsRecorder(pl.Callback):
+    """Reads every step once; the callbacks of this package share the one of their Trainer.
+
+    It stands first among the Trainer's callbacks, wherever they stand, so that what it has read is
+    there in every hook of theirs. Whoever wants steps that have arrived takes an inbox by
+    `subscribe` in `on_train_start`, and looks into it in `on_train_batch_end`, `on_train_end` and
+    `on_exception`. The gradient norm is measured where a callback has `needs_gradient_norm`.
+
+    torch's `GradScaler` does not say whether it skipped. It asks the device before it calls
+    `optimizer.step()`: a step that was due and not called was skipped. It always calls fused
+    optimizers, which skip on the device; there a fall of the scale tells, when it has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.now: StepFacts | None = None
+        self.newest: StepFacts | None = None  # of those that have arrived
+        self.newest_loss: Tensor | None = None  # unscaled, of the last backward
+        self.skipped: bool | None = None  # the last step; `None` while only `newest` will tell
+        self.signals: Signals | None = None  # of the optimizer that is about to step
+        self._names: dict[int, str] = {}
+        self._gradients: NamedTensors | None = None
+        self._measures_norm = False
+        self._loss_sum: Tensor | None = None  # since the last optimizer step
+        self._loss_count = 0
+        self._pending: list[_Pending] = []
+        self._due: set[Optimizer] = set()
+        self._handles: list[RemovableHandle] = []
+        self._inboxes: list[deque[Arrived]] = []
+        self._readback = AsyncReadback()
+
+    # --- for other callbacks ---------------------------------------------------------------------
+
+    def subscribe(self) -> deque[Arrived]:
+        """Return a queue that gets every step that arrives; call it in `on_train_start`."""
+        self._inboxes.append(deque())
+        return self._inboxes[-1]
+
+    def gradients(self, trainer: pl.Trainer, optimizer: Optimizer) -> NamedTensors:
+        """Return the gradients of the optimizer that is about to step, collected once."""
+        if self._gradients is None:
+            self._gradients = gradients_of(trainer, optimizer, self._names)
+        return self._gradients
+
+    def send_along(self, callback: pl.Callback, numbers: Tensor) -> None:
+        """Send numbers on the device, of shape [n], with the step that is about to be made."""
+        self._pending[-1].parts[id(callback)] = numbers
+
+    def drain(self) -> None:
+        """Wait for all steps on their way."""
+        self._deliver(self._readback.drain())
+
+    # --- hooks -----------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._detach()
+        self._inboxes.clear()
+        self._names = parameter_names(pl_module)
+        # Decided by what is attached, not by what has arrived so far, as all ranks must agree.
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._measures_norm = any(getattr(c, "needs_gradient_norm", False) for c in callbacks)
+        if isinstance(_scaler_of(trainer), torch.amp.GradScaler):
+            hooks = (each.register_step_pre_hook(self._called) for each in trainer.optimizers)
+            self._handles += hooks
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.now = facts_of(trainer, batch_idx)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        # Lightning hands it over after the loss scale, and divided by the accumulated batches.
+        scale = loss_scale_of(trainer)
+        self.newest_loss = loss.detach().float().mean() / (1.0 if scale is None else scale)
+        self._loss_sum = self.newest_loss + (0.0 if self._loss_sum is None else self._loss_sum)
+        self._loss_count += 1
+
+    @override
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if trainer.world_size > 1 and trainer.strategy.root_device.type != "cpu":
+            # Callbacks act on what arrives, on all ranks at the same step. Lightning has waited for
+            # the device at the start of the batch, so that nothing is waited for here.
+            self.drain()
+        plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
+        lr = optimizer.param_groups[0].get("lr")
+        self.now = replace(
+            self.now or facts_of(trainer),
+            global_step=trainer.global_step,
+            optimizer=next((i for i, each in enumerate(trainer.optimizers) if each is plain), 0),
+            optimizer_name=type(plain).__name__,
+            lr=lr if isinstance(lr, int | float) else None,
+            loss_scale=scale if isinstance(scale, float) else None,
+        )
+        loss = self._take_loss(trainer)
+        if loss is not None:
+            self._due.add(plain)
+        pending = _Pending(self.now, [])
+        self._gradients, self.signals = None, None
+        if self._measures_norm:
+            found = self.gradients(trainer, optimizer)
+            if found.gradients or trainer.world_size > 1:  # else `training_step` returned None
+                self.signals = measure(trainer, found, loss)
+                loss = self.signals.values[0] if loss is not None else None
+                pending.parts |= {"signals": self.signals.packed()}
+                pending.names = found.names
+        numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
+        pending.parts |= {
+            k: v.detach().reshape(1).clone() for k, v in numbers.items() if isinstance(v, Tensor)
+        }
+        self._pending.append(pending)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._pending and "loss" not in self._pending[-1].parts and isinstance(loss, Tensor):
+            # In manual optimization a backward may pass Lightning by.
+            self._pending[-1].parts["loss"] = loss.detach().float().mean().reshape(1)
+        self._submit(trainer)
+        self._deliver(self._readback.ready())
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.drain()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
+            self._submit(trainer)
+            self.drain()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._detach()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [c for c in callbacks if c is not self]  # type: ignore[attr-defined]
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _take_loss(self, trainer: pl.Trainer) -> Tensor | None:
+        total, count, self._loss_sum, self._loss_count = self._loss_sum, self._loss_count, None, 0
+        if total is None or not trainer.lightning_module.automatic_optimization:
+            return total
+        # Lightning divides by the batches of a full step; the last of an epoch may have fewer.
+        return total * (trainer.accumulate_grad_batches / count)
+
+    def _submit(self, trainer: pl.Trainer) -> None:
+        """Send the steps of the batch on their way, now that their outcome is known."""
+        pending, self._pending = self._pending, []
+        self._gradients, self.signals = None, None
+        if not pending:
+            return
+        skipped, after = self._outcome(trainer), loss_scale_of(trainer)
+        self.skipped = skipped
+        for each in pending:
+            known = after if isinstance(after, float) else None
+            facts = replace(each.facts, skipped=skipped, next_loss_scale=known)
+            if isinstance(after, Tensor):
+                each.parts["next_loss_scale"] = after.detach().reshape(1)
+            device = trainer.strategy.root_device
+            sent = [
+                part.to(device, torch.float32, non_blocking=True) for part in each.parts.values()
+            ]
+            self._readback.submit(
+                facts.step,
+                torch.cat(sent) if sent else torch.zeros(0),
+                facts=facts,
+                names=each.names,
+                lengths={key: len(part) for key, part in each.parts.items()},
+            )
+        self.now = facts
+
+    def _outcome(self, trainer: pl.Trainer) -> bool | None:
+        """Return whether the step was skipped; `None` where only the scale can tell, later."""
+        due, self._due = self._due, set()
+        scaler = _scaler_of(trainer)
+        if isinstance(trainer.precision_plugin, ScaledPrecision):
+            return scaler is not None and bool(scaler.last_step_skipped)
+        if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None or not due:
+            return False
+        return None if any(_is_fused(each) for each in due) else True
+
+    def _deliver(self, arrived: list[Readback]) -> None:
+        for readback in arrived:
+            self.newest, extras = _complete(readback)
+            for inbox in self._inboxes:
+                inbox.append(Arrived(self.newest, extras))
+
+    def _called(self, optimizer: Optimizer, *_: Any) -> None:
+        if not _is_fused(optimizer):
+            self._due.discard(optimizer)
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._due.clear()
+        self._pending.clear()
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            self._readback.drain()
+        self._loss_sum, self._loss_count = None, 0
+        self.now = self.newest = self.newest_loss = self.signals = self._gradients = None
+
+
+def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
+    """Return what the host knows of the step that a hook is called in."""
+    return StepFacts(
+        step=step_of(trainer),
+        global_step=trainer.global_step,
+        epoch=trainer.current_epoch,
+        batch_idx=trainer.fit_loop.epoch_loop.batch_idx if batch_idx is None else batch_idx,
+        rank=trainer.global_rank,
+    )
+
+
+def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
+    """Return the recorder of a Trainer; whoever comes first makes it."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, FactsRecorder):
+            return callback
+    recorder = FactsRecorder()
+    trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
+    return recorder
+
+
+def _complete(readback: Readback) -> tuple[StepFacts, dict[int, npt.NDArray[Any]]]:
+    """Put the numbers that have arrived into the facts of their step."""
+    facts, names = readback.context["facts"], readback.context["names"]
+    parts: dict[Any, npt.NDArray[Any]] = {}
+    at = 0
+    for key, length in readback.context["lengths"].items():
+        parts[key] = readback.array[at : at + length]
+        at += length
+    extras = {key: part for key, part in parts.items() if isinstance(key, int)}
+    found: dict[str, Any] = {
+        key: float(part[0]) for key, part in parts.items() if key not in extras and key != "signals"
+    }
+    if "signals" in parts:
+        _, norm, index, largest, rank = map(float, parts["signals"])
+        found |= {"gradient_norm": norm, "rank": int(rank)}
+        if names:
+            found |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
+    if facts.skipped is None:
+        # torch's scaler lowers its scale at each overflow and at nothing else.
+        found["skipped"] = found["next_loss_scale"] < found["loss_scale"]
+    return replace(facts, **found), extras
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _scaler_of(trainer: pl.Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)

@@ -1,0 +1,67 @@
+"""What monitors read from a Trainer: the step, the loss scale, the ranks; with any plugin."""
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+
+__all__ = [
+    "gather_ranks",
+    "is_sharded",
+    "loss_scale_of",
+    "learning_rate_of",
+    "plain_name",
+    "step_of",
+]
+
+# What wrappers put into names that their users do not write.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def step_of(trainer: pl.Trainer) -> int:
+    """Return the training step that a hook is called in.
+
+    Optimizer steps tried before, skipped ones too, counted from 0 over epochs: the axis of
+    Lightning's loggers. `trainer.global_step` stands still while steps are skipped.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def plain_name(name: str) -> str:
+    """Return a dotted name without what `torch.compile`, FSDP and checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def loss_scale_of(trainer: pl.Trainer) -> float | Tensor | None:
+    """Return the loss scale: a number, a tensor on the device, or `None` without one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler):
+        return scaler._scale if scaler._scale is not None else float(scaler._init_scale)
+    return None if scaler is None else float(scaler.scale)
+
+
+def is_sharded(trainer: pl.Trainer) -> bool:
+    """Return whether ranks hold different parts of gradients; under DDP they all hold the same."""
+    return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+
+
+def gather_ranks(packed: Tensor) -> Tensor:
+    """Stack the tensors of all ranks in one collective: shape [W, *packed.shape].
+
+    Every rank must call it at the same steps, with the same shape.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return packed[None]
+    world_size = dist.get_world_size()
+    gathered = packed.new_empty(world_size * packed.numel())  # gloo takes no further dimensions
+    dist.all_gather_into_tensor(gathered, packed.flatten())
+    return gathered.view(world_size, *packed.shape)
+
+
+def learning_rate_of(trainer: pl.Trainer) -> float:
+    """Return the largest learning rate; a sync where it is a tensor."""
+    rates = [group["lr"] for each in trainer.optimizers for group in each.param_groups]
+    return max(map(float, rates), default=0.0)

@@ -1,0 +1,168 @@
+"""Every sentence that the monitors can say, with sample numbers, for `golden/*.txt`.
+
+After a change of words run `python -m tests.callbacks.sentences` and read the difference.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mp.callbacks._locate import sentences as locator
+from lightning_mp.callbacks._locate.finding import Finding
+from lightning_mp.callbacks._locate.trace import Call, Seen
+from lightning_mp.callbacks._rules import spike_sentences
+from lightning_mp.callbacks._rules.robust_window import SignalVerdict
+from lightning_mp.callbacks._rules.sentences import MESSAGES, REMEDIES, words_for
+from lightning_mp.callbacks._rules.spike_sentences import Scene
+from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._step.facts import StepFacts
+
+FOLDER = Path(__file__).parent / "golden"
+
+# One for each name in the templates; counts of 1 are written as well, where there is a noun.
+SHARE = {"value": 0.123, "threshold": 0.06, "usual": 0.01, "excess": 0.05}
+SAMPLES: dict[str, Any] = {
+    **{"in_a_row": 3, "reach": 127.9, "skipped": 12, "of": 812, "window": 1000, "scale": 512.0},
+    **{"count": 2, "total": 40.0, "eps": 1e-8, "boost": 1.28, "limit": 31.6, "least": 1e-8},
+    **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
+    **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "lower_scale": 256.0},
+    **{"higher_scale": 4096, "owner": "layers.0.mlp", "lower_eps": 1e-11},
+    **{"rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
+}
+# Where a share would be no sample of the value and the threshold.
+VALUES = {
+    "loss_scale_floor": (1.0, 1.0),
+    "loss_scale_low": (512.0, 1024.0),
+    "skip_rate": (0.012, 0.01),
+    "activation_clamped": (17.0, 0),
+    "update_rms": (4.56, 2.31),
+    "zero_run": (600, 500),
+    "update_to_weight": (12.0, 10.0),
+    "rewind_to_step": (150, None),
+    "non_finite": (3.0, 0),
+    "headroom": (0.71, 2.0),
+}
+# Messages that share the remedy of another one, and remedies that share a message.
+FIXES = {"all_gradients_underflow": "gradient_underflow", "rewind_to_step_short": "rewind_to_step"}
+SAYS = {
+    "loss_scale_floor_static": "loss_scale_floor",
+    "gradient_underflow_wide": "gradient_underflow",
+    "update_to_weight_low": "update_to_weight",
+}
+
+
+def rules() -> Iterator[str]:
+    """Yield all that `_rules/sentences.py` holds."""
+    pairs = {key: (key, FIXES.get(key, key)) for key in MESSAGES}
+    pairs |= {fix: (says, fix) for fix, says in SAYS.items()}
+    assert {fix for _, fix in pairs.values()} == set(REMEDIES)
+    for key, (says, fix) in pairs.items():
+        samples = {**SAMPLES, **SHARE}
+        for name, (value, threshold) in VALUES.items():
+            if name in key:
+                samples |= {"value": value, "threshold": threshold}
+        one = {**samples, "in_a_row": 1, "count": 1, "undone": 1}
+        several, single = (
+            words_for(Verdict(key, says=says, fix=fix, numbers=numbers))
+            for numbers in (samples, one)
+        )
+        yield f"[{key}]\n{several[0]}\n{several[1]}\n"
+        if single != several:
+            yield f"[{key}, of 1]\n{single[0]}\n"
+
+
+def spikes() -> Iterator[str]:
+    """Yield what `SpikeGuard` says."""
+    nan, inf = float("nan"), float("inf")
+    fine = SignalVerdict(1.1, 1.0, 1.5, 1.2, 0.4, False, True, False)
+    high = SignalVerdict(30.0, 1.0, 1.5, 1.2, 14.0, True, True, True)
+    bad = SignalVerdict(nan, 1.0, 1.5, 1.2, nan, False, False, False)
+    blind = SignalVerdict(inf, nan, nan, nan, nan, False, False, False)
+    for action, scale, optimizer in (
+        ("warn", None, 0),
+        ("skip", 512.0, 0),
+        ("stop", None, 1),
+        ("rewind", None, 0),
+    ):
+        scene = Scene(
+            facts=StepFacts(
+                step=200,
+                global_step=200,
+                epoch=0,
+                batch_idx=200,
+                rank=0,
+                optimizer=optimizer,
+                optimizer_name="AdamW",
+                lr=1e-3,
+                largest_gradient="layers.0.mlp.weight",
+                largest_gradient_norm=29.5,
+                loss_scale=scale,
+            ),
+            first_lr=5e-4,
+            clip_val=None,
+            action=action,
+            is_spent=False,
+            window_steps=128,
+            judge_after_steps=64,
+            z_threshold=6.0,
+            patience=16,
+        )
+        pairs = ((bad, fine), (blind, fine), (fine, bad), (high, fine), (fine, high))
+        found = [spike_sentences.describe(scene, *pair) for pair in (*pairs, (high, high))]
+        found += [spike_sentences.describe(scene, high, bad)] if scale else []
+        found += [spike_sentences.level_shift(scene, "loss", high)]
+        found += [spike_sentences.non_finite_run(scene)]
+        for each in found:
+            message, remedy = words_for(each)
+            yield f"[{action}: {each.kind}, {each.severity}]\n{message}\n{remedy}\n"
+
+
+def causes() -> Iterator[str]:
+    """Yield what `NonFiniteLocator` says."""
+    half, single = torch.float16, torch.float32
+    nan, inf = Seen("", half, 3.0, 2, 0, 0), Seen("[0]", half, 3.0, 0, 1, 1)
+    both = Seen("head.weight", single, 1.0, 1, 1, 0)
+    mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
+    mlp, head = "`layers.0.mlp` (MLP)", Call("head", nn.Linear(1, 1))
+    none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
+    yield from (
+        f"{locator.BAD_LOSS}\n{locator.BAD_GRADIENTS}\n",
+        f"{locator.overflowed(1)}\n{locator.overflowed(3)}\n",
+        f"{locator.nowhere(1)}\n{locator.nowhere(4)}\n",
+        f"{locator.failed(ValueError('no'))}\n{locator.NO_REPLAY}\n",
+        f"{locator.parameter(both)}\n{locator.batch(nan)}\n",
+        locator.forward(mlp, inf, [fine], **none) + "\n",
+        locator.forward(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
+        locator.forward(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
+        locator.forward(mlp, nan, [], **{**none, "buffer": both}) + "\n",
+        locator.outside("Model", nan, [fine], passed_to=None) + "\n",
+        locator.outside("Model", inf, [], passed_to=head) + "\n",
+        locator.backward_of_loss("Model", inf, 512.0) + "\n",
+        locator.backward(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
+        locator.backward(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
+        locator.with_suspects("x", [("up", "weight 60000"), ("norm", "output 9")]) + "\n",
+        locator.with_fitting_scale("x", 256.0) + "\n",
+    )
+    for source, more in (
+        ("batch", {}),
+        ("parameter", {}),
+        ("forward", {"dtype": "float32"}),
+        ("forward", {"dtype": "float16", "is_root": True}),
+        ("forward", {"dtype": "float16", "suspects": ("up", "norm")}),
+        ("backward", {"fitting_scale": 256.0}),
+        ("backward", {"dtype": "float16"}),
+        ("backward", {"dtype": "float32"}),
+    ):
+        finding = Finding(source=source, name="head", sentence="", **more)  # type: ignore[arg-type]
+        yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
+
+
+FILES = {"rules.txt": rules, "spikes.txt": spikes, "causes.txt": causes}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, make in FILES.items():
+        (FOLDER / file).write_text("\n".join(make()), encoding="utf-8")

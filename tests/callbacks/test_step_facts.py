@@ -1,0 +1,170 @@
+"""A step is read once for all callbacks of a Trainer, in whatever order they stand."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import SGD, AdamW
+
+from lightning_mp import BalancedAMP
+from lightning_mp.callbacks import (
+    AdamStateMonitor,
+    Alarm,
+    GradientUnderflowMonitor,
+    InstabilityReport,
+    LossScaleMonitor,
+    NonFiniteLocator,
+    SpikeGuard,
+)
+from lightning_mp.callbacks._report.page import MAP_TITLES
+from lightning_mp.callbacks._step import recorder
+from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
+from lightning_mp.callbacks.monitor import InstabilityMonitor
+from tests.callbacks.models import Watched, watch
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_mp.callbacks.InstabilityWarning",
+    "ignore:.*lr_scheduler.step.*before.*optimizer.step",
+)
+
+
+class Keeps(InstabilityMonitor):
+    """Keeps the facts of every step."""
+
+    needs_gradient_norm = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: list[StepFacts] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.inbox = self.recorder.subscribe()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.facts += [self.inbox.popleft().facts for _ in range(len(self.inbox))]
+
+    on_train_end = on_train_batch_end
+
+
+def stock() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+def fused(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=1e-3, fused=True)
+
+
+PLUGINS = {
+    "ours": (lambda: BalancedAMP(loss_scale="dynamic"), None),
+    "16-mixed": (stock, None),
+    "16-mixed, fused": (stock, fused),
+}
+
+
+@pytest.mark.parametrize(("plugin", "optimizer"), PLUGINS.values(), ids=PLUGINS)
+def test_facts_tell_skipped_steps_and_the_scale_before_and_after(
+    plugin: Any, optimizer: Any
+) -> None:
+    keeps = Keeps()
+    factor = lambda step: math.inf if step in (3, 4) else 1.0  # noqa: E731
+    watch(Watched(None, optimizer, steps=7, factor=factor), [keeps], plugin())
+    assert [f.step for f in keeps.facts if f.skipped] == [3, 4]
+    scales = [1024.0] * 4 + [512.0] + [256.0] * 3
+    assert [f.loss_scale for f in keeps.facts] == scales[:-1]
+    assert [f.next_loss_scale for f in keeps.facts] == scales[1:]
+    assert [f.loss is not None and math.isfinite(f.loss) for f in keeps.facts][2:6] == [
+        *(True, False, False, True)
+    ]
+
+
+def test_facts_say_where_a_step_was() -> None:
+    keeps = Keeps()
+    model = Watched(None, lambda p: SGD(p, torch.tensor(0.25)), steps=6)
+    watch(model, [keeps], accumulate_grad_batches=2, max_epochs=2)
+    assert [(f.step, f.epoch, f.batch_idx) for f in keeps.facts] == [
+        *((0, 0, 1), (1, 0, 3), (2, 0, 5), (3, 1, 1), (4, 1, 3), (5, 1, 5))
+    ]
+    last = keeps.facts[-1]
+    assert (last.global_step, last.rank, last.optimizer, last.optimizer_name) == (5, 0, 0, "SGD")
+    assert last.lr == 0.25  # also where it is a tensor
+    assert (last.loss_scale, last.skipped) == (None, False)
+    assert last.largest_gradient in dict(model.named_parameters())
+    assert last.gradient_norm is not None
+    assert last.largest_gradient_norm is not None
+    assert 0 < last.largest_gradient_norm <= last.gradient_norm
+
+
+def test_gradients_are_collected_and_measured_once_for_all(monkeypatch: Any) -> None:
+    calls: Counter[str] = Counter()
+    for name in ("gradients_of", "measure"):
+        original = getattr(recorder, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original) -> Any:
+            calls[_name] += 1
+            return _original(*args)
+
+        monkeypatch.setattr(recorder, name, counted)
+    watching = [
+        SpikeGuard(),
+        InstabilityReport(),
+        GradientUnderflowMonitor(every_n_steps=1),
+        AdamStateMonitor(every_n_steps=1),
+    ]
+    watch(Watched(steps=5), watching, fast_dev_run=5)
+    assert calls == {"gradients_of": 5, "measure": 5}
+
+
+def monitors() -> Iterator[InstabilityMonitor]:
+    yield LossScaleMonitor(min_scale=4096.0)
+    yield GradientUnderflowMonitor(every_n_steps=2)
+    yield ActivationRangeMonitor(every_n_steps=2, backward=True)
+    yield AdamStateMonitor(every_n_steps=2)
+    yield SpikeGuard(window_steps=8, judge_after_steps=4, repeat_after_steps=1)
+    yield NonFiniteLocator(max_replays=1)
+
+
+@pytest.mark.slow
+def test_callbacks_say_the_same_in_any_order_and_all_say_where() -> None:
+    factor = {12: 50.0, 15: math.inf, 16: math.inf, 17: math.inf}
+
+    def train(reverse: bool) -> dict[str, list[Alarm]]:
+        watching = list(monitors())
+        model = Watched(steps=20, factor=lambda step: factor.get(step, 1.0))
+        plugin = BalancedAMP(loss_scale="dynamic")
+        trainer = watch(model, watching[::-1] if reverse else watching, plugin)
+        assert not any(isinstance(c, recorder.FactsRecorder) for c in trainer.callbacks)
+        for monitor in watching:
+            assert set(monitor.history.maps) <= set(MAP_TITLES)  # none is without a title
+            keys = [*monitor.history.maps, *monitor.history.curves]
+            assert [key for key in keys if not key.replace("_", "").isalnum()] == []
+        return {type(m).__name__: m.alarms for m in watching}
+
+    first, second = train(False), train(True)
+    assert repr(first) == repr(second)
+    alarms = [alarm for each in first.values() for alarm in each]
+    assert {"loss_scale_low", "non_finite_loss", "non_finite"} <= {a.kind for a in alarms}
+    assert all((a.epoch, a.batch_idx, a.rank) == (0, a.step, 0) for a in alarms)
+
+
+class Spikes(pl.Callback):
+    """Nothing; stands where a user's callback stands."""
+
+
+def test_recorder_is_shared_stands_first_and_leaves() -> None:
+    seen: list[Any] = []
+
+    class Looks(Watched):
+        def on_train_start(self) -> None:
+            seen.extend(self.trainer.callbacks)
+
+    trainer = watch(Looks(steps=1), [Spikes(), SpikeGuard(), LossScaleMonitor()])  # type: ignore[list-item]
+    kinds = [isinstance(each, recorder.FactsRecorder) for each in seen]
+    assert kinds == [True, *[False] * (len(seen) - 1)]
+    assert seen[2].recorder is seen[3].recorder is seen[0]
+    assert seen[0] not in trainer.callbacks
