@@ -185,7 +185,7 @@ def train(
     Args:
         model: The model.
         plugin: A precision plugin; `None` for fp32.
-        callbacks: More callbacks, before the monitors.
+        callbacks: More callbacks, behind the monitors.
         often: As for `all_monitors`.
         options: Of the Trainer.
     """
@@ -193,7 +193,7 @@ def train(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore", InstabilityWarning)
         monitors = all_monitors(folder, **(often or {}))
-        trainer = make_trainer(plugin, callbacks=[*callbacks, *monitors], **options)
+        trainer = make_trainer(plugin, callbacks=[*monitors, *callbacks], **options)
         torch.manual_seed(0)
         try:
             trainer.fit(model)
