@@ -45,11 +45,11 @@ class HotGPT2(GPT2):
     """
 
     def __init__(self, lr: float) -> None:
-        super().__init__(300, lr)
+        super().__init__(160, lr)
         self.decays = False
 
     def progress(self) -> tuple[float, float]:
-        return statistics.fmean(self.losses[-30:]), 0.9 * math.log(VOCABULARY)
+        return statistics.fmean(self.losses[-20:]), 0.9 * math.log(VOCABULARY)
 
 
 class Recurrent(nn.Module):
@@ -99,9 +99,9 @@ class Words(Fit):
         return loss
 
     def progress(self) -> tuple[float, float]:
-        """The highest loss since the change, and twice what it was before."""
+        """The highest loss since the change, and three times what it was before."""
         before = self.losses[self.CHANGE - 50 : self.CHANGE]
-        return max(self.losses[self.CHANGE :]), 2 * statistics.fmean(before)
+        return max(self.losses[self.CHANGE :]), 3 * statistics.fmean(before)
 
 
 def mislabel(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +123,8 @@ def kill_units(model: Fit, index: int) -> None:
             model.network[0].bias.fill_(-100.0)
 
 
-def units(activation: Any) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 32), activation(), nn.Linear(32, 1))
+def units(*norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), *norm, nn.ReLU(), nn.Linear(32, 1))
 
 
 def rises(step: int) -> float:
@@ -178,16 +178,16 @@ FAILURES = [
     ),
     Planted(
         name="recurrent explosion",
-        settings={"network": Recurrent, "lr": 0.1, "optimizer": SGD},
+        settings={"network": Recurrent, "lr": 0.3, "optimizer": SGD},
         monitor="SpikeGuard", by_step=100,
         cure="Trainer(gradient_clip_val=0.3)", options={"gradient_clip_val": 0.3},
     ),
     Planted(
         name="exploding gradients in a deep network",
-        settings={"network": deep, "steps": 100, "lr": 1e-3, "optimizer": SGD},
+        settings={"network": deep, "steps": 200, "lr": 1e-2, "optimizer": SGD},
         monitor="NonFiniteLocator", kind="non_finite", by_step=1,
         cure="weights that keep the scale",
-        remedy={"network": functools.partial(deep, 2**0.5), "lr": 1e-2},
+        remedy={"network": functools.partial(deep, 2**0.5)},
     ),
     Planted(
         name="blow-up of an embedding",
@@ -205,11 +205,10 @@ FAILURES = [
     ),
     Planted(
         name="dead units",
-        settings={"network": functools.partial(units, nn.ReLU), "steps": 620, "before": kill_units},
+        settings={"network": units, "steps": 620, "before": kill_units},
         monitor="AdamStateMonitor", kind="zero_run", tensors=("network.0.weight",),
         from_step=100, by_step=600,
-        cure="units that cannot die",
-        remedy={"network": functools.partial(units, nn.LeakyReLU)},
+        cure="a norm before the units", remedy={"network": lambda: units(nn.LayerNorm(32))},
     ),
     Planted(
         name="updates too small to move a weight",

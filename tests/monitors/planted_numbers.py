@@ -330,7 +330,7 @@ FAILURES = [
     ),
     Planted(
         name="inf in Adam's second moment",
-        settings={"before": spoil_state, "steps": 400, "lr": 1e-3, "share": 0.5},
+        settings={"before": spoil_state, "steps": 400, "lr": 1e-3, "share": 0.6},
         monitor="AdamStateMonitor", tensors=("network.2.weight",), from_step=STEP, by_step=100,
         cure="new states", remedy={"before": spoil_and_reset_state},
         missing="non-finite optimizer state",
