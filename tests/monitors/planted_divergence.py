@@ -151,7 +151,7 @@ FAILURES = [
     Planted(
         name="rate at which GPT-2 does not learn",
         model=HotGPT2, settings={"lr": 0.3},
-        monitor="SpikeGuard", by_step=130,
+        monitor="SpikeGuard", by_step=120,
         cure="a lower learning rate", remedy={"lr": 3e-3},
         missing="a loss that does not decrease over a stated horizon",
     ),
@@ -178,9 +178,9 @@ FAILURES = [
     ),
     Planted(
         name="recurrent explosion",
-        settings={"network": Recurrent, "lr": 0.3, "optimizer": SGD},
-        monitor="SpikeGuard", by_step=100,
-        cure="Trainer(gradient_clip_val=0.3)", options={"gradient_clip_val": 0.3},
+        settings={"network": Recurrent, "lr": 0.5, "optimizer": SGD},
+        monitor="NonFiniteLocator", kind="non_finite", tensors=("network.rnn",), by_step=10,
+        cure="Trainer(gradient_clip_val=0.1)", options={"gradient_clip_val": 0.1},
     ),
     Planted(
         name="exploding gradients in a deep network",

@@ -12,13 +12,14 @@ marked: what it says about monitors is worth nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import multiprocessing
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_table(HEADER, [_cells(result) for result in results]))
     total = sum(len(result.alarms) for result in results)
     steps = sum(result.steps for result in results)
+    above = sum(1000 * len(result.alarms) > result.steps for result in results)
     print(f"\n{total} false alarms in {steps} healthy steps: {1000 * total / steps:.3g} per 1000")
+    print(f"{above} of {len(results)} runs have more than one per 1000")
     if options.messages:
         print("\n".join(["", *(_sentence(r, a) for r in results for a in r.alarms)]))
     if options.csv:
@@ -105,16 +108,15 @@ def _start_worker() -> None:
 
 def _run(rows: list[tuple[str, str, int]], jobs: int) -> list[Result]:
     """Train all rows, and return them in their order."""
-    context = multiprocessing.get_context("spawn")
     done: dict[tuple[str, str], Result] = {}
-    with (
-        context.Pool(min(jobs, len(rows)), _start_worker) as pool,
-        tqdm(total=len(rows), unit="run", disable=None) as bar,
-    ):
-        for result in pool.imap_unordered(_work, rows):
+    with contextlib.ExitStack() as stack:
+        results: Iterable[Result] = map(_work, rows)
+        if jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(min(jobs, len(rows)), _start_worker))
+            results = pool.imap_unordered(_work, rows)
+        for result in tqdm(results, total=len(rows), unit="run"):
             done[result.model, result.precision] = result
-            bar.set_postfix_str(f"{result.model} in {result.precision}", refresh=False)
-            bar.update()
     return [done[model, precision] for model, precision, _ in rows]
 
 
