@@ -29,6 +29,7 @@ from benchmarks._common import CsvTable, format_table
 from lightning_mp.callbacks import Alarm
 from tests.monitors.healthy_models import MODELS, PRECISIONS, healthy_run
 
+Row = tuple[str, str, int, int | None]  # model, precision, steps, how often monitors sample
 HEADER = ["model", "precision", "steps", "false alarms", "per 1000", "learned", "rules"]
 ALARMS = ["model", "precision", "step", "monitor", "kind", "tensor", "message"]
 
@@ -36,7 +37,9 @@ ALARMS = ["model", "precision", "step", "monitor", "kind", "tensor", "message"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 where a run failed or did not learn."""
     options = _parse(arguments)
-    rows = [(m, p, options.steps) for m in options.only for p in options.precision]
+    rows = [
+        (m, p, options.steps, options.every_n_steps) for m in options.only for p in options.precision
+    ]
     results = _run(rows, options.jobs)
     print(format_table(HEADER, [_cells(result) for result in results]))
     total = sum(len(result.alarms) for result in results)
@@ -72,21 +75,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "-j", "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: CPUs)"
     )
+    parser.add_argument(
+        "--every-n-steps", type=int, help="how often monitors sample (default: as each does)"
+    )
     parser.add_argument("--messages", action="store_true", help="print every false alarm in full")
     parser.add_argument("--csv", type=Path, help="write a row for each false alarm to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
-    for name in ("steps", "jobs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    for name in ("steps", "jobs", "every_n_steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     return options
 
 
 class Result:
     """A row of the table, small enough to come from another process."""
 
-    def __init__(self, model: str, precision: str, steps: int) -> None:
-        outcome = healthy_run(model, precision, steps)
+    def __init__(self, model: str, precision: str, steps: int, every: int | None) -> None:
+        outcome = healthy_run(model, precision, steps, every)
         self.model, self.precision, self.steps = model, precision, steps
         self.alarms: list[Alarm] = outcome.alarms
         self.is_healthy = outcome.is_healthy
@@ -95,7 +102,7 @@ class Result:
         )
 
 
-def _work(row: tuple[str, str, int]) -> Result:
+def _work(row: Row) -> Result:
     return Result(*row)
 
 
@@ -106,7 +113,7 @@ def _start_worker() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _run(rows: list[tuple[str, str, int]], jobs: int) -> list[Result]:
+def _run(rows: list[Row], jobs: int) -> list[Result]:
     """Train all rows, and return them in their order."""
     done: dict[tuple[str, str], Result] = {}
     with contextlib.ExitStack() as stack:
@@ -117,7 +124,7 @@ def _run(rows: list[tuple[str, str, int]], jobs: int) -> list[Result]:
             results = pool.imap_unordered(_work, rows)
         for result in tqdm(results, total=len(rows), unit="run"):
             done[result.model, result.precision] = result
-    return [done[model, precision] for model, precision, _ in rows]
+    return [done[model, precision] for model, precision, *_ in rows]
 
 
 def _cells(result: Result) -> list[str]:
