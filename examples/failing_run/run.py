@@ -17,9 +17,9 @@ updates. By default both are trained, one after the other, and the last losses a
     python examples/failing_run/run.py --plugins off --steps 300 --output runs
 
 Each writes `OUTPUT/off/instability.html` or `OUTPUT/on/instability.html`: open both. On the first,
-the loss breaks out twice, the loss scale falls in a staircase, the headroom of `network.stem` shrinks
-to nothing long before, and the alarms say at which step and what to set. On the second, the same
-batches are skipped, and the loss goes on falling.
+the loss breaks out twice, the loss scale falls in a staircase, the headroom of `network.stem`
+shrinks to nothing long before, and the alarms say at which step and what to set. On the second, the
+same batches are skipped, and the loss goes on falling.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class Network(nn.Module):
         super().__init__()
         self.stem, self.stem_norm = nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
-            for _ in range(4)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)
         )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
 

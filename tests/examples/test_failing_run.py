@@ -52,7 +52,7 @@ def test_failing_run_with_plugins_learns_and_prints_where_its_page_is(
     start = statistics.fmean(losses[:5])
     assert statistics.fmean(losses[AFTER]) < 0.5 * start
     assert statistics.fmean(losses[-20:]) < 0.5 * start
-    assert "non_finite" not in {alarm["kind"] for alarm in data["alarms"]}
+    assert "loss_scale_floor" not in {alarm["kind"] for alarm in data["alarms"]}
     printed = capsys.readouterr().out.strip().splitlines()[-1]
     end = f"{statistics.fmean(losses[-20:]):.4g}"
     page = tmp_path / "on" / "instability.html"

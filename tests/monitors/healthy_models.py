@@ -9,16 +9,16 @@ __all__ = ["MODELS", "PRECISIONS", "healthy_run"]
 MODELS: dict[str, type[Learner]] = {**LANGUAGE_MODELS, **OTHER_MODELS}
 
 
-def healthy_run(model: str, precision: str, steps: int, every_n_steps: int | None = None) -> Outcome:
+def healthy_run(model: str, precision: str, steps: int, every: int | None = None) -> Outcome:
     """Train one of `MODELS` under all monitors.
 
     Args:
         model: A key of `MODELS`.
         precision: A key of `PRECISIONS`.
         steps: How long.
-        every_n_steps: How often monitors sample; as often as they do by default if `None`.
+        every: How many steps apart monitors sample; `None` for their defaults.
     """
-    often = {} if every_n_steps is None else {"every_n_steps": every_n_steps}
+    often = {} if every is None else {"every_n_steps": every}
     module = MODELS[model](steps)
     max_steps = steps * module.optimizers_per_batch
     plugin = PRECISIONS[precision]()

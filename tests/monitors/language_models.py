@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, C width, V vocabulary.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -125,9 +126,12 @@ class LSTM(Learner):
         return text(generator)
 
     def loss(self, batch: Tensor) -> Tensor:
-        # oneDNN has no LSTM in fp16 on most CPUs, and does not look for another.
-        with torch.backends.mkldnn.flags(enabled=False):
-            states_BTC, _ = self.lstm(self.embed(batch[:, :-1]))
+        # oneDNN has no LSTM in fp16 on most CPUs, and torch does not look for another. That switch
+        # warns of TF32 on GPUs that are not there.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.backends.mkldnn.flags(enabled=False):
+                states_BTC, _ = self.lstm(self.embed(batch[:, :-1]))
         return cross_entropy(self.head(states_BTC), batch[:, 1:])
 
 

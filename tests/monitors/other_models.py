@@ -23,7 +23,7 @@ def images(generator: torch.Generator) -> list[Tensor]:
     half = SIDE // 2
     for row, quadrant in enumerate(label.tolist()):
         top, left = half * (quadrant // 2), half * (quadrant % 2)
-        image[row, :, top : top + half, left : left + half] += 0.4
+        image[row, :, top : top + half, left : left + half] += 0.6
     return [image, label]
 
 

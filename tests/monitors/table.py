@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 where a run failed or did not learn."""
     options = _parse(arguments)
     rows = [
-        (m, p, options.steps, options.every_n_steps) for m in options.only for p in options.precision
+        (m, p, options.steps, options.every_n_steps)
+        for m in options.only
+        for p in options.precision
     ]
     results = _run(rows, options.jobs)
     print(format_table(HEADER, [_cells(result) for result in results]))
