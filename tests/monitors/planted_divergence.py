@@ -199,7 +199,11 @@ FAILURES = [
     ),
     Planted(
         name="mislabelled batches",
-        model=Mislabelled, settings={"steps": 300, "lr": 1e-2, "corrupt": mislabel},
+        model=Mislabelled,
+        settings={
+            "steps": 300, "lr": 1e-2, "corrupt": mislabel,
+            "optimizer": functools.partial(AdamW, fused=True),
+        },
         monitor="SpikeGuard", kind="loss_spike", from_step=150, by_step=150,
         cure="SpikeGuard(action='skip')", callbacks=lambda: [SpikeGuard(action="skip")],
     ),

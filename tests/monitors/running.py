@@ -192,6 +192,8 @@ def train(
     error = ""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore", InstabilityWarning)
+        # All monitors watch every model, also those that are trained by SGD.
+        warnings.filterwarnings("ignore", "Passed `AdamStateMonitor`, but no optimizer")
         monitors = all_monitors(folder, **(often or {}))
         trainer = make_trainer(plugin, callbacks=[*monitors, *callbacks], **options)
         torch.manual_seed(0)

@@ -58,7 +58,7 @@ def long(model: str, precision: str) -> Outcome:
 
 def case(reasons: dict[str, str], model: str, *more: str) -> Any:
     reason = reasons.get(model)
-    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
     return pytest.param(model, *more, marks=marks, id="-".join([model, *more]))
 
 
