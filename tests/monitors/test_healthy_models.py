@@ -41,8 +41,12 @@ LOUD_IN_SHORT = {
 }
 LOUD_IN_LONG = {
     "MoE": "zero runs are judged by their length, and rare experts have long ones",
-    "curriculum": "a loss that jumps with the data is taken for a spike",
     "hinge": "zero runs are judged by their length, and a loss of 0 makes long ones",
+}
+# Two at a time on one machine, which rounding decides.
+NOW_AND_THEN = {
+    ("conv + BN", "fp32"): "biases in front of BatchNorm have no gradient but rounding",
+    ("ViT", "16-mixed"): "a loss close to 0 has outliers of 30 times its median",
 }
 
 
@@ -57,8 +61,10 @@ def long(model: str, precision: str) -> Outcome:
 
 
 def case(reasons: dict[str, str], model: str, *more: str) -> Any:
-    reason = reasons.get(model)
-    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
+    rare = NOW_AND_THEN.get((model, *more))
+    reason = reasons.get(model, rare)
+    mark = pytest.mark.xfail(strict=rare is None, raises=AssertionError, reason=reason)
+    marks = [mark] if reason else []
     return pytest.param(model, *more, marks=marks, id="-".join([model, *more]))
 
 
