@@ -4,6 +4,7 @@ Shapes:
     B: the batch of one call.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ class MicroBatches:
 
     Tensors elsewhere are brought to `device` in the dtype that they have. From host memory to a GPU
     they are copied by a stream of their own, `prefetch` micro-batches ahead, so that at most
-    `prefetch + 1` of them are on the device at a time.
+    `prefetch + 1` of them, and never fewer than two, are on the device at a time. Copies run beside
+    the towers from a `prefetch` of 2 on.
 
     A function may write to its own rows, as `normalize(inplace=True)` does. The first iteration
     gives it the caller's memory, as a call without micro-batches would; later ones give it the
@@ -128,19 +130,31 @@ class MicroBatches:
         return part.to(self._device) if isinstance(part, Tensor) and self._device else part
 
     def _copied_ahead(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
-        copying = torch.cuda.Stream(self._device)
-        waiting: deque[tuple[slice, list[Any], torch.cuda.Event]] = deque()
-        for rows in slices:
+        """Copy on a stream of its own, which stays behind the stream that uses the copies.
+
+        Before a copy starts, the copying stream waits for all that was asked of the other one. So
+        memory that has been let go of by then is used again without `record_stream`, whose blocks
+        come back only when the host looks: one that is far ahead would take new ones without end.
+        What is waited for is the micro-batch before the one that runs during the copy.
+        """
+        copying = _copying_stream(self._device)
+        copied: deque[tuple[dict[int, Tensor], torch.cuda.Event]] = deque()
+        started = 0
+        for index, rows in enumerate(slices):
+            # The user of the iterator still holds the micro-batch before.
+            last = min(max(index, index - bool(index) + self._prefetch), len(slices) - 1)
+            if started <= last:
+                copying.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(copying):
-                leaves = [
-                    self._copy(leaf[rows]) if self._is_on_host(i) else self._part(i, rows)
-                    for i, leaf in enumerate(self._leaves)
-                ]
-                waiting.append((rows, leaves, copying.record_event()))
-            if len(waiting) > self._prefetch:
-                yield self._arrived(*waiting.popleft())
-        while waiting:
-            yield self._arrived(*waiting.popleft())
+                for following in slices[started : last + 1]:
+                    parts = {
+                        i: self._copy(leaf[following])
+                        for i, leaf in enumerate(self._leaves)
+                        if self._is_on_host(i)
+                    }
+                    copied.append((parts, copying.record_event()))
+            started = last + 1
+            yield rows, self._arrived(rows, *copied.popleft())
 
     def _copy(self, part: Tensor) -> Tensor:
         if part.device.type == "cpu" and not part.is_pinned():
@@ -148,12 +162,17 @@ class MicroBatches:
         return part.to(self._device, non_blocking=True)
 
     def _arrived(
-        self, rows: slice, leaves: list[Any], copied: torch.cuda.Event
-    ) -> tuple[slice, list[Any]]:
-        """Hold the current stream until the copy is done, and tie its memory to that stream."""
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copied)
-        for index, leaf in enumerate(leaves):
-            if self._is_on_host(index):
-                leaf.record_stream(current)
-        return rows, leaves
+        self, rows: slice, parts: dict[int, Tensor], copied: torch.cuda.Event
+    ) -> list[Any]:
+        """Hold the current stream until the copies are done, and put them among the leaves."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
+        return [
+            parts[index] if index in parts else self._part(index, rows)
+            for index in range(len(self._leaves))
+        ]
+
+
+@functools.cache
+def _copying_stream(device: torch.device | None) -> torch.cuda.Stream:
+    """Return the one stream that copies to a device; each has its own pool in the allocator."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,109 @@
+"""The CUDA branches under the device that is not there: no race, no sync, and the right numbers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import ContrastiveLoss, GradientCache
+from lightning_mp.contrastive._cache import micro_batches
+from lightning_mp.numerics import triton_support
+from lightning_mp.numerics.async_readback import AsyncReadback
+from lightning_mp.numerics.tensor_stats import tensor_stats
+from tests.fake_cuda import FakeCuda, RaceError
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    for cached in (micro_batches._copying_stream, triton_support.triton_problem):
+        cached.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernels by Triton
+    with FakeCuda() as gpu:
+        yield gpu
+    for cached in (micro_batches._copying_stream, triton_support.triton_problem):
+        cached.cache_clear()
+
+
+def test_tensors_are_where_they_say_and_reading_them_waits(gpu: FakeCuda) -> None:
+    x = torch.ones(3, device="cuda") * 2
+    assert x.device == DEVICE
+    assert x.is_cuda
+    assert gpu.launches == {"ones": 1, "mul": 1}
+    assert (x.sum().item(), gpu.syncs) == (6.0, 1)
+    assert type(x.cpu()) is Tensor
+    assert gpu.syncs == 2
+
+
+def test_copy_that_is_read_before_it_is_there_is_a_race(gpu: FakeCuda) -> None:
+    host = torch.empty(3).pin_memory()
+    host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    with pytest.raises(RaceError, match="the host touches what stream 0 may still write"):
+        host.sum()
+    torch.cuda.synchronize()
+    assert host.sum() == 3
+
+
+def test_other_stream_has_to_wait_and_to_be_recorded(gpu: FakeCuda) -> None:
+    x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(side), pytest.raises(RaceError, match="stream 1 touches what stream 0"):
+        x + 1
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    del x
+    with pytest.raises(RaceError, match="stream 0 writes what stream 1 may still read"):
+        torch.zeros(3, device="cuda")
+    torch.cuda.synchronize()
+    torch.zeros(3, device="cuda")
+    assert y.sum().item() == 6
+
+
+def test_readback_never_waits_and_its_buffers_never_race(gpu: FakeCuda) -> None:
+    readback, taken = AsyncReadback(), []
+    packed = torch.zeros(4, 8, device="cuda")
+    for step in range(20):
+        packed.fill_(step)
+        gpu.compute(0.01)
+        readback.submit(step, packed)
+        taken += readback.ready()
+        gpu.time += 0.004 * (step % 5)  # the host is ahead now and then
+    assert gpu.syncs == gpu.waits == 0
+    assert 0 < len(taken) < 20
+    taken += readback.drain()
+    assert [(one.step, one.array[0, 0]) for one in taken] == [(step, step) for step in range(20)]
+
+
+def test_statistics_are_gathered_without_a_sync(gpu: FakeCuda) -> None:
+    values = [torch.randn(5, 7), torch.randn(3)]
+    stats = tensor_stats([value.to(DEVICE) for value in values], scale=8.0)
+    syncs = gpu.syncs
+    assert syncs == len(values)  # those of the test, from memory that is not pinned
+    assert torch.allclose(stats.cpu(), tensor_stats(values, scale=8.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_gradient_cache_copies_runs_and_replays_without_a_race(
+    gpu: FakeCuda, prefetch: int
+) -> None:
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    batch, weights = torch.randn(23, 4).pin_memory(), torch.randn(23, 5)
+    (tower(batch) * weights).sum().backward()
+    expected = [p.grad.clone() for p in tower.parameters()]
+    tower.zero_grad()
+    cache = GradientCache(micro_batch_size=4, device=DEVICE, prefetch=prefetch)
+    features = cache.call(tower, batch)
+    (features * weights).sum().backward()
+    cache.check()
+    for parameter, gradient in zip(tower.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_loss_takes_the_tiles_of_torch_and_their_workspace(gpu: FakeCuda) -> None:
+    features = [torch.randn(37, 8, requires_grad=True) for _ in range(2)]
+    expected = ContrastiveLoss()(*features, 5.0)
+    loss = ContrastiveLoss()(*(f.detach().to(DEVICE) for f in features), 5.0)
+    assert torch.allclose(loss.cpu(), expected.detach(), rtol=1e-6)
