@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +29,10 @@ from torch._library.custom_ops import CustomOpDef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.fake_streams import HOST, Clock, FakeEvent, FakeStream
+
 __all__ = ["FakeCuda", "RaceError"]
 
-HOST = -1
 _STREAMS = 32  # that `torch.cuda.Stream()` hands out in turn: c10/cuda/CUDAStream.cpp
 _READS_ON_HOST = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__array__")
 _QUIET = (
@@ -41,8 +42,6 @@ _QUIET = (
 )
 
 _OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, CustomOpDef)
-
-Clock = Counter[int]
 
 
 class RaceError(AssertionError):
@@ -70,63 +69,6 @@ class _Block:
         self.read: Clock = Counter()
         self.recorded: set[int] = set()
         self.free_at: float | None = None
-
-
-class FakeStream:
-    """Stands in for `torch.cuda.Stream`."""
-
-    def __init__(self, gpu: "FakeCuda", number: int) -> None:
-        self._gpu, self.number, self.cuda_stream = gpu, number, number
-
-    def record_event(self, event: Any = None) -> Any:
-        event = event or FakeEvent(self._gpu)
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Any) -> None:
-        self._gpu.clocks[self.number] |= event.clock
-        self._gpu.ends[self.number] = max(self._gpu.ends[self.number], event.at)
-
-    def wait_stream(self, stream: "FakeStream") -> None:
-        self.wait_event(stream.record_event())
-
-    def synchronize(self) -> None:
-        self.record_event().synchronize()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakeStream) and other.number == self.number
-
-    def __hash__(self) -> int:
-        return self.number
-
-
-class FakeEvent:
-    """Stands in for `torch.cuda.Event`."""
-
-    def __init__(self, gpu: "FakeCuda", **_: Any) -> None:
-        self._gpu, self.clock, self.at = gpu, cast("Clock", Counter()), 0.0
-
-    def record(self, stream: FakeStream | None = None) -> None:
-        number = self._gpu.current if stream is None else stream.number
-        self.clock = self._gpu.enqueue(number, 0.0).copy()
-        self.at = self._gpu.ends[number]
-
-    def wait(self, stream: FakeStream | None = None) -> None:
-        (stream or FakeStream(self._gpu, self._gpu.current)).wait_event(self)
-
-    def query(self) -> bool:
-        is_done = self.at <= self._gpu.time
-        if is_done:
-            self._gpu.clocks[HOST] |= self.clock
-        return is_done
-
-    def synchronize(self) -> None:
-        self._gpu.time = max(self._gpu.time, self.at)
-        self._gpu.clocks[HOST] |= self.clock
-        self._gpu.waits += 1
-
-    def elapsed_time(self, end: "FakeEvent") -> float:
-        return 1e3 * (end.at - self.at)
 
 
 class FakeCuda(TorchFunctionMode):

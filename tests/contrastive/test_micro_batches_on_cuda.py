@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_mp.contrastive._cache import micro_batches
 from lightning_mp.contrastive._cache.micro_batches import MicroBatches
-from tests.fake_cuda import FakeCuda, FakeStream, RaceError
+from tests.fake_cuda import FakeCuda, RaceError
+from tests.fake_streams import FakeStream
 
 ROWS, COUNT = 8, 16
 UNIT = ROWS * 4 * 4  # bytes of a micro-batch
