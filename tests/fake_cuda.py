@@ -125,6 +125,7 @@ class FakeCuda(TorchFunctionMode):
             "is_current_stream_capturing": lambda: False,
             "synchronize": lambda device=None: self.synchronize(),
             "get_device_capability": lambda device=None: self.capability,
+            "_sleep": lambda cycles: self.compute(cycles / 2e9),
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         }.items():

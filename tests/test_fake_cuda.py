@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
 from lightning_mp.contrastive._cache import micro_batches
+from lightning_mp.contrastive.triton_tiles import autotune
+from lightning_mp.contrastive.triton_tiles.autotune import fastest
+from lightning_mp.contrastive.triton_tiles.configs import TileConfig, find_configs
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.tensor_stats import tensor_stats
@@ -107,3 +110,20 @@ def test_loss_takes_the_tiles_of_torch_and_their_workspace(gpu: FakeCuda) -> Non
     expected = ContrastiveLoss()(*features, 5.0)
     loss = ContrastiveLoss()(*(f.detach().to(DEVICE) for f in features), 5.0)
     assert torch.allclose(loss.cpu(), expected.detach(), rtol=1e-6)
+
+
+def test_autotuning_goes_by_the_time_of_the_device(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = find_configs("lse", 90, torch.bfloat16, 512)[:3]
+    on_host = dict(zip(configs, (1e-4, 7e-4, 4e-4), strict=True))
+    on_device = dict(zip(configs, (3e-4, 1e-4, 2e-4), strict=True))
+
+    def run(config: TileConfig) -> None:
+        gpu.time += on_host[config]
+        gpu.compute(on_device[config])
+
+    monkeypatch.setattr("time.perf_counter", lambda: gpu.time)
+    assert fastest(configs, run, DEVICE) == configs[1]
+    measured = {config: autotune._time_on_device(run, config) for config in configs}
+    assert measured == pytest.approx(on_device)

@@ -97,13 +97,14 @@ class TritonTiles:
                 row_lse_n, column_lse_c, block.diagonal, config, split_scale=precision.is_split,
             )  # fmt: skip
 
-        def try_out(config: TileConfig) -> None:
+        def make_trial() -> Callable[[TileConfig], None]:
             block = _first_block(rows_bD, columns_mD, precision, units)
-            add(block, row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone(), config)
+            lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
+            return lambda config: add(block, *lses, config)
 
         with _on(rows_bD.device):
             reference = _reference(rows_bD, columns_mD, scale)
-            config = self._choose("lse", precision, rows_bD, try_out)
+            config = self._choose("lse", precision, rows_bD, make_trial)
             values = int(self._budget / lse_bytes_per_value(config))
             shape = block_shape(len(rows_bD), len(columns_mD), values)
             for block in blocks_of(rows_bD, columns_mD, shape, precision, units, diagonal):
@@ -132,16 +133,17 @@ class TritonTiles:
                 block.diagonal, (config, wide), split_scale=precision.is_split,
             )  # fmt: skip
 
-        def try_out(config: TileConfig) -> None:
+        def make_trial() -> Callable[[TileConfig], None]:
             block = _first_block(rows_bD, columns_mD, precision, units)
-            write(block, workspace.block(block), config)
+            softmax = workspace.block(block)
+            return lambda config: write(block, softmax, config)
 
         with _on(rows_bD.device):
             factors = SoftmaxFactors.of(row_lse_b, column_lse_m, precision.softmax_exponent)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
             workspace = _Workspace.make(shape, precision, rows_bD.device)
             wide = self._choose("softmax_wide", precision, rows_bD)
-            config = self._choose("softmax", precision, rows_bD, try_out)
+            config = self._choose("softmax", precision, rows_bD, make_trial)
             for block in blocks_of(rows_bD, columns_mD, shape, precision, units, diagonal):
                 softmax = workspace.block(block)
                 write(block, softmax, config)
@@ -168,17 +170,17 @@ class TritonTiles:
         kernel: Kernel,
         precision: Precision,
         rows_bD: Tensor,
-        try_out: Callable[[TileConfig], None] | None = None,
+        make_trial: Callable[[], Callable[[TileConfig], None]] | None = None,
     ) -> TileConfig:
         """Return the row of the table to use: the first, or the fastest where that is asked for."""
         width, device = rows_bD.shape[1], rows_bD.device
         arch = arch_of(device) if self.arch is None else self.arch
         configs = find_configs(kernel, arch, precision.operand, width)
-        if not self.autotune or try_out is None or len(configs) == 1:
+        if not self.autotune or make_trial is None or len(configs) == 1:
             return configs[0]
         key = (kernel, precision, width, device)
         if key not in self._tuned:
-            self._tuned[key] = fastest(configs, try_out, device)
+            self._tuned[key] = fastest(configs, make_trial(), device)
         return self._tuned[key]
 
 
