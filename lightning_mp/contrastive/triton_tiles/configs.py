@@ -17,7 +17,7 @@ __all__ = ["Kernel", "TileConfig", "all_configs", "arch_of", "find_configs"]
 Kernel = Literal["lse", "softmax", "softmax_wide"]
 
 _FIRST_ARCH = 80  # bf16 on tensor cores and asynchronous copies
-_TMA_ARCH = 90
+_ARCHS = {(9, 0): 90, (10, 0): 100, (10, 3): 100, (12, 0): 120, (12, 1): 120}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +98,11 @@ def find_configs(
 
 
 def arch_of(device: torch.device) -> int:
-    """Return the architecture whose rows serve a device: 90 for Hopper, 80 for all others.
+    """Return the architecture whose rows serve a device: its own, or 80 for all that have none.
 
     A row for 80 needs nothing that a later chip lacks, and shared memory that the smallest has.
+    Those of 100 (B200) serve 10.3 (B300), those of 120 (RTX 50) also 12.1: one family each.
     """
     if device.type != "cuda":
         return _FIRST_ARCH  # Triton's interpreter
-    major, minor = torch.cuda.get_device_capability(device)
-    return _TMA_ARCH if 10 * major + minor == _TMA_ARCH else _FIRST_ARCH
+    return _ARCHS.get(torch.cuda.get_device_capability(device), _FIRST_ARCH)

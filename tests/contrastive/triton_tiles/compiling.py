@@ -50,12 +50,14 @@ class Request:
         config: The row of the table that it is launched with.
         precision: What is multiplied, and how the softmax is kept.
         ragged: The number of columns is no multiple of 16.
+        arch: What to compile for; `None` is what the row was chosen for.
     """
 
     kernel: str
     config: TileConfig
     precision: Precision
     ragged: bool = False
+    arch: int | None = None
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -63,7 +65,7 @@ class Request:
         dtypes = dict.fromkeys([precision.operand, precision.softmax])
         is_softmax = self.kernel == "softmax_kernel"
         parts = [
-            f"sm{self.config.arch}",
+            f"sm{self.arch or self.config.arch}",
             self.config.kernel if is_softmax else self.kernel.removesuffix("_kernel"),
             "x".join(str(size) for size in self.config.tile),
             f"w{self.config.warps}",
@@ -152,7 +154,7 @@ def compiler(launch: Callable[[Any], None] | None = None) -> Iterator[Callable[[
 
     Yields:
         What compiles a request, once, and remembers the result. A request names the `kernel`, and
-        the chip in `config.arch`.
+        the chip in `arch` or `config.arch`.
     """
     with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", cache)
@@ -167,7 +169,7 @@ def _compile(request: Any, launch: Callable[[Any], None]) -> Compiled:
     names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
     options = {name: found[name] for name in names}
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        kernel = triton.compile(source, _target(request.config.arch), options)
+        kernel = triton.compile(source, _target(_arch_of(request)), options)
     cubin = kernel.asm["cubin"]
     resources = _read(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resources)}
@@ -183,6 +185,10 @@ def _compile(request: Any, launch: Callable[[Any], None]) -> Compiled:
         complaints=tuple(_COMPLAINT.findall(log.getvalue())),
         ttir=kernel.asm["ttir"],
     )
+
+
+def _arch_of(request: Any) -> int:
+    return getattr(request, "arch", None) or request.config.arch
 
 
 def _target(arch: int) -> GPUTarget:
@@ -215,7 +221,7 @@ def _specialisation(request: Any, launch: Callable[[Any], None]) -> tuple[Any, d
 
     with pytest.MonkeyPatch.context() as patch:
         # Triton's own way back makes its default driver, which a machine without a GPU has not.
-        patch.setattr(driver, "_active", _AbsentDevice(request.config.arch))
+        patch.setattr(driver, "_active", _AbsentDevice(_arch_of(request)))
         patch.setattr(knobs.runtime, "jit_cache_hook", note)
         launch(request)
     return next((fn.jit_function, made) for fn, made in found if fn.name == request.kernel)

@@ -304,7 +304,7 @@ def test_every_row_of_the_table_says_why_and_stands_once() -> None:
         assert row.reason.endswith("."), row
         assert all(size & (size - 1) == 0 and size >= 32 for size in row.tile), row
         assert WIDTH_MULTIPLE % row.tile[2] == 0, row
-        assert row.tma == (row.arch == 90), row
+        assert row.tma == (row.arch >= 90), row
         assert row.warps in (4, 8), row
         assert row.options["enable_fp_fusion"], row
         tile_m, tile_n, tile_k = row.tile
@@ -314,7 +314,7 @@ def test_every_row_of_the_table_says_why_and_stands_once() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["lse", "softmax", "softmax_wide"])
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_table_has_rows_for_every_width(kernel: str, arch: int, dtype: torch.dtype) -> None:
     for width in (1, 256, 257, 2**20):
@@ -328,3 +328,15 @@ def test_table_has_rows_for_every_width(kernel: str, arch: int, dtype: torch.dty
 
 def test_interpreter_uses_the_rows_of_the_first_architecture() -> None:
     assert arch_of(torch.device("cpu")) == 80
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), 80), ((8, 6), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 100), ((10, 3), 100),
+     ((11, 0), 80), ((12, 0), 120)],
+)  # fmt: skip
+def test_device_uses_the_rows_of_its_family(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert arch_of(torch.device("cuda", 0)) == arch
