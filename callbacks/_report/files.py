@@ -2,13 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
 
-__all__ = ["rebuild_page", "write_atomically"]
+__all__ = ["alarms_since", "claim", "rebuild_page", "write_atomically"]
 
 _WRITTEN_BY = "It is written by the callback `InstabilityReport`"
 
@@ -68,6 +69,34 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+
+
+def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
+    """Return the alarms of a step and of later ones that a report's data holds."""
+    found = _read(data)
+    return [] if found is None else [a for a in found["alarms"] if a["step"] >= step]
+
+
+def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
+    """Return a path that no other run writes to, which is from then on taken.
+
+    Args:
+        path: What to call it; where another run has it, `-v1` or a higher number is put behind.
+        earlier: What the run that is resumed wrote to; taken where it is in the same folder.
+        create: Makes it, or raises a `FileExistsError`.
+    """
+    if earlier is not None and os.path.abspath(path.parent) == os.path.dirname(earlier):
+        return Path(earlier)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mine, number = path, 0
+    while True:
+        try:
+            create(mine)
+        except FileExistsError:
+            number += 1
+            mine = path.with_name(f"{path.stem}-v{number}{path.suffix}")
+        else:
+            return mine
 
 
 def write_atomically(path: Path, text: str) -> None:
