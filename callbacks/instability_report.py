@@ -6,23 +6,23 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.alerts import Alerts
 from lightning_mp.callbacks._report.artifacts import log_report
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import alarms_since, claim, write_atomically
+from lightning_mp.callbacks._report.files import alarms_since
 from lightning_mp.callbacks._report.pace import Pace
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
+from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
@@ -30,6 +30,7 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
 
+_NAME = "InstabilityReport"
 _BEFORE = "Before the run was resumed: "
 
 
@@ -229,7 +230,7 @@ class InstabilityReport(InstabilityMonitor):
         if path is not None and self.log_artifact:
             data = self._data(trainer)
             for logger in trainer.loggers:
-                with self._forgiven(f"could not give its page to {type(logger).__name__}"):
+                with forgiven(_NAME, f"could not give its page to {type(logger).__name__}"):
                     log_report(logger, path, data)
         self._alerts.finish()
 
@@ -255,7 +256,7 @@ class InstabilityReport(InstabilityMonitor):
             return None
         wanted = self.path or self._wanted or self._page_path(trainer)
         fix = "Pass a `dirpath` that can be written to."
-        with self._forgiven(f"could not write {str(wanted)!r}", fix), self._pace.measured():
+        with forgiven(_NAME, f"could not write {str(wanted)!r}", fix), self._pace.measured():
             if is_last:
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()
@@ -266,15 +267,6 @@ class InstabilityReport(InstabilityMonitor):
             write_atomically(path, report_page(data))
             return path
         return None
-
-    @contextlib.contextmanager
-    def _forgiven(self, what: str, fix: str = "") -> Iterator[None]:
-        """Warn of an error: a report is never worth a run."""
-        try:
-            yield
-        except Exception as error:
-            text = f"`InstabilityReport` {what}: {type(error).__name__}: {error}. Training goes on."
-            rank_zero_warn(f"{text} {fix}".strip())
 
     def _data(self, trainer: pl.Trainer) -> dict[str, Any]:
         run: dict[str, Any] = {

@@ -1,15 +1,14 @@
-"""Finds the data of a report in a run's folder, and writes files that are never half there."""
+"""Finds the data of a report in a run's folder, and makes its page."""
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks._report.writing import write_atomically
 
-__all__ = ["alarms_since", "claim", "rebuild_page", "write_atomically"]
+__all__ = ["alarms_since", "rebuild_page"]
 
 _WRITTEN_BY = "It is written by the callback `InstabilityReport`"
 
@@ -75,35 +74,3 @@ def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
     """Return the alarms of a step and of later ones that a report's data holds."""
     found = _read(data)
     return [] if found is None else [a for a in found["alarms"] if a["step"] >= step]
-
-
-def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
-    """Return a path that no other run writes to, which is from then on taken.
-
-    Args:
-        path: What to call it; where another run has it, `-v1` or a higher number is put behind.
-        earlier: What the run that is resumed wrote to; taken where it is in the same folder.
-        create: Makes it, or raises a `FileExistsError`.
-    """
-    if earlier is not None and os.path.abspath(path.parent) == os.path.dirname(earlier):
-        return Path(earlier)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mine, number = path, 0
-    while True:
-        try:
-            create(mine)
-        except FileExistsError:
-            number += 1
-            mine = path.with_name(f"{path.stem}-v{number}{path.suffix}")
-        else:
-            return mine
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that at any moment the old or the new one is there, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
