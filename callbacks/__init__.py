@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor, InstabilityWarning
     from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
     from lightning_mp.callbacks.spike_guard import SpikeGuard
+    from lightning_mp.callbacks.tensor_collector import TensorCollector
 
 __all__ = [
     "ActivationRangeMonitor",
@@ -31,6 +32,7 @@ __all__ = [
     "LossScaleMonitor",
     "NonFiniteLocator",
     "SpikeGuard",
+    "TensorCollector",
 ]
 
 _NAMES_OF = {
@@ -42,6 +44,7 @@ _NAMES_OF = {
     "monitor": ("Alarm", "InstabilityMonitor", "InstabilityWarning"),
     "non_finite_locator": ("NonFiniteLocator",),
     "spike_guard": ("SpikeGuard",),
+    "tensor_collector": ("TensorCollector",),
 }
 # `lightning-mp report` reads a report's data with modules from here, and needs no torch.
 __getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)

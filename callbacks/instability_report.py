@@ -1,30 +1,37 @@
 """`InstabilityReport`: one page that shows what the monitors have seen, also of a run that died."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._report.alerts import Alerts
+from lightning_mp.callbacks._report.artifacts import log_report
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import write_atomically
+from lightning_mp.callbacks._report.files import alarms_since
+from lightning_mp.callbacks._report.pace import Pace
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
+from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
-from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
+
+_NAME = "InstabilityReport"
+_BEFORE = "Before the run was resumed: "
 
 
 @explains_arguments()
@@ -32,21 +39,26 @@ class InstabilityReport(InstabilityMonitor):
     """Writes one HTML page: time lines, tensors by steps, alarms with remedies.
 
     A run that dies at 3 o'clock leaves a traceback and a wall of metrics; which of 300 tensors
-    began to fail 2000 steps before, no logger shows. `lightning-mp report RUN_DIR` makes the page
-    of a killed run. What is written when: callbacks/README.md.
+    began to fail 2000 steps before, no logger shows. The page is written by time and at alarms, so
+    that a killed run has one too. More: callbacks/README.md.
 
     Example: `Trainer(callbacks=[SpikeGuard(), InstabilityReport()])`
 
     Args:
         dirpath: The folder to write to; the logger's, or `default_root_dir` without a logger.
-        filename: Of the page; the data has the same with `.json`.
-        every_n_steps: Steps between two times that the data is written.
+        filename: Of the page; the data has the same with `.json`. Where another run has them,
+            `-v1` or a higher number is put behind the name.
+        every_n_seconds: Seconds between two times that both are written. An alarm is written at
+            once; a run spends at most 5% of its time on it.
         max_tensors: Rows of each heat map, at most 500. Tensors with an alarm come first, then
             those with the largest rise in zeros, the least headroom, or the largest update RMS.
+        alert: What to tell of every warning and error, on rank zero: a function of an `Alarm`, or a
+            URL that gets a POST of JSON with `text` and `alarm`.
+        log_artifact: Whether loggers get the page when training ends: W&B, MLflow and Comet as a
+            file, TensorBoard as text.
 
     Raises:
         ValueError: An argument is out of range.
-        MisconfigurationException: Two reports would write to one file.
     """
 
     def __init__(
@@ -54,8 +66,10 @@ class InstabilityReport(InstabilityMonitor):
         *,
         dirpath: str | None = None,
         filename: str = "instability.html",
-        every_n_steps: int = 500,
+        every_n_seconds: float = 30.0,
         max_tensors: int = 100,
+        alert: Callable[[Alarm], object] | str | None = None,
+        log_artifact: bool = True,
     ) -> None:
         super().__init__()
         is_name = type(filename) is str and Path(filename).name == filename
@@ -64,14 +78,23 @@ class InstabilityReport(InstabilityMonitor):
                 f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
                 "name that ends in .html, without a folder. Pass the folder as `dirpath`."
             )
-        self._check_at_least(1, every_n_steps=every_n_steps)
+        is_time = type(every_n_seconds) in (int, float) and every_n_seconds > 0
+        self._check(is_time, "a number above 0", every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
         self._check(is_fine, "an integer from 1 to 500", max_tensors=max_tensors)
+        is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
+        accepted = "a function, or a URL that begins with http:// or https://"
+        self._check(alert is None or callable(alert) or is_url, accepted, alert=alert)
         self.dirpath = dirpath
         self.filename = filename
-        self.every_n_steps = every_n_steps
+        self.every_n_seconds = every_n_seconds
         self.max_tensors = max_tensors
-        self.path: Path | None = None  # of the page, once training has begun
+        self.log_artifact = log_artifact
+        self.path: Path | None = None  # of the page, on rank zero, once training has begun
+        self._alerts = Alerts(alert)  # a URL may hold a secret: not in the key of checkpoints
+        self._pace = Pace(every_n_seconds)
+        self._wanted: Path | None = None  # where to write to, if no other run does
+        self._earlier: str | None = None  # the page of the run that is resumed
         self._inbox: deque[Arrived] = deque()
         self._skips = -1  # the last step that was skipped, which several optimizers may share
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
@@ -84,18 +107,12 @@ class InstabilityReport(InstabilityMonitor):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self.path = self._page_path(trainer)
+        self._earlier, self.path = self._absolute_path(), None
+        self._wanted = self._page_path(trainer)
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
         self.needs_gradient_norm = not samplers
-        others = [c for c in callbacks if isinstance(c, InstabilityReport) and c is not self]
-        data = [os.path.abspath(c._page_path(trainer).with_suffix(".json")) for c in others]
-        if os.path.abspath(self.path.with_suffix(".json")) in data:
-            raise MisconfigurationException(
-                f"Passed two `InstabilityReport`s that write to {str(self.path)!r}. Each must have "
-                "a file of its own. Pass one of them a `filename` or a `dirpath`."
-            )
         before = [c for c in callbacks if c is not self and not isinstance(c, Checkpoint)]
         last = [c for c in callbacks if isinstance(c, Checkpoint)]
         trainer.callbacks = [*before, self, *last]  # type: ignore[attr-defined]
@@ -105,6 +122,9 @@ class InstabilityReport(InstabilityMonitor):
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
         return Path(folder) / self.filename
 
+    def _absolute_path(self) -> str | None:
+        return None if self.path is None else os.path.abspath(self.path)
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._inbox = self.recorder.subscribe()
@@ -112,24 +132,53 @@ class InstabilityReport(InstabilityMonitor):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self._is_started:
-            self._is_started = True
-            step = step_of(trainer)
-            # What an earlier run has written beyond the step that this one goes on from.
-            for name, points in self.history.curves.items():
-                self.history.curves[name] = [point for point in points if point[0] < step]
-            # In a run from the start the starts of another one mean nothing.
-            self._starts = [each for each in self._starts if each["step"] < step]
-            self._starts.append({"step": step, "time": now()})
-            self._steps = step
-            self._write(trainer, with_page=False)
+            self._write(trainer)
+
+    def _start(self, trainer: pl.Trainer) -> None:
+        self._is_started = True
+        self._steps = step = step_of(trainer)
+        # What an earlier run has written beyond the step that this one goes on from.
+        for name, points in self.history.curves.items():
+            self.history.curves[name] = [point for point in points if point[0] < step]
+        # In a run from the start the starts of another one mean nothing.
+        self._starts = [each for each in self._starts if each["step"] < step]
+        self._starts.append({"step": step, "time": now()})
+
+    def _claim(self, wanted: Path) -> Path:
+        """Return the path of the page; keep the alarms that a killed run has left there."""
+        start = self._starts[-1]["step"]
+        path = claim(
+            wanted,
+            self._earlier if start else None,
+            lambda page: page.with_suffix(".json").touch(exist_ok=False),
+        )
+        known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
+        for fields in alarms_since(path.with_suffix(".json"), start):
+            alarm = Alarm(**fields)
+            if (alarm.step, alarm.kind, alarm.tensor) not in known:
+                text = f"{_BEFORE}{alarm.message.removeprefix(_BEFORE)} {alarm.remedy}".strip()
+                text = f"{alarm.place}: {text}"
+                self.history.add_alarm(dataclasses.replace(alarm, message=text))
+        return path
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self._record_steps()
         if not trainer.fit_loop._should_accumulate():
             self._steps = step_of(trainer) + 1
-            if self._steps % self.every_n_steps == 0:
-                self._write(trainer, with_page=False)
+            self._write_if_due(trainer)
+        self._alerts.check()
+
+    @override
+    def on_alarm(self, trainer: pl.Trainer, alarm: Alarm) -> None:
+        if alarm.severity != "info" and trainer.is_global_zero:
+            self._alerts.send(type(trainer.lightning_module).__name__, alarm)
+        self._pace.has_news = True
+        self._write_if_due(trainer)
+
+    def _write_if_due(self, trainer: pl.Trainer) -> None:
+        if self._pace.is_due():
+            self._write(trainer)
 
     def _record_steps(self) -> None:
         """Write the steps that have arrived into the history.
@@ -161,11 +210,11 @@ class InstabilityReport(InstabilityMonitor):
         self._end = {"how": "finished", "time": now()}
         if trainer.interrupted:
             self._end["how"] = "interrupted"
-        self._write(trainer, with_page=True)
+        self._finish(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, _: Any, exception: BaseException) -> None:
-        if self.path is None or self._end["how"] == "finished":
+        if self._wanted is None or self._end["how"] != "running":
             return
         text = str(exception).strip()
         first_line = text.splitlines()[0][:500] if text else ""
@@ -174,7 +223,16 @@ class InstabilityReport(InstabilityMonitor):
             "time": now(),
             "exception": f"{type(exception).__name__}: {first_line}".removesuffix(": "),
         }
-        self._write(trainer, with_page=True)
+        self._finish(trainer)
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        path = self._write(trainer, is_last=True)
+        if path is not None and self.log_artifact:
+            data = self._data(trainer)
+            for logger in trainer.loggers:
+                with forgiven(_NAME, f"could not give its page to {type(logger).__name__}"):
+                    log_report(logger, path, data)
+        self._alerts.finish()
 
     def write(self, trainer: pl.Trainer) -> Path | None:
         """Write page and data now; to be called on all ranks.
@@ -185,33 +243,30 @@ class InstabilityReport(InstabilityMonitor):
         Returns:
             Where the page is, or `None` on other ranks than zero and where it cannot be written.
         """
-        if self.path is None:
-            self.path = self._page_path(trainer)
-        return self._write(trainer, with_page=True, is_wanted=True)
+        return self._write(trainer, is_last=True, is_wanted=True)
 
     def _write(
-        self, trainer: pl.Trainer, *, with_page: bool, is_wanted: bool = False
+        self, trainer: pl.Trainer, *, is_last: bool = False, is_wanted: bool = False
     ) -> Path | None:
+        """Write page and data; waits for the steps on their way where `is_last`."""
+        if not self._is_started:
+            self._start(trainer)
         is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
-        if self.path is None or is_trial or not trainer.is_global_zero:
+        if is_trial or not trainer.is_global_zero:
             return None
-        try:
-            if with_page:
+        wanted = self.path or self._wanted or self._page_path(trainer)
+        fix = "Pass a `dirpath` that can be written to."
+        with forgiven(_NAME, f"could not write {str(wanted)!r}", fix), self._pace.measured():
+            if is_last:
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()
                 self._record_steps()
+            path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path.with_suffix(".json"), json.dumps(data, allow_nan=False))
-            if with_page:
-                write_atomically(self.path, report_page(data))
-        except Exception as error:  # a report is never worth a run
-            rank_zero_warn(
-                f"`InstabilityReport` could not write {str(self.path)!r}: {type(error).__name__}: "
-                f"{error}. Training goes on. Pass a `dirpath` that can be written to."
-            )
-            return None
-        return self.path
+            write_atomically(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
+            write_atomically(path, report_page(data))
+            return path
+        return None
 
     def _data(self, trainer: pl.Trainer) -> dict[str, Any]:
         run: dict[str, Any] = {
@@ -237,9 +292,11 @@ class InstabilityReport(InstabilityMonitor):
     def state_dict(self) -> dict[str, Any]:
         self.recorder.drain()
         self._record_steps()
-        return {**super().state_dict(), "starts": list(self._starts)}
+        own = {"starts": list(self._starts), "path": self._absolute_path()}
+        return {**super().state_dict(), **own}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._starts = list(state_dict["starts"])
+        self._earlier = state_dict.get("path")

@@ -269,7 +269,18 @@ class InstabilityMonitor(pl.Callback):
             rank_zero_warn(alarm.message, category=InstabilityWarning)
         is_plottable = value is not None and math.isfinite(value)
         self.log_metrics(trainer, {f"instability/{kind}": value if is_plottable else 1.0}, step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, InstabilityMonitor):
+                callback.on_alarm(trainer, alarm)
         return alarm
+
+    def on_alarm(self, trainer: pl.Trainer, alarm: Alarm) -> None:
+        """Called of every alarm that any monitor of the Trainer raises, on the rank that does.
+
+        Args:
+            trainer: The trainer.
+            alarm: The newest alarm.
+        """
 
     def _step_of(self, trainer: pl.Trainer, facts: StepFacts | None) -> StepFacts:
         return facts or self.recorder.now or facts_of(trainer)
@@ -332,7 +343,12 @@ class InstabilityMonitor(pl.Callback):
             self.log_metrics(trainer, named, facts.step)
 
     def log_metrics(self, trainer: pl.Trainer, metrics: dict[str, Any], step: int) -> None:
-        """Send plain numbers to every logger, under the step that they come from."""
+        """Send plain numbers to every logger, under the step that they come from.
+
+        As Lightning itself, nothing with `Trainer(log_every_n_steps=0)`.
+        """
+        if trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            return
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 

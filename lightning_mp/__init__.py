@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks import LossScaleMonitor as LossScaleMonitor
     from lightning_mp.callbacks import NonFiniteLocator as NonFiniteLocator
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
+    from lightning_mp.callbacks import TensorCollector as TensorCollector
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
     from lightning_mp.contrastive import GradientCache as GradientCache
@@ -63,6 +64,7 @@ _NAMES_OF = {
         "LossScaleMonitor",
         "NonFiniteLocator",
         "SpikeGuard",
+        "TensorCollector",
     ),
     "cli": (),
     "cli.lightning_cli": ("LightningMPCLI",),

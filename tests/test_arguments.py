@@ -35,6 +35,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "PureFP16": ([], "writeback", "write_back"),
     "SafeAdamW": ([PARAMETERS], "weight_decya", "weight_decay"),
     "SpikeGuard": ([], "acton", "action"),
+    "TensorCollector": ([], "reduction", "reductions"),
 }
 # Nobody calls their constructors, or they only pass on.
 OTHERS = {"Alarm", "EpsilonReport", "InstabilityWarning", "LightningMPCLI"}

@@ -146,7 +146,8 @@ CALLBACKS = {
     "AdamStateMonitor": {"max_update_rms": 3.0},
     "SpikeGuard": {"action": "warn", "window_steps": 64, "judge_after_steps": 32},
     "NonFiniteLocator": {"action": "warn"},
-    "InstabilityReport": {"every_n_steps": 1, "max_tensors": 7},
+    "TensorCollector": {"include": ["*.weight"], "collect": ["gradients", "weights"]},
+    "InstabilityReport": {"every_n_seconds": 1.0, "alert": "http://127.0.0.1:1/", "max_tensors": 7},
 }
 
 

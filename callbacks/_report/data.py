@@ -225,7 +225,7 @@ def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
         usual = np.where(lacks[:, :5], -np.inf, cells_RC[:, :5]).max(axis=1)
         interest = highest - np.where(np.isfinite(usual), usual, 0) + 0.01 * highest
     else:
-        interest = highest + 100.0 * np.isinf(cells_RC).any(axis=1)
+        interest = np.where(np.isinf(cells_RC).any(axis=1), np.inf, highest)
     filled: _Cells = np.nan_to_num(interest, nan=-1e3, posinf=1e3, neginf=-1e3)
     return filled
 

@@ -1,14 +1,14 @@
-"""Finds the data of a report in a run's folder, and writes files that are never half there."""
+"""Finds the data of a report in a run's folder, and makes its page."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks._report.writing import write_atomically
 
-__all__ = ["rebuild_page", "write_atomically"]
+__all__ = ["alarms_since", "rebuild_page"]
 
 _WRITTEN_BY = "It is written by the callback `InstabilityReport`"
 
@@ -70,11 +70,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that at any moment the old or the new one is there, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
+    """Return the alarms of a step and of later ones that a report's data holds."""
+    found = _read(data)
+    return [] if found is None else [a for a in found["alarms"] if a["step"] >= step]

@@ -74,6 +74,25 @@ function scaleOf(meaning, hasEmpty, hasZero, hasInfinite) {
   return make("div", { class: "scale" }, canvas, ticks, swatches);
 }
 
+// How many parts all dotted names begin with.
+function sharedParts(names) {
+  const [first, ...others] = names.map((name) => name.split(".").slice(0, -1));
+  const end = first.findIndex((part, i) => others.some((parts) => parts[i] !== part));
+  return end < 0 ? first.length : end;
+}
+
+// A dotted name in so many characters. What all rows begin with goes first, then parts become
+// their first letter, from the left. Numbers stay, as they tell layers apart.
+function fitName(name, most, shared) {
+  if (name.length <= most) return name;
+  const parts = name.split(".").slice(shared);
+  const text = () => (shared ? "…" : "") + parts.join(".");
+  for (let i = 0; i < parts.length && text().length > most; i += 1) {
+    if (!/^\d+$/.test(parts[i])) parts[i] = parts[i].slice(0, 1);
+  }
+  return text();
+}
+
 // The worst of the columns that share a pixel, so that a narrow screen hides nothing.
 function paintRow(context, map, meaning, row, y, width, edges, colours) {
   let x = 0;
@@ -151,11 +170,19 @@ function showMap(parent, map) {
     names.replaceChildren();
     for (let place = 0; place < shown; place += 1) {
       const name = map.rows[rows[place]];
-      const label = make("div", { title: name }, make("bdi", {}, name));
+      const label = make("div", { title: name }, make("bdi", {}));
       label.addEventListener("click", () => select(place, selected ? selected[1] : map.steps.length - 1));
       names.append(label);
     }
+    fit();
     paint();
+  };
+  const shared = sharedParts(map.rows);
+  const fit = () => {
+    const context = canvas.getContext("2d");
+    context.font = getComputedStyle(names).font;
+    const most = Math.floor(names.clientWidth / context.measureText("0").width);
+    [...names.children].forEach((label, place) => { label.firstChild.textContent = fitName(map.rows[rows[place]], most, shared); });
   };
   const select = (place, column) => {
     selected = [Math.min(Math.max(place, 0), shown - 1), Math.min(Math.max(column, 0), map.steps.length - 1)];
@@ -194,7 +221,7 @@ function showMap(parent, map) {
     more.addEventListener("click", () => { shown = rows.length; more.remove(); list(); });
     figure.append(more);
   }
-  redrawn(canvas, (now) => { width = now; paint(); });
+  redrawn(canvas, (now) => { width = now; fit(); paint(); });
   list();
 }
 

@@ -38,12 +38,12 @@ function axisOf(line) {
   return { log: false, low: bottom, high: high + pad, ticks: niceTicks(bottom, high + pad, 4) };
 }
 
-// Alarms closer than a finger are one sign: the worst of them, with their number.
+// Alarms closer than a finger and their number are one sign: the worst of them.
 function clustersOf(toX) {
   const clusters = [];
   data.alarms.forEach(([step, level, text], index) => {
     const last = clusters.at(-1);
-    if (last && toX(step) - last.x < 18) {
+    if (last && toX(step) - last.x < 32) {
       last.count += 1;
       if (RANKS.indexOf(level) > RANKS.indexOf(last.level)) Object.assign(last, { level, index, text });
     } else clusters.push({ x: toX(step), step, level, index, text, count: 1 });
@@ -51,7 +51,7 @@ function clustersOf(toX) {
   return clusters;
 }
 
-function drawAlarms(svg, toX, bottom, isTabbed) {
+function drawAlarms(svg, toX, width, bottom, isTabbed) {
   for (const { x, step, level, index, text, count: number } of clustersOf(toX)) {
     draw(svg, "line", { class: "drop", x1: x, x2: x, y1: 18, y2: bottom });
     const link = draw(svg, "a", { href: `#alarm-${index}`, tabindex: isTabbed ? 0 : -1 });
@@ -60,6 +60,8 @@ function drawAlarms(svg, toX, bottom, isTabbed) {
     draw(link, "title", {}, more + text);
     draw(link, "rect", { x: x - 9, y: 0, width: 18, height: 18, fill: "transparent" });
     draw(link, "text", { class: level, x, y: 13, "text-anchor": "middle" }, SIGNS[level]);
+    const [side, anchor] = x + 36 > width ? [-8, "end"] : [8, "start"];
+    if (number > 1) draw(link, "text", { class: `${level} count`, x: x + side, y: 13, "text-anchor": anchor }, String(number));
   }
 }
 
@@ -92,7 +94,7 @@ function paintLine(svg, line, width, isFirst) {
     const anchor = x + label.length * 3.5 > width ? "end" : "middle";
     draw(svg, "text", { x: anchor === "end" ? width : x, y: height - 6, "text-anchor": anchor }, label);
   }
-  drawAlarms(svg, toX, bottom, isFirst);
+  drawAlarms(svg, toX, width, bottom, isFirst);
   if (line.curve.steps.length) draw(svg, "path", { class: "curve", d: pathOf(line.curve, toX, toY, line.axis === "count") });
   if (line.curve.steps.length === 1) draw(svg, "circle", { class: "dot", cx: toX(line.curve.steps[0]), cy: toY(line.curve.values[0]), r: 3 });
   for (const [step, value] of line.curve.bad) {

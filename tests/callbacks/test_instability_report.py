@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_mp import BalancedAMP
 from lightning_mp.callbacks._report.files import rebuild_page
+from lightning_mp.callbacks._report.pace import Pace
 from lightning_mp.callbacks._step import recorder
 from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
@@ -248,17 +249,20 @@ def _train_until_killed(folder: str) -> None:
         if batch_idx == 25:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    watch(Watched(steps=40, sabotage=kill), [InstabilityReport(dirpath=folder, every_n_steps=10)])
+    report = InstabilityReport(dirpath=folder, every_n_seconds=10)
+    report._pace = Pace(10, clock=lambda: float(report._steps))  # a second a step
+    watch(Watched(steps=40, sabotage=kill), [report])
 
 
 @pytest.mark.slow
-def test_report_of_a_killed_run_is_rebuilt_from_its_data(tmp_path: Path) -> None:
+def test_report_of_a_killed_run_was_written_by_time(tmp_path: Path) -> None:
     assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
-    assert [path.name for path in tmp_path.iterdir()] == ["instability.json"]  # and nothing half
+    assert {path.name for path in tmp_path.iterdir()} == {"instability.html", "instability.json"}
     assert list(_values(_data(tmp_path), "loss")) == list(range(20))
-    page = rebuild_page(tmp_path).read_text()
+    page = (tmp_path / "instability.html").read_text()
     assert "No alarms in 20 steps." in page
     assert "still running or killed" in page
+    assert rebuild_page(tmp_path).read_text() == page
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -297,10 +301,12 @@ def test_report_used_for_a_second_run_forgets_the_first(tmp_path: Path) -> None:
     assert _data(tmp_path)["curves"]["loss"]["bad_count"] >= 1
     model = Told(steps=4)
     watch(model, [report])
-    data = _data(tmp_path)
+    assert report.path == tmp_path / "instability-v1.html"  # and the first has its own
+    data = _data(tmp_path, "instability-v1.json")
     assert _values(data, "loss") == pytest.approx(dict(enumerate(model.losses)), rel=1e-4)
     assert data["curves"]["loss"]["bad"] == []
     assert len(data["run"]["starts"]) == 1
+    assert _data(tmp_path)["run"]["steps"] == 9
 
 
 def test_report_in_test_and_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
@@ -332,8 +338,9 @@ def test_report_stays_before_checkpoints_and_behind_monitors() -> None:
         ("filename", "a/b.html"),
         ("filename", "page.json"),
         ("filename", 3),
-        ("every_n_steps", 0),
-        ("every_n_steps", 1.5),
+        ("every_n_seconds", 0),
+        ("every_n_seconds", "1"),
+        ("alert", "mailto:someone"),
         ("max_tensors", 0),
         ("max_tensors", 501),
     ],

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import rebuild_page, write_atomically
+from lightning_mp.callbacks._report.files import rebuild_page
 from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks._report.writing import write_atomically
 from lightning_mp.callbacks.monitor import Alarm, History
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
@@ -223,9 +224,10 @@ def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
         ("gradient_zero_share", {"embedding": [0.9, 0.9], "sinking": [0.0, 0.3]}, "sinking"),
         ("gradient_headroom_bits", {"far": [9.0, 8.0], "near": [12.0, 1.0]}, "near"),
         ("update_rms", {"calm": [1.0, 1.1], "wild": [1.0, 4.0]}, "wild"),
+        ("update_rms", {"wild": [1.0, 4.0], "lost": [math.inf, math.inf]}, "lost"),
         ("update_rms", {"wild": [1.0, 4.0], "alarmed": [1.0, 1.1]}, "alarmed"),
     ],
-    ids=["zeros", "headroom", "update", "alarm"],
+    ids=["zeros", "headroom", "update", "infinite", "alarm"],
 )
 def test_data_of_a_map_has_the_most_notable_rows_first(
     name: str, values: dict[str, list[float]], first: str

@@ -1,0 +1,95 @@
+"""Tells a function or a URL of alarms, and never holds up or ends a run for it."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+if TYPE_CHECKING:
+    from lightning_mp.callbacks.monitor import Alarm
+
+__all__ = ["Alerts"]
+
+_TIMEOUT_S = 5.0
+
+
+class Alerts:
+    """Sends alarms on.
+
+    A URL gets each as a POST of JSON, in a thread of its own: `text`, one line for people, and
+    `alarm`, its fields. A function is called where training runs.
+
+    Args:
+        alert: The function or URL; `None` for nobody.
+    """
+
+    def __init__(self, alert: "Callable[[Alarm], object] | str | None") -> None:
+        self._alert = alert
+        self._threads: ThreadPoolExecutor | None = None
+        self._sent: list[Future[None]] = []
+        self._has_warned = False
+
+    def send(self, title: str, alarm: "Alarm") -> None:
+        """Send an alarm.
+
+        Args:
+            title: Of the run.
+            alarm: What to send.
+        """
+        if isinstance(self._alert, str):
+            self._threads = self._threads or ThreadPoolExecutor(1, "alerts")
+            body: dict[str, object] = {"text": f"{title}: {alarm.message}"}
+            body["alarm"] = _plain(alarm)
+            self._sent.append(self._threads.submit(_post, self._alert, body))
+        elif self._alert is not None:
+            try:
+                self._alert(alarm)
+            except Exception as error:
+                self._warn(error)
+
+    def check(self) -> None:
+        """Warn, once a run, of what could not be sent."""
+        done = [each for each in self._sent if each.done()]
+        self._sent = [each for each in self._sent if not each.done()]
+        for error in (each.exception() for each in done if not each.cancelled()):
+            if error is not None:
+                self._warn(error)
+
+    def finish(self) -> None:
+        """Wait a little for what is on its way, and give up the rest."""
+        if self._threads is not None:
+            wait(self._sent, timeout=2 * _TIMEOUT_S)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        self.check()
+        self._sent.clear()
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            # Without the URL, which may hold a secret.
+            what = "a URL" if isinstance(self._alert, str) else repr(self._alert)
+            rank_zero_warn(
+                f"Passed `InstabilityReport(alert=...)`, {what} that could not be told of an "
+                f"alarm: {type(error).__name__}: {error}. Training goes on. Check that it can be "
+                "reached from this machine."
+            )
+
+
+def _plain(alarm: "Alarm") -> dict[str, object]:
+    fields = dataclasses.asdict(alarm)
+    is_odd = {k: isinstance(v, float) and not math.isfinite(v) for k, v in fields.items()}
+    return {name: str(value) if is_odd[name] else value for name, value in fields.items()}
+
+
+def _post(url: str, body: dict[str, object]) -> None:
+    data = json.dumps(body, allow_nan=False).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with contextlib.closing(urllib.request.urlopen(request, timeout=_TIMEOUT_S)):
+        pass

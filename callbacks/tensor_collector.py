@@ -1,0 +1,299 @@
+"""`TensorCollector`: writes down what chosen tensors look like, step by step."""
+
+import contextlib
+import fnmatch
+import io
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
+from lightning_mp.callbacks._step.gradients import parameter_names
+from lightning_mp.callbacks._step.outputs import eager_modules, tensors_in
+from lightning_mp.callbacks._step.recorder import facts_of
+from lightning_mp.callbacks._step.training_state import (
+    gather_ranks,
+    is_sharded,
+    plain_name,
+    step_of,
+)
+from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.numerics.async_readback import AsyncReadback, Readback
+from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.moments import (
+    EXPONENTS,
+    REDUCTIONS,
+    merge_moments,
+    reduced,
+    tensor_moments,
+)
+
+__all__ = ["TensorCollector"]
+
+Kind = Literal["weights", "gradients", "optimizer_state", "outputs"]
+
+
+@explains_arguments()
+class TensorCollector(InstabilityMonitor):
+    """Writes norms, moments and histograms of chosen weights, gradients, states and outputs.
+
+    Monitors say that something is wrong; when one of 300 tensors began to drift, say 5000 steps
+    before, its numbers tell, which no logger has. One `.npz` file a sample, whose arrays are
+    described in callbacks/README.md.
+
+    Example: `Trainer(callbacks=TensorCollector(include=["*.attention.*"], every_n_steps=200))`
+
+    Args:
+        include: Names of parameters and, for outputs, of modules: `*`, `?` and `[...]` match as in
+            a shell; what begins with `re:` is a regular expression for the whole name.
+        collect: `"weights"`, `"gradients"` (unscaled), `"optimizer_state"` (all states of a
+            parameter's shape), all right before the step; `"outputs"` of the step's forwards.
+        reductions: Of each tensor: `"norm"`, `"rms"`, `"mean"`, `"std"`, `"absmax"`, `"kurtosis"`
+            (3 for normal values), and `"histogram"`, by powers of two.
+        every_n_steps: Steps between two samples.
+        dirpath: The folder to write to; `tensors` in the logger's, or in `default_root_dir`. Where
+            another run has it, `-v1` or a higher number is put behind the name.
+        log: Whether loggers get the numbers too, as `gradients/<name>/<reduction>`.
+
+    Raises:
+        ValueError: An argument is out of range, or a pattern matches nothing.
+
+    References:
+        arXiv:1710.03740, figure 3, is such a histogram; the tensor collections of Amazon SageMaker
+        Debugger.
+    """
+
+    def __init__(
+        self,
+        *,
+        include: Sequence[str] = ("*",),
+        collect: Sequence[Kind] = ("gradients",),
+        reductions: Sequence[str] = ("norm", "rms", "absmax", "kurtosis", "histogram"),
+        every_n_steps: int = 100,
+        dirpath: str | None = None,
+        log: bool = False,
+    ) -> None:
+        super().__init__()
+        self._check_at_least(1, every_n_steps=every_n_steps)
+        names = ["patterns of names"]
+        for accepted, known, value in (
+            (names, None, {"include": include}),
+            (get_args(Kind), get_args(Kind), {"collect": collect}),
+            (REDUCTIONS, REDUCTIONS, {"reductions": reductions}),
+        ):
+            (passed,) = value.values()
+            is_list = not isinstance(passed, str) and len(passed) > 0
+            is_fine = is_list and all(known is None or each in known for each in passed)
+            self._check(is_fine, f"a list of {', '.join(accepted)}", **value)
+        self._patterns = {each: self._pattern(each) for each in include}
+        self.include = tuple(include)
+        self.collect = tuple(collect)
+        self.reductions = tuple(reductions)
+        self.every_n_steps = every_n_steps
+        self.dirpath = dirpath
+        self.log = log
+        self.folder: Path | None = None  # on rank zero, once a sample has been written
+        self._wanted = Path()
+        self._earlier: str | None = None  # the folder of the run that is resumed
+        self._names: dict[int, str] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._handles: list[RemovableHandle] = []
+        self._outputs: dict[str, list[Tensor]] = defaultdict(list)
+        self._rows: dict[str, Tensor] = {}
+        self._readback = AsyncReadback()
+
+    def _pattern(self, pattern: str) -> re.Pattern[str]:
+        is_regex = pattern.startswith("re:")
+        try:
+            return re.compile(pattern[3:] if is_regex else fnmatch.translate(pattern))
+        except re.error as error:
+            raise ValueError(
+                f"Passed `TensorCollector(include=[{pattern!r}])`. What follows `re:` must be a "
+                f"regular expression: {error}. Leave out `re:` to write `*` and `?`."
+            ) from None
+
+    # --- what to look at -------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            root = trainer.log_dir or trainer.default_root_dir  # broadcast: the same on all ranks
+            self._wanted = Path(self.dirpath or Path(root) / "tensors")
+            self._earlier = str(self.folder.absolute()) if self.folder else None
+            self.folder = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if step_of(trainer) == 0:
+            self._earlier = None
+        self._rows.clear()
+        self._unhook()
+        modules = {plain_name(path): module for path, module in eager_modules(pl_module) if path}
+        parameters = parameter_names(pl_module)
+        known = list(modules) if "outputs" in self.collect else []
+        known += parameters.values() if {*self.collect} - {"outputs"} else []
+        chosen = set(self._matching(known))
+        self._modules = {name: modules[name] for name in modules if name in chosen}
+        self._names = {key: name for key, name in parameters.items() if name in chosen}
+
+    def _matching(self, names: Iterable[str]) -> Iterable[str]:
+        names = list(names)
+        for text, pattern in self._patterns.items():
+            found = [name for name in names if pattern.fullmatch(name)]
+            if not found:
+                raise ValueError(
+                    f"Passed `TensorCollector(include=[{text!r}])`, which matches none of "
+                    f"{len(names)} names, such as {', '.join(map(repr, names[:3]))}. Write "
+                    "`*` for what may stand before and behind."
+                )
+            yield from found
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        return step_of(trainer) % self.every_n_steps == 0
+
+    def _row(self, tensor: Tensor, unscale: float | Tensor = 1.0) -> Tensor:
+        return tensor_moments(tensor, unscale=unscale, histogram="histogram" in self.reductions)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if "outputs" in self.collect and self._is_due(trainer) and not self._handles:
+            for name, module in self._modules.items():
+                self._handles.append(module.register_forward_hook(self._look(name)))
+
+    def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if tensor.dtype in FLOAT_DTYPES:
+                    self._outputs[name].append(self._row(tensor))
+
+        return look
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs.clear()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if not self._is_due(trainer):
+            return
+        if "gradients" in self.collect:
+            found = self.recorder.gradients(trainer, optimizer)
+            for parameter, gradient in zip(found.parameters, found.gradients, strict=True):
+                if name := self._names.get(id(parameter)):
+                    self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
+        chosen = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
+        if "weights" in self.collect:
+            for parameter in chosen:
+                self._rows[f"weights/{self._names[id(parameter)]}"] = self._row(parameter)
+        if "optimizer_state" in self.collect:
+            self._add_states(optimizer, chosen)
+
+    def _add_states(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        states = {id(p): optimizer.state.get(p, {}) for p in parameters}
+        # All parameters have the same rows, as a rank may hold no part of one, and so no state.
+        kinds = {
+            kind: None
+            for p in parameters
+            for kind, value in states[id(p)].items()
+            if isinstance(value, Tensor) and value.shape == p.shape and value.dtype in FLOAT_DTYPES
+        }
+        for parameter in parameters:
+            for kind in kinds:
+                value = states[id(parameter)].get(kind, torch.empty(0, device=parameter.device))
+                key = f"optimizer_state/{self._names[id(parameter)]}/{kind}"
+                self._rows[key] = self._row(value)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._is_due(trainer) and not trainer.fit_loop._should_accumulate():
+            self._submit(trainer)
+        self._write_all(trainer, self._readback.ready())
+
+    def _submit(self, trainer: pl.Trainer) -> None:
+        home = trainer.strategy.root_device
+        home = torch.device("cpu") if home.type == "mps" else home  # it has no float64
+        for name in self._modules if self._handles else ():
+            # Every module has a row, called or not, as all ranks must send the same.
+            parts = self._outputs.get(name) or [self._row(torch.empty(0))]
+            parts = [part.to(home, non_blocking=True) for part in parts]
+            self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
+        self._unhook()
+        rows, self._rows = self._rows, {}
+        if rows:
+            table_NK = torch.stack([row.to(home, non_blocking=True) for row in rows.values()])
+            facts = self.recorder.now or facts_of(trainer)
+            self._readback.submit(facts.step, gather_ranks(table_NK), keys=list(rows), facts=facts)
+
+    # --- files -----------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._write_all(trainer, self._readback.drain())
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._unhook()
+        with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
+            self._write_all(trainer, self._readback.drain())
+
+    def _write_all(self, trainer: pl.Trainer, samples: Sequence[Readback]) -> None:
+        for sample in samples if trainer.is_global_zero else ():
+            keys, facts = sample.context["keys"], sample.context["facts"]
+            ranks_WNK = torch.from_numpy(sample.array)
+            merged_NK = merge_moments(ranks_WNK)
+            if not is_sharded(trainer):  # all ranks hold the same weights, gradients and states
+                same = torch.tensor([not key.startswith("outputs/") for key in keys])
+                merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
+            arrays = reduced(merged_NK, self.reductions)
+            if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
+                where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
+                self._write(facts.step, {"names": np.array(keys), **where, **counts, **arrays})
+            if self.log:
+                metrics = {
+                    f"{key}/{name}": float(value)
+                    for name, values in arrays.items()
+                    if name != "histogram"
+                    for key, value in zip(keys, values, strict=True)
+                    if np.isfinite(value)
+                }
+                self.log_metrics(trainer, metrics, facts.step)
+
+    def _write(self, step: int, arrays: dict[str, Any]) -> None:
+        if "histogram" in arrays:
+            arrays["histogram"] = arrays["histogram"].astype(np.int64)
+            arrays["exponents"] = EXPONENTS
+        fix = "Pass a `dirpath` that can be written to."
+        with forgiven("TensorCollector", f"could not write to {str(self._wanted)!r}", fix):
+            self.folder = self.folder or claim(self._wanted, self._earlier, Path.mkdir)
+            content = io.BytesIO()
+            np.savez_compressed(content, **arrays)
+            write_atomically(self.folder / f"{step:08d}.npz", content.getvalue())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        folder = None if self.folder is None else str(self.folder.absolute())
+        return {**super().state_dict(), "folder": folder}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._earlier = state_dict["folder"]

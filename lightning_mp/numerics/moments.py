@@ -1,0 +1,120 @@
+"""Moments and histograms of tensors, which merge exactly over blocks, micro-batches and ranks.
+
+Legend: `N` tensors, `R` parts to merge, `K` columns: count, mean, M2, M3, M4, absmax, non-finite,
+then `B` bins of the histogram, where it is asked for. `Mp = sum (x - mean)^p`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_mp.numerics.tensor_stats import stored_values
+
+__all__ = ["EXPONENTS", "REDUCTIONS", "merge_moments", "reduced", "tensor_moments"]
+
+REDUCTIONS = ("norm", "rms", "mean", "std", "absmax", "kurtosis", "histogram")
+_MOMENTS = 7
+_LOWEST, _HIGHEST = -149, 127  # exponents of the numbers of fp32, subnormals too
+EXPONENTS: npt.NDArray[np.float64] = np.array([-np.inf, *range(_LOWEST, _HIGHEST + 1)])
+"""floor(log2 |x|) of each bin: of the first, zeros."""
+# Values that are widened to float64 at a time: 32 MB, or what the caches of a CPU hold.
+_BLOCK = {"cpu": 1 << 16}
+_LARGE_BLOCK = 1 << 22
+
+
+@torch.no_grad()
+def tensor_moments(
+    tensor: Tensor, *, unscale: float | Tensor = 1.0, histogram: bool = False
+) -> Tensor:
+    """Return the moments of a tensor, without waiting for its device.
+
+    In float64, as the fourth power of a gradient of 1e-12 is no number of fp32.
+
+    Args:
+        tensor: Of any floating dtype; of a DTensor its local shard, of a sparse one what is stored.
+        unscale: Multiplies the values.
+        histogram: Whether to count values by their exponents too.
+
+    Returns:
+        moments_K: float64, on the device of the tensor; on the CPU where it has no float64. Values
+            that are not finite are counted and otherwise left out.
+    """
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    values = stored_values(tensor.detach()).reshape(-1)
+    if values.device.type == "mps":
+        values = values.cpu()
+    if not values.numel():
+        columns = _MOMENTS + len(EXPONENTS) * histogram
+        return torch.zeros(columns, dtype=torch.float64, device=values.device)
+    blocks = values.split(_BLOCK.get(values.device.type, _LARGE_BLOCK))
+    return merge_moments(torch.stack([_block_moments(b, unscale, histogram) for b in blocks]))
+
+
+def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> Tensor:
+    x = values.to(torch.float64) * unscale
+    is_finite = x.isfinite()
+    x = torch.where(is_finite, x, 0)
+    count = is_finite.sum()
+    mean = x.sum() / count.clamp(min=1)
+    apart = torch.where(is_finite, x - mean, 0)
+    square = apart.square()
+    powers = [square.sum(), torch.dot(square, apart), torch.dot(square, square)]
+    parts = [count, mean, *powers, x.abs().amax(), values.numel() - count]
+    row = torch.stack([part.to(torch.float64) for part in parts])
+    if not histogram:
+        return row
+    exponent = torch.frexp(x).exponent.long() - 1  # frexp's mantissa is from 0.5 to 1
+    place = torch.where(x == 0, 0, exponent.clamp(_LOWEST, _HIGHEST) - _LOWEST + 1)
+    bins = torch.zeros(len(EXPONENTS), dtype=torch.int32, device=x.device)
+    bins.scatter_add_(0, place, is_finite.to(torch.int32))
+    return torch.cat([row, bins.to(torch.float64)])
+
+
+def merge_moments(parts_RK: Tensor) -> Tensor:
+    """Return the moments of all values whose parts have these, as if they were one tensor's.
+
+    With `d = mean_r - mean`, `M2 = sum M2_r + n_r d^2`, `M3 = sum M3_r + 3 d M2_r + n_r d^3` and
+    `M4 = sum M4_r + 4 d M3_r + 6 d^2 M2_r + n_r d^4`: no large sums are subtracted.
+
+    Args:
+        parts_RK: What `tensor_moments` returned; further dimensions may stand between.
+
+    References:
+        Chan, Golub and LeVeque 1979; Pebay, SAND2008-6212.
+    """
+    merged_K = parts_RK.sum(dim=0)
+    n, mean, m2, m3, m4, absmax = parts_RK[..., :6].unbind(-1)
+    merged_K[..., 1] = (n * mean).sum(dim=0) / n.sum(dim=0).clamp(min=1)
+    d = torch.where(n > 0, mean - merged_K[..., 1], 0)
+    merged_K[..., 2] = (m2 + n * d**2).sum(dim=0)
+    merged_K[..., 3] = (m3 + 3 * d * m2 + n * d**3).sum(dim=0)
+    merged_K[..., 4] = (m4 + 4 * d * m3 + 6 * d**2 * m2 + n * d**4).sum(dim=0)
+    merged_K[..., 5] = absmax.amax(dim=0)
+    return merged_K
+
+
+def reduced(moments_NK: Tensor, names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
+    """Return what `REDUCTIONS` name, one value a tensor; NaN where there is none.
+
+    Args:
+        moments_NK: On the host.
+        names: Of reductions. `norm` is `sqrt(sum x^2)`, `rms` `sqrt(mean x^2)`, `std` that of all
+            values (divided by their count), `kurtosis` `n M4 / M2^2`: 3 for normal values, more
+            where tails are heavy. `histogram` has shape [N, B] and counts values by `EXPONENTS`.
+    """
+    moments = moments_NK.numpy()
+    n, mean, m2, _, m4, absmax, _ = moments[:, :_MOMENTS].T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of = {
+            "norm": np.sqrt(m2 + n * mean**2) + 0 / n,
+            "rms": np.sqrt(m2 / n + mean**2),
+            "mean": mean + 0 / n,
+            "std": np.sqrt(m2 / n),
+            "absmax": absmax + 0 / n,
+            "kurtosis": n * m4 / m2**2,
+            "histogram": moments[:, _MOMENTS:],
+        }
+    return {name: of[name] for name in names}

@@ -1,0 +1,280 @@
+"""Reports of runs that share a folder, are killed, or go on; loggers; who is told of alarms."""
+
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_mp import BalancedAMP, GradientUnderflowMonitor, LossScaleMonitor, SpikeGuard
+from lightning_mp.callbacks import Alarm
+from lightning_mp.callbacks._report.pace import Pace
+from lightning_mp.callbacks.instability_report import InstabilityReport
+from lightning_mp.callbacks.monitor import InstabilityMonitor
+from tests.callbacks.models import Watched, watch
+from tests.processes import exit_code_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+
+
+class AlarmAt(InstabilityMonitor):
+    """Raises an alarm at some steps."""
+
+    def __init__(self, *steps: int, value: float = 2.5) -> None:
+        super().__init__(repeat_after_steps=1)
+        self.steps, self.value = steps, value
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, *rest: Any) -> None:
+        if rest[-1] in self.steps:
+            self.alarm(trainer, "odd", "It is odd.", "Look.", value=self.value)
+
+
+def _data(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _train_until_killed(folder: str) -> None:
+    def kill(module: Any, batch_idx: int) -> None:
+        if batch_idx == 26:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    report = InstabilityReport(dirpath=folder)
+    report._pace = Pace(30, clock=lambda: 0.0)  # the time for another never comes
+    saving = ModelCheckpoint(folder, filename="last", every_n_train_steps=20)
+    monitor = AlarmAt(10, 25)
+    watch(
+        Watched(steps=40, sabotage=kill),
+        [report, saving, monitor],  # type: ignore[list-item]
+        enable_checkpointing=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_page(
+    tmp_path: Path,
+) -> None:
+    assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
+    data, page = _data(tmp_path / "instability.json"), tmp_path / "instability.html"
+    assert [alarm["step"] for alarm in data["alarms"]] == [10, 25]
+    assert data["curves"]["loss"]["steps"] == list(range(25))
+    assert "It is odd." in page.read_text()
+    resumed = InstabilityReport(dirpath=str(tmp_path))
+    watch(Watched(steps=40), [resumed, AlarmAt(30)], ckpt_path=str(tmp_path / "last.ckpt"))
+    assert resumed.path == page
+    assert sorted(tmp_path.glob("*.html")) == [page]
+    data = _data(tmp_path / "instability.json")
+    assert data["curves"]["loss"]["steps"] == list(range(40))
+    assert [start["step"] for start in data["run"]["starts"]] == [0, 20]
+    said = [(alarm["step"], alarm["message"]) for alarm in data["alarms"]]
+    assert said == [
+        (10, "It is odd."),
+        (25, "Before the run was resumed: It is odd."),
+        (30, "It is odd."),
+    ]
+
+
+def test_runs_that_share_a_folder_keep_reports_of_their_own(tmp_path: Path) -> None:
+    for steps in (3, 5, 7):
+        watch(Watched(steps=steps), [InstabilityReport()], default_root_dir=str(tmp_path))
+    counts = {path.name: _data(path)["run"]["steps"] for path in tmp_path.glob("*.json")}
+    assert counts == {"instability.json": 3, "instability-v1.json": 5, "instability-v2.json": 7}
+    assert len(list(tmp_path.glob("*.html"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        # From 0 on, each report takes 1 s, of which 20 s of rest follow at least.
+        ([(5, False), (29, False), (30, False)], [False, False, True]),
+        ([(5, True), (20, True), (21, True)], [False, False, True]),
+    ],
+    ids=["by-time", "alarm"],
+)
+def test_pace_is_by_time_sooner_after_an_alarm_and_never_dense(
+    times: list[tuple[int, bool]], expected: list[bool]
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    pace = Pace(29, clock=lambda: clock.now)
+    with pace.measured():
+        clock.now = 1.0
+    due = []
+    for clock.now, pace.has_news in times:
+        due.append(pace.is_due())
+    assert due == expected
+
+
+# --- loggers -------------------------------------------------------------------------------------
+
+
+class Kept(Logger):
+    """Keeps what it gets; its experiment has the methods that it is told."""
+
+    def __init__(self, folder: Path, **experiment: Any) -> None:
+        super().__init__()
+        self._folder = folder
+        self.metrics: list[tuple[int, dict[str, Any]]] = []
+        self.calls: list[tuple[Any, ...]] = []
+        methods = {name: self._keep(name) for name in experiment.pop("methods", [])}
+        self.experiment = SimpleNamespace(**methods, **experiment)
+
+    def _keep(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+    name, version = "kept", 0
+
+    @property
+    def save_dir(self) -> str:
+        return str(self._folder)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.metrics.append((step or 0, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_report_is_given_to_each_logger_by_its_own_interface(tmp_path: Path) -> None:
+    wandb = Kept(tmp_path, methods=["log_artifact"], id="ab12")
+    mlflow = Kept(tmp_path, methods=["log_artifact", "log_text"])
+    mlflow.run_id = "r7"  # type: ignore[attr-defined]
+    comet = Kept(tmp_path, methods=["log_asset", "log_artifact"])
+    board = TensorBoardLogger(tmp_path, name="board")
+    plain = CSVLogger(tmp_path, name="csv")
+    loggers = [wandb, mlflow, comet, board, plain]
+    report = InstabilityReport(dirpath=str(tmp_path))
+    watch(Watched(steps=4), [report, AlarmAt(2)], logger=loggers, log_every_n_steps=1)
+    page = str(tmp_path / "instability.html")
+    named = {"name": "instability-ab12", "type": "report"}
+    assert wandb.calls == [("log_artifact", (page,), named)]
+    assert mlflow.calls == [("log_artifact", ("r7", page), {})]
+    shown = {"file_name": "instability.html", "overwrite": True}
+    assert comet.calls == [("log_asset", (page,), shown)]
+    events = EventAccumulator(board.log_dir).Reload()
+    (text,) = events.Tensors("instability/report/text_summary")
+    said = text.tensor_proto.string_val[0].decode()
+    assert said.startswith("1 warning; first at step 2: It is odd.\n")
+    assert "- warning at step 2: It is odd. Look." in said
+    for logger in (wandb, mlflow, comet):  # every one gets the numbers too
+        assert (2, {"instability/odd": 2.5}) in logger.metrics
+
+
+def test_report_that_a_logger_does_not_take_warns_and_is_kept_back_on_request(
+    tmp_path: Path,
+) -> None:
+    class Broken(Kept):
+        def _keep(self, name: str) -> Any:
+            def fail(*args: Any, **kwargs: Any) -> None:
+                raise ConnectionError("no route")
+
+            return fail
+
+    broken, after = Broken(tmp_path, methods=["log_artifact"]), Kept(tmp_path, methods=["add_text"])
+    match = "could not give its page to Broken: ConnectionError: no route. Training goes on"
+    with pytest.warns(UserWarning, match=match):
+        watch(Watched(steps=2), [InstabilityReport()], logger=[broken, after], log_every_n_steps=1)
+    assert [call[0] for call in after.calls] == ["add_text"]
+    silent = Kept(tmp_path, methods=["add_text"])
+    report = InstabilityReport(log_artifact=False)
+    watch(Watched(steps=2), [report], logger=silent, log_every_n_steps=1)
+    assert silent.calls == []
+
+
+def test_monitors_log_nothing_where_lightning_logs_nothing(tmp_path: Path) -> None:
+    logger = Kept(tmp_path)
+    monitors = [
+        LossScaleMonitor(),
+        GradientUnderflowMonitor(every_n_steps=1),
+        SpikeGuard(),
+        AlarmAt(3),
+        InstabilityReport(),
+    ]
+    watch(Watched(steps=6), monitors, BalancedAMP(), logger=logger, log_every_n_steps=0)
+    assert logger.metrics == []
+    assert [alarm["step"] for alarm in _data(tmp_path / "instability.json")["alarms"]] == [3]
+
+
+# --- alerts --------------------------------------------------------------------------------------
+
+
+def test_alert_calls_a_function_with_warnings_and_errors(tmp_path: Path) -> None:
+    told: list[Alarm] = []
+    report = InstabilityReport(dirpath=str(tmp_path), alert=told.append)
+    monitor = AlarmAt(1, 3)
+    watch(Watched(steps=5), [report, monitor])
+    assert told == monitor.alarms
+    assert [alarm.step for alarm in told] == [1, 3]
+
+
+def test_alert_whose_function_fails_warns_once(tmp_path: Path) -> None:
+    def fail(alarm: Alarm) -> None:
+        raise OSError("no mail")
+
+    report = InstabilityReport(dirpath=str(tmp_path), alert=fail)
+    with pytest.warns(UserWarning, match="no mail") as caught:
+        watch(Watched(steps=5), [report, AlarmAt(1, 3)])
+    said = [str(each.message) for each in caught if "no mail" in str(each.message)]
+    assert len(said) == 1
+    assert "Training goes on." in said[0]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server of this machine that keeps what is posted to it."""
+    posted: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            posted.append({"type": self.headers["Content-Type"], **json.loads(body)})
+            self.send_response(500 if self.path == "/broken" else 204)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}", posted
+        running.shutdown()
+        thread.join()
+
+
+def test_alert_posts_json_to_a_url(tmp_path: Path, server: tuple[str, list[Any]]) -> None:
+    url, posted = server
+    report = InstabilityReport(dirpath=str(tmp_path), alert=url)
+    watch(Watched(steps=5), [report, AlarmAt(1, 3, value=math.inf)])
+    assert [each["alarm"]["step"] for each in posted] == [1, 3]
+    assert posted[0]["type"] == "application/json"
+    assert posted[0]["text"] == "Watched: Step 1, epoch 0, batch 1, rank 0: It is odd. Look."
+    assert posted[0]["alarm"]["value"] == "inf"
+    assert posted[0]["alarm"]["remedy"] == "Look."
+
+
+@pytest.mark.parametrize("target", ["answers-500", "nobody"])
+def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
+    tmp_path: Path, server: tuple[str, list[Any]], target: str
+) -> None:
+    # Port 1 is privileged, and nothing of a test listens there.
+    url = f"{server[0]}/broken" if target == "answers-500" else "http://127.0.0.1:1/secret"
+    report = InstabilityReport(dirpath=str(tmp_path), alert=url)
+    with pytest.warns(UserWarning, match="a URL that could not be told of an alarm") as caught:
+        watch(Watched(steps=5), [report, AlarmAt(1, 3)])
+    assert not any(url in str(each.message) for each in caught)
+    assert _data(tmp_path / "instability.json")["run"]["end"]["how"] == "finished"
+    assert url not in report.state_key
