@@ -15,8 +15,9 @@ from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
+from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import loss_scale_of
-from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.numerics.stat_fields import StatField
@@ -54,12 +55,13 @@ class NonFiniteLocator(InstabilityMonitor):
         near_limit: The share of a dtype's largest number from which on modules are suspects.
         check_gradients: Without a loss scale, look at gradients as well, in every step, not only at
             losses. The host then waits for each backward.
-        action: `"warn"`, or `"stop"` to end training after the step.
+        action: `"warn"`, `"stop"` training before the step, or `"raise"` an `InstabilityError`.
         max_replays: Steps to replay in a run; afterwards the callback does nothing.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
         ValueError: An argument is not of these.
+        InstabilityError: At a step that was located, with `action="raise"`.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class NonFiniteLocator(InstabilityMonitor):
         repeated: int = 3,
         near_limit: float = 0.125,
         check_gradients: bool = False,
-        action: Literal["warn", "stop"] = "warn",
+        action: Literal["warn", "stop", "raise"] = "warn",
         max_replays: int = 3,
         repeat_after_steps: int = 1000,
     ) -> None:
@@ -78,7 +80,8 @@ class NonFiniteLocator(InstabilityMonitor):
         self._check(is_share, "a number between 0 and 1", near_limit=near_limit)
         is_flag = isinstance(check_gradients, bool)
         self._check(is_flag, "True or False", check_gradients=check_gradients)
-        self._check(action in ("warn", "stop"), "'warn' or 'stop'", action=action)
+        is_action = action in ("warn", "stop", "raise")
+        self._check(is_action, "'warn', 'stop' or 'raise'", action=action)
         self.repeated = repeated
         self.near_limit = near_limit
         self.check_gradients = check_gradients
@@ -90,12 +93,15 @@ class NonFiniteLocator(InstabilityMonitor):
         self._unjudged: _Step | None = None  # until its outcome has arrived
         self._losses = AsyncReadback()
         self._is_replaying = False
+        self._skipper = StepSkipper()
 
     # --- healthy steps ---------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
+        if self.action == "stop":
+            self._skipper.attach(trainer)
 
     @override
     def on_train_batch_start(
@@ -139,6 +145,9 @@ class NonFiniteLocator(InstabilityMonitor):
             self._locate(trainer, step, step.bad, sentences.BAD_LOSS)
         elif self.check_gradients and step.scale is None and _has_bad_gradient(optimizer):
             self._locate(trainer, step, [], sentences.BAD_GRADIENTS)
+        if trainer.should_stop and step.located:
+            one = torch.ones((), device=trainer.strategy.root_device)
+            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -166,6 +175,7 @@ class NonFiniteLocator(InstabilityMonitor):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget()
+        self._skipper.detach()
 
     def _forget(self) -> None:
         self._losses.drain()
@@ -217,7 +227,7 @@ class NonFiniteLocator(InstabilityMonitor):
         finally:
             self._is_replaying = False
         is_measured = bool(finding.dtype)
-        self.alarm(
+        alarm = self.alarm(
             trainer,
             "non_finite",
             f"{cause}: {finding.sentence}.",
@@ -228,8 +238,9 @@ class NonFiniteLocator(InstabilityMonitor):
             value=finding.amax if is_measured else None,
             threshold=finding.limit if is_measured else None,
         )
-        if self.action == "stop":
-            trainer.should_stop = True
+        if self.action == "raise":
+            raise InstabilityError(alarm or self.alarms[-1])
+        trainer.should_stop |= self.action == "stop"
 
     @override
     def state_dict(self) -> dict[str, Any]:

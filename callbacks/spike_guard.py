@@ -1,4 +1,4 @@
-"""Watches loss and gradient norm; warns, skips, stops or rewinds where they jump."""
+"""Watches loss and gradient norm; warns, skips, stops, raises or rewinds where they jump."""
 
 import math
 from collections import deque
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -18,18 +19,18 @@ from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import step_of
-from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
+from lightning_mp.callbacks.monitor import Alarm, InstabilityError, InstabilityMonitor
 
 __all__ = ["SpikeGuard"]
 
-_ACTIONS = ("warn", "skip", "stop", "rewind")
+_ACTIONS = ("warn", "skip", "stop", "raise", "rewind")
 _FLOORS = (0.05, 0.12)  # less noise counts as this much: of the loss, of the gradient norm
 
 
 @explains_arguments()
 class SpikeGuard(InstabilityMonitor):
-    """Warns of loss spikes, gradient spikes and NaN; on request skips, stops or rewinds.
+    """Warns of loss spikes, gradient spikes and NaN; on request skips, stops, raises or rewinds.
 
     One bad batch can undo days: a step with 10 times the gradient moves Adam's weights at full
     speed in a direction of no use, and one NaN ends the run. Every step is held against the last
@@ -38,7 +39,8 @@ class SpikeGuard(InstabilityMonitor):
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 
     Args:
-        action: `"warn"`, `"skip"`, `"stop"` or `"rewind"`.
+        action: `"warn"`; `"skip"` the step; `"stop"` before it; `"raise"` an `InstabilityError`
+            before it; or `"rewind"`.
         z_threshold: Robust deviations above the median that make a spike. Default 6.
         window_steps: Healthy steps that a step is held against. Default 128.
         judge_after_steps: Healthy steps before the first spike is called. Default 64.
@@ -56,6 +58,7 @@ class SpikeGuard(InstabilityMonitor):
         ValueError: An argument is out of range.
         MisconfigurationException: `"rewind"` with a `training_step` that takes the data iterator;
             two guards that both skip or rewind.
+        InstabilityError: At a spike or NaN, with `action="raise"`.
     """
 
     needs_gradient_norm = True
@@ -63,7 +66,7 @@ class SpikeGuard(InstabilityMonitor):
     def __init__(
         self,
         *,
-        action: Literal["warn", "skip", "stop", "rewind"] = "warn",
+        action: Literal["warn", "skip", "stop", "raise", "rewind"] = "warn",
         z_threshold: float = 6.0,
         window_steps: int = 128,
         judge_after_steps: int = 64,
@@ -108,6 +111,8 @@ class SpikeGuard(InstabilityMonitor):
         self._windows: list[RobustWindow] = []
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
+        self._is_ending = False  # at the step under way
+        self._newest: Alarm | None = None  # of an event
 
     # --- every step, on the device ---------------------------------------------------------------
 
@@ -115,7 +120,7 @@ class SpikeGuard(InstabilityMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._inbox = self.recorder.subscribe()
         self._add_windows(len(trainer.optimizers))
-        if self.action == "skip":
+        if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
         if self.action == "rewind":
             self._rewinder.start(trainer)
@@ -130,10 +135,31 @@ class SpikeGuard(InstabilityMonitor):
             return  # `training_step` returned None
         self._add_windows(now.optimizer + 1)
         report = self._windows[now.optimizer].judge(signals.values, signals.judged)
-        if self.action == "skip":
-            is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
-            self._skipper.skip(pl_module, optimizer, is_bad.any().to(report.dtype))
         self.recorder.send_along(self, report.flatten())
+        is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
+        if self.action == "skip":
+            self._skipper.skip(pl_module, optimizer, is_bad.any().to(report.dtype))
+        elif self.action in ("stop", "raise"):
+            if loss_scale_of(trainer) is not None:  # an overflow is left to the scaler
+                is_bad[1] &= report[1, Column.IS_FINITE] != 0
+            is_bad = is_bad.any()
+            self._is_ending |= bool(is_bad)  # the host waits
+            if self._is_ending:
+                self._end(trainer, pl_module, optimizer, torch.ones_like(signals.values[0]))
+
+    def _end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, one: Tensor
+    ) -> None:
+        """Raise, or keep an optimizer from its step, the last one of training."""
+        self._runs.clear()  # a resumed run is to end again, and to say so
+        self._raised.clear()
+        if self.action == "stop":
+            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
+            return
+        self.recorder.give_up(trainer)
+        self._report_all(trainer)
+        if self._newest is not None:
+            raise InstabilityError(self._newest)
 
     def _add_windows(self, count: int) -> None:
         while len(self._windows) < count:
@@ -150,7 +176,9 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        is_eventful = self._read(trainer)
+        if self._is_ending:
+            self.recorder.drain()
+        is_eventful, self._is_ending = self._read(trainer), False
         if self.action == "rewind" and not is_eventful and self._rewinder.is_due(trainer):
             # A checkpoint waits for the device anyway, and none is taken of a step gone wrong.
             self.recorder.drain()
@@ -234,7 +262,7 @@ class SpikeGuard(InstabilityMonitor):
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
                 event = spike_sentences.describe(scene, loss, norm)
-                self.say(trainer, event, facts)
+                self._newest = self.say(trainer, event, facts)
             if self._runs[key] == self.patience and kind != "spike":
                 self.say(trainer, spike_sentences.non_finite_run(scene), facts)
         for name, verdict in {"loss": loss, "gradient norm": norm}.items():

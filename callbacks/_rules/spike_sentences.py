@@ -59,7 +59,8 @@ def _what_is_done(scene: Scene) -> str:
     return {
         "warn": "",
         "skip": " The step was skipped.",
-        "stop": " Training stops, as asked for.",
+        "stop": " Training stops before this step.",
+        "raise": " Training ends before this step.",
         "rewind": " Training rewinds.",
     }[scene.action]
 

@@ -85,6 +85,7 @@ def spikes() -> Iterator[str]:
         ("warn", None, 0),
         ("skip", 512.0, 0),
         ("stop", None, 1),
+        ("raise", None, 0),
         ("rewind", None, 0),
     ):
         scene = Scene(
