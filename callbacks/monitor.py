@@ -1,10 +1,8 @@
 """What all monitors share: alarms, their history, and how they reach people and loggers."""
 
 import dataclasses
-import functools
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +16,16 @@ from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
-from lightning_mp.callbacks._step.side_by_side import check_peers, state_for, state_key_of
+from lightning_mp.callbacks._step.side_by_side import (
+    check_peers,
+    never_raising,
+    state_for,
+    state_key_of,
+)
 from lightning_mp.callbacks._step.training_state import learning_rate_of
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
-_log = logging.getLogger(__name__)
 _MAX_POINTS = 4096  # of a curve
 _MAX_COLUMNS = 256  # of a heat map
 _MAX_ALARMS = 2000
@@ -161,19 +163,6 @@ class History:
         )
 
 
-def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep `on_exception` from hiding the exception that it is called for behind its own."""
-
-    @functools.wraps(hook)
-    def on_exception(self: pl.Callback, *args: Any) -> None:
-        try:
-            hook(self, *args)
-        except Exception as error:
-            _log.warning(f"`{type(self).__name__}.on_exception` failed: {error!r}")
-
-    return on_exception
-
-
 class InstabilityWarning(UserWarning):
     """A monitor's alarm. `warnings.filterwarnings("error", category=...)` makes it stop a run."""
 
@@ -213,7 +202,7 @@ class InstabilityMonitor(pl.Callback):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "on_exception" in vars(cls):
-            cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
+            cls.on_exception = never_raising(cls.on_exception)  # type: ignore[method-assign]
 
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self._check_at_least(1, repeat_after_steps=repeat_after_steps)

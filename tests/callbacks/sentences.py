@@ -146,6 +146,7 @@ def causes() -> Iterator[str]:
         locator.backward(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
         locator.with_suspects("x", [("up", "weight 60000"), ("norm", "output 9")]) + "\n",
         locator.with_fitting_scale("x", 256.0) + "\n",
+        f"{locator.not_exact(0.693, both)}\n{locator.not_exact(0.693, fine)}\n",
     )
     for source, more in (
         ("batch", {}),
