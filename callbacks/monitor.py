@@ -361,7 +361,12 @@ class InstabilityMonitor(pl.Callback):
             self.log_metrics(trainer, named, facts.step)
 
     def log_metrics(self, trainer: pl.Trainer, metrics: dict[str, Any], step: int) -> None:
-        """Send plain numbers to every logger, under the step that they come from."""
+        """Send plain numbers to every logger, under the step that they come from.
+
+        As Lightning itself, nothing with `Trainer(log_every_n_steps=0)`.
+        """
+        if trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            return
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 

@@ -16,10 +16,11 @@ from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, Si
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._step.marks import MarkStore
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
+from lightning_mp.callbacks._step.training_state import learning_rate_of, loss_scale_of, step_of
 from lightning_mp.callbacks.monitor import Alarm, InstabilityError, InstabilityMonitor
 
 __all__ = ["SpikeGuard"]
@@ -50,8 +51,13 @@ class SpikeGuard(InstabilityMonitor):
             `accumulate_grad_batches` rounded up to whole steps.
         max_rewinds: How often to rewind; spikes after that are only warned of. Default 3.
         checkpoint_every_n_steps: Optimizer steps between two checkpoints to rewind to. Default 50.
-        dirpath: Where these are kept while training; the Trainer's log folder by default. They are
-            removed when training ends.
+        dirpath: Where those on disk are kept while training; the Trainer's log folder by default.
+            They are removed when training ends; those of a killed run, when the next one starts.
+        rewind_storage: Where checkpoints are kept: `"disk"`, `"memory"` of every rank, or `"auto"`:
+            in memory if they take at most `rewind_memory_gb` together and nothing is sharded.
+        rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
+        rewind_lr_factor: What each rewind multiplies learning rates by, also those to come from
+            schedules. Default 1.
         repeat_after_steps: Steps until an alarm of one kind about one tensor is raised again.
 
     Raises:
@@ -76,13 +82,22 @@ class SpikeGuard(InstabilityMonitor):
         max_rewinds: int = 3,
         checkpoint_every_n_steps: int = 50,
         dirpath: str | None = None,
+        rewind_storage: Literal["auto", "memory", "disk"] = "auto",
+        rewind_memory_gb: float = 4.0,
+        rewind_lr_factor: float = 1.0,
         repeat_after_steps: int = 1,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         accepted = f"one of {', '.join(map(repr, _ACTIONS))}"
         self._check(action in _ACTIONS, accepted, action=action)
-        is_positive = not isinstance(z_threshold, bool) and 0 < z_threshold < math.inf
-        self._check(is_positive, "a positive number", z_threshold=z_threshold)
+        numbers = {"z_threshold": z_threshold, "rewind_memory_gb": rewind_memory_gb}
+        for name, value in numbers.items():
+            is_positive = not isinstance(value, bool) and 0 < value < math.inf
+            self._check(is_positive, "a positive number", **{name: value})
+        is_share = not isinstance(rewind_lr_factor, bool) and 0 < rewind_lr_factor <= 1
+        self._check(is_share, "above 0 and at most 1", rewind_lr_factor=rewind_lr_factor)
+        is_place = rewind_storage in ("auto", "memory", "disk")
+        self._check(is_place, "'auto', 'memory' or 'disk'", rewind_storage=rewind_storage)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
@@ -100,8 +115,11 @@ class SpikeGuard(InstabilityMonitor):
         self.patience = patience
         self.max_rewinds = max_rewinds
         self.rewinds = 0
+        self.rewind_storage = rewind_storage
+        self.rewind_lr_factor = float(rewind_lr_factor)
         self._rewinder = Rewinder(
-            dirpath=dirpath,
+            MarkStore(dirpath=dirpath, storage=rewind_storage, memory_gb=rewind_memory_gb),
+            lr_factor=self.rewind_lr_factor,
             every_n_steps=checkpoint_every_n_steps,
             rewind_steps=rewind_steps,
             skip_batches=skip_batches,
@@ -201,6 +219,7 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._rewinder.store.close(is_over=False)
         self._report_all(trainer)
 
     @override
@@ -274,7 +293,13 @@ class SpikeGuard(InstabilityMonitor):
         if self.rewinds >= self.max_rewinds:
             return
         self.rewinds += 1
-        mark, skipped = self._rewinder.rewind(trainer, facts.global_step)
+        found = self._rewinder.rewind(trainer, facts.global_step)
+        for lost in self._rewinder.lost:
+            self.say(trainer, Verdict("rewind_lost", lost.step, None), None)
+        if found is None:
+            self.say(trainer, Verdict("rewind_failed", None, None), None)
+            return
+        mark, skipped = found
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
         verdict = Verdict(
@@ -284,7 +309,8 @@ class SpikeGuard(InstabilityMonitor):
             value=mark.step,
             numbers={"undone": undone, "wanted": wanted, "left_out": skipped},
         )
-        self.say(trainer, verdict, None, rewinds=self.rewinds, max_rewinds=self.max_rewinds)
+        numbers = {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
+        self.say(trainer, verdict, None, rate=learning_rate_of(trainer), **numbers)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
