@@ -16,7 +16,12 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
     from lightning_mp.callbacks.instability_report import InstabilityReport
     from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-    from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor, InstabilityWarning
+    from lightning_mp.callbacks.monitor import (
+        Alarm,
+        InstabilityError,
+        InstabilityMonitor,
+        InstabilityWarning,
+    )
     from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
     from lightning_mp.callbacks.spike_guard import SpikeGuard
     from lightning_mp.callbacks.tensor_collector import TensorCollector
@@ -26,6 +31,7 @@ __all__ = [
     "AdamStateMonitor",
     "Alarm",
     "GradientUnderflowMonitor",
+    "InstabilityError",
     "InstabilityMonitor",
     "InstabilityReport",
     "InstabilityWarning",
@@ -41,7 +47,7 @@ _NAMES_OF = {
     "gradient_underflow_monitor": ("GradientUnderflowMonitor",),
     "instability_report": ("InstabilityReport",),
     "loss_scale_monitor": ("LossScaleMonitor",),
-    "monitor": ("Alarm", "InstabilityMonitor", "InstabilityWarning"),
+    "monitor": ("Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"),
     "non_finite_locator": ("NonFiniteLocator",),
     "spike_guard": ("SpikeGuard",),
     "tensor_collector": ("TensorCollector",),

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
@@ -80,6 +81,11 @@ class ActivationRangeMonitor(SamplingMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         eager = dict(eager_modules(pl_module))
+        if not eager:
+            rank_zero_warn(
+                "`ActivationRangeMonitor` sees nothing of a LightningModule that is compiled as a "
+                "whole. Compile its networks instead, as by `self.net = torch.compile(self.net)`."
+            )
         if self.modules is None:
             parents = {name.rpartition(".")[0] for name in eager}
             chosen = {n: m for n, m in eager.items() if n and n not in parents}

@@ -1,5 +1,7 @@
 """`AdamStateMonitor`: sees Adam's second moments starve before the step that they let explode."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
@@ -108,7 +110,7 @@ class AdamStateMonitor(SamplingMonitor):
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
-        if not any("betas" in group and "eps" in group for group in groups):
+        if not any(map(_is_of_adam, groups)):
             rank_zero_warn(
                 "Passed `AdamStateMonitor`, but no optimizer has `betas` and `eps`. It watches "
                 "Adam and optimizers with its states. Leave it out, or train with one."
@@ -120,11 +122,13 @@ class AdamStateMonitor(SamplingMonitor):
     ) -> None:
         if not self.is_due(trainer):
             return
+        groups = [group for group in optimizer.param_groups if _is_of_adam(group)]
         found = self.recorder.gradients(trainer, optimizer)
-        chosen = [i for i, p in enumerate(found.parameters) if has_second_moments(optimizer, p)]
-        if is_sharded(trainer) and "betas" in optimizer.param_groups[0]:
-            # A rank may hold no part of a parameter, and so no state; all must send the same rows.
-            chosen = list(range(len(found.parameters)))
+        known = {id(p) for group in groups for p in group["params"]}
+        chosen = [i for i, p in enumerate(found.parameters) if id(p) in known]
+        if not is_sharded(trainer):
+            # With shards a rank may hold no part of a parameter, and all must send the same rows.
+            chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
         if not chosen:
             return
         sums_NK = adam_statistics(
@@ -133,7 +137,7 @@ class AdamStateMonitor(SamplingMonitor):
             [found.gradients[i] for i in chosen],
             found.unscale,
         )
-        group = optimizer.param_groups[0]
+        group = groups[0]
         self.submit(
             trainer,
             sums_NK,
@@ -188,3 +192,7 @@ class AdamStateMonitor(SamplingMonitor):
             self._extra_samples, self._rule.wants_more = 4, False
         for verdict in verdicts:
             self.say(trainer, verdict, facts, lower_eps=eps / 1000)
+
+
+def _is_of_adam(group: dict[str, Any]) -> bool:
+    return "betas" in group and "eps" in group

@@ -16,10 +16,15 @@ from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
-from lightning_mp.callbacks._step.side_by_side import check_peers, state_for, state_key_of
+from lightning_mp.callbacks._step.side_by_side import (
+    check_peers,
+    never_raising,
+    state_for,
+    state_key_of,
+)
 from lightning_mp.callbacks._step.training_state import learning_rate_of
 
-__all__ = ["Alarm", "History", "InstabilityMonitor", "InstabilityWarning"]
+__all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
 _MAX_POINTS = 4096  # of a curve
 _MAX_COLUMNS = 256  # of a heat map
@@ -162,6 +167,22 @@ class InstabilityWarning(UserWarning):
     """A monitor's alarm. `warnings.filterwarnings("error", category=...)` makes it stop a run."""
 
 
+class InstabilityError(FloatingPointError):
+    """Ends training before a step that would do harm; raised by monitors with `action="raise"`.
+
+    Args:
+        alarm: What was seen.
+    """
+
+    def __init__(self, alarm: Alarm) -> None:
+        super().__init__(alarm)
+        self.alarm = alarm
+
+    def __str__(self) -> str:
+        """Return the message of the alarm."""
+        return self.alarm.message
+
+
 @explains_arguments()
 class InstabilityMonitor(pl.Callback):
     """Raises alarms: as warnings, as metrics `instability/<kind>`, and in `history`.
@@ -177,6 +198,11 @@ class InstabilityMonitor(pl.Callback):
     """
 
     needs_gradient_norm = False  # of every step, in the facts
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "on_exception" in vars(cls):
+            cls.on_exception = never_raising(cls.on_exception)  # type: ignore[method-assign]
 
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self._check_at_least(1, repeat_after_steps=repeat_after_steps)
@@ -292,7 +318,7 @@ class InstabilityMonitor(pl.Callback):
 
     def say(
         self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
-    ) -> None:
+    ) -> Alarm | None:
         """Raise the alarm of a verdict, in the words of `_rules/sentences.py`.
 
         Args:
@@ -300,13 +326,16 @@ class InstabilityMonitor(pl.Callback):
             verdict: What a rule found.
             facts: The step that it found it in.
             numbers: What the sentences have further.
+
+        Returns:
+            The alarm, `None` where it was held back.
         """
         known = self._step_of(trainer, facts)
         if self._is_held_back(verdict.kind, verdict.tensor, verdict.severity, known.step):
-            return
+            return None
         lower_rate = learning_rate_of(trainer) / 2
         message, remedy = words_for(verdict, lower_rate=lower_rate, **numbers)
-        self.alarm(
+        return self.alarm(
             trainer,
             verdict.kind,
             message,

@@ -1,5 +1,6 @@
 """`NonFiniteLocator`: names the module that made the first NaN or inf of a failing step."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,12 +14,14 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
+from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import loss_scale_of
-from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.async_readback import AsyncReadback
-from lightning_mp.numerics.replay_state import RngState
+from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import tensor_stats
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf
@@ -53,13 +56,14 @@ class NonFiniteLocator(InstabilityMonitor):
         repeated: Skipped steps in a row until the last of them is replayed.
         near_limit: The share of a dtype's largest number from which on modules are suspects.
         check_gradients: Without a loss scale, look at gradients as well, in every step, not only at
-            losses. The host then waits for each backward.
-        action: `"warn"`, or `"stop"` to end training after the step.
+            losses, for which the host waits for each backward.
+        action: `"warn"`, `"stop"` training before the step, or `"raise"` an `InstabilityError`.
         max_replays: Steps to replay in a run; afterwards the callback does nothing.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
         ValueError: An argument is not of these.
+        InstabilityError: At a step that was located, with `action="raise"`.
     """
 
     def __init__(
@@ -67,8 +71,8 @@ class NonFiniteLocator(InstabilityMonitor):
         *,
         repeated: int = 3,
         near_limit: float = 0.125,
-        check_gradients: bool = False,
-        action: Literal["warn", "stop"] = "warn",
+        check_gradients: bool = True,
+        action: Literal["warn", "stop", "raise"] = "warn",
         max_replays: int = 3,
         repeat_after_steps: int = 1000,
     ) -> None:
@@ -78,24 +82,30 @@ class NonFiniteLocator(InstabilityMonitor):
         self._check(is_share, "a number between 0 and 1", near_limit=near_limit)
         is_flag = isinstance(check_gradients, bool)
         self._check(is_flag, "True or False", check_gradients=check_gradients)
-        self._check(action in ("warn", "stop"), "'warn' or 'stop'", action=action)
+        is_action = action in ("warn", "stop", "raise")
+        self._check(is_action, "'warn', 'stop' or 'raise'", action=action)
         self.repeated = repeated
         self.near_limit = near_limit
-        self.check_gradients = check_gradients
+        self.check_gradients = self.needs_gradient_norm = check_gradients
         self.action = action
         self.max_replays = max_replays
         self.replays = 0
         self._skips = 0  # in a row
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
-        self._losses = AsyncReadback()
+        self._losses, self._norms = AsyncReadback(), AsyncReadback()
         self._is_replaying = False
+        self._skipper = StepSkipper()
+        self._generators: list[Any] = []
 
     # --- healthy steps ---------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
+        self._generators = own_generators(pl_module)
+        if self.action == "stop":
+            self._skipper.attach(trainer)
 
     @override
     def on_train_batch_start(
@@ -109,8 +119,8 @@ class NonFiniteLocator(InstabilityMonitor):
             scale = loss_scale_of(trainer)
             scale = scale.clone() if isinstance(scale, Tensor) else scale
             self._step = _Step(facts, scale)
-        rng = RngState(trainer.strategy.root_device)
-        self._step.records.append(Record(batch, batch_idx, rng))
+        rng = RngState(trainer.strategy.root_device, generators=self._generators)
+        self._step.records.append(Record(copy_containers(batch), batch_idx, rng))
 
     @override
     def on_before_backward(
@@ -123,7 +133,7 @@ class NonFiniteLocator(InstabilityMonitor):
         is_bad = torch.isfinite(seen).logical_not().float()
         if step.scale is None:
             all_reduce_found_inf(is_bad)
-        self._losses.submit(len(step.records) - 1, is_bad)
+        self._losses.submit(len(step.records) - 1, torch.stack([is_bad, seen]))
 
     @override
     def on_before_optimizer_step(
@@ -137,8 +147,11 @@ class NonFiniteLocator(InstabilityMonitor):
         self._take_losses(step)
         if step.bad and (step.scale is None or trainer.world_size == 1):
             self._locate(trainer, step, step.bad, sentences.BAD_LOSS)
-        elif self.check_gradients and step.scale is None and _has_bad_gradient(optimizer):
+        elif self._has_bad_gradient(step, optimizer):
             self._locate(trainer, step, [], sentences.BAD_GRADIENTS)
+        if trainer.should_stop and step.located:
+            one = torch.ones((), device=trainer.strategy.root_device)
+            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -166,6 +179,7 @@ class NonFiniteLocator(InstabilityMonitor):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget()
+        self._skipper.detach()
 
     def _forget(self) -> None:
         self._losses.drain()
@@ -174,7 +188,20 @@ class NonFiniteLocator(InstabilityMonitor):
     # --- failing steps ---------------------------------------------------------------------------
 
     def _take_losses(self, step: _Step) -> None:
-        step.bad += [arrived.step for arrived in self._losses.drain() if arrived.array != 0]
+        for arrived in self._losses.drain():
+            is_bad, loss = arrived.array.tolist()
+            step.records[arrived.step] = replace(step.records[arrived.step], loss=loss)
+            step.bad += [arrived.step] * bool(is_bad)
+
+    def _has_bad_gradient(self, step: _Step, optimizer: Optimizer) -> bool:
+        """Return whether a rank has a gradient that is not finite; ranks agree."""
+        signals = self.recorder.signals
+        if not self.check_gradients or step.scale is not None or signals is None:
+            return False
+        self._norms.submit(step.facts.step, signals.values[1])
+        (norm,) = self._norms.drain()
+        # The squares of finite gradients may overflow in their norm.
+        return not math.isfinite(norm.array) and _has_bad_gradient(optimizer)
 
     def _judge_late(self, trainer: pl.Trainer) -> None:
         """Judge a step of a fused optimizer, whose weights are as they were if it was skipped."""
@@ -217,7 +244,7 @@ class NonFiniteLocator(InstabilityMonitor):
         finally:
             self._is_replaying = False
         is_measured = bool(finding.dtype)
-        self.alarm(
+        alarm = self.alarm(
             trainer,
             "non_finite",
             f"{cause}: {finding.sentence}.",
@@ -228,8 +255,9 @@ class NonFiniteLocator(InstabilityMonitor):
             value=finding.amax if is_measured else None,
             threshold=finding.limit if is_measured else None,
         )
-        if self.action == "stop":
-            trainer.should_stop = True
+        if self.action == "raise":
+            raise InstabilityError(alarm or self.alarms[-1])
+        trainer.should_stop |= self.action == "stop"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Watches loss and gradient norm; warns, skips, stops or rewinds where they jump."""
+"""Watches loss and gradient norm; warns, skips, stops, raises or rewinds where they jump."""
 
 import math
 from collections import deque
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,21 +16,22 @@ from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, Si
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._step.marks import MarkStore
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import step_of
-from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.callbacks._step.training_state import learning_rate_of, loss_scale_of, step_of
+from lightning_mp.callbacks.monitor import Alarm, InstabilityError, InstabilityMonitor
 
 __all__ = ["SpikeGuard"]
 
-_ACTIONS = ("warn", "skip", "stop", "rewind")
+_ACTIONS = ("warn", "skip", "stop", "raise", "rewind")
 _FLOORS = (0.05, 0.12)  # less noise counts as this much: of the loss, of the gradient norm
 
 
 @explains_arguments()
 class SpikeGuard(InstabilityMonitor):
-    """Warns of loss spikes, gradient spikes and NaN; on request skips, stops or rewinds.
+    """Warns of loss spikes, gradient spikes and NaN; on request skips, stops, raises or rewinds.
 
     One bad batch can undo days: a step with 10 times the gradient moves Adam's weights at full
     speed in a direction of no use, and one NaN ends the run. Every step is held against the last
@@ -38,7 +40,8 @@ class SpikeGuard(InstabilityMonitor):
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 
     Args:
-        action: `"warn"`, `"skip"`, `"stop"` or `"rewind"`.
+        action: `"warn"`; `"skip"` the step; `"stop"` before it; `"raise"` an `InstabilityError`
+            before it; or `"rewind"`.
         z_threshold: Robust deviations above the median that make a spike. Default 6.
         window_steps: Healthy steps that a step is held against. Default 128.
         judge_after_steps: Healthy steps before the first spike is called. Default 64.
@@ -48,14 +51,20 @@ class SpikeGuard(InstabilityMonitor):
             `accumulate_grad_batches` rounded up to whole steps.
         max_rewinds: How often to rewind; spikes after that are only warned of. Default 3.
         checkpoint_every_n_steps: Optimizer steps between two checkpoints to rewind to. Default 50.
-        dirpath: Where these are kept while training; the Trainer's log folder by default. They are
-            removed when training ends.
+        dirpath: Where those on disk are kept while training; the Trainer's log folder by default.
+            They are removed when training ends; those of a killed run, when the next one starts.
+        rewind_storage: Where checkpoints are kept: `"disk"`, `"memory"` of every rank, or `"auto"`:
+            in memory if they take at most `rewind_memory_gb` together and nothing is sharded.
+        rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
+        rewind_lr_factor: What each rewind multiplies learning rates by, also those to come from
+            schedules. Default 1.
         repeat_after_steps: Steps until an alarm of one kind about one tensor is raised again.
 
     Raises:
         ValueError: An argument is out of range.
         MisconfigurationException: `"rewind"` with a `training_step` that takes the data iterator;
             two guards that both skip or rewind.
+        InstabilityError: At a spike or NaN, with `action="raise"`.
     """
 
     needs_gradient_norm = True
@@ -63,7 +72,7 @@ class SpikeGuard(InstabilityMonitor):
     def __init__(
         self,
         *,
-        action: Literal["warn", "skip", "stop", "rewind"] = "warn",
+        action: Literal["warn", "skip", "stop", "raise", "rewind"] = "warn",
         z_threshold: float = 6.0,
         window_steps: int = 128,
         judge_after_steps: int = 64,
@@ -73,13 +82,22 @@ class SpikeGuard(InstabilityMonitor):
         max_rewinds: int = 3,
         checkpoint_every_n_steps: int = 50,
         dirpath: str | None = None,
+        rewind_storage: Literal["auto", "memory", "disk"] = "auto",
+        rewind_memory_gb: float = 4.0,
+        rewind_lr_factor: float = 1.0,
         repeat_after_steps: int = 1,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         accepted = f"one of {', '.join(map(repr, _ACTIONS))}"
         self._check(action in _ACTIONS, accepted, action=action)
-        is_positive = not isinstance(z_threshold, bool) and 0 < z_threshold < math.inf
-        self._check(is_positive, "a positive number", z_threshold=z_threshold)
+        numbers = {"z_threshold": z_threshold, "rewind_memory_gb": rewind_memory_gb}
+        for name, value in numbers.items():
+            is_positive = not isinstance(value, bool) and 0 < value < math.inf
+            self._check(is_positive, "a positive number", **{name: value})
+        is_share = not isinstance(rewind_lr_factor, bool) and 0 < rewind_lr_factor <= 1
+        self._check(is_share, "above 0 and at most 1", rewind_lr_factor=rewind_lr_factor)
+        is_place = rewind_storage in ("auto", "memory", "disk")
+        self._check(is_place, "'auto', 'memory' or 'disk'", rewind_storage=rewind_storage)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
@@ -97,8 +115,11 @@ class SpikeGuard(InstabilityMonitor):
         self.patience = patience
         self.max_rewinds = max_rewinds
         self.rewinds = 0
+        self.rewind_storage = rewind_storage
+        self.rewind_lr_factor = float(rewind_lr_factor)
         self._rewinder = Rewinder(
-            dirpath=dirpath,
+            MarkStore(dirpath=dirpath, storage=rewind_storage, memory_gb=rewind_memory_gb),
+            lr_factor=self.rewind_lr_factor,
             every_n_steps=checkpoint_every_n_steps,
             rewind_steps=rewind_steps,
             skip_batches=skip_batches,
@@ -108,6 +129,8 @@ class SpikeGuard(InstabilityMonitor):
         self._windows: list[RobustWindow] = []
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
+        self._is_ending = False  # at the step under way
+        self._newest: Alarm | None = None  # of an event
 
     # --- every step, on the device ---------------------------------------------------------------
 
@@ -115,7 +138,7 @@ class SpikeGuard(InstabilityMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._inbox = self.recorder.subscribe()
         self._add_windows(len(trainer.optimizers))
-        if self.action == "skip":
+        if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
         if self.action == "rewind":
             self._rewinder.start(trainer)
@@ -130,10 +153,31 @@ class SpikeGuard(InstabilityMonitor):
             return  # `training_step` returned None
         self._add_windows(now.optimizer + 1)
         report = self._windows[now.optimizer].judge(signals.values, signals.judged)
-        if self.action == "skip":
-            is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
-            self._skipper.skip(pl_module, optimizer, is_bad.any().to(report.dtype))
         self.recorder.send_along(self, report.flatten())
+        is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
+        if self.action == "skip":
+            self._skipper.skip(pl_module, optimizer, is_bad.any().to(report.dtype))
+        elif self.action in ("stop", "raise"):
+            if loss_scale_of(trainer) is not None:  # an overflow is left to the scaler
+                is_bad[1] &= report[1, Column.IS_FINITE] != 0
+            is_bad = is_bad.any()
+            self._is_ending |= bool(is_bad)  # the host waits
+            if self._is_ending:
+                self._end(trainer, pl_module, optimizer, torch.ones_like(signals.values[0]))
+
+    def _end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, one: Tensor
+    ) -> None:
+        """Raise, or keep an optimizer from its step, the last one of training."""
+        self._runs.clear()  # a resumed run is to end again, and to say so
+        self._raised.clear()
+        if self.action == "stop":
+            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
+            return
+        self.recorder.give_up(trainer)
+        self._report_all(trainer)
+        if self._newest is not None:
+            raise InstabilityError(self._newest)
 
     def _add_windows(self, count: int) -> None:
         while len(self._windows) < count:
@@ -150,7 +194,9 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        is_eventful = self._read(trainer)
+        if self._is_ending:
+            self.recorder.drain()
+        is_eventful, self._is_ending = self._read(trainer), False
         if self.action == "rewind" and not is_eventful and self._rewinder.is_due(trainer):
             # A checkpoint waits for the device anyway, and none is taken of a step gone wrong.
             self.recorder.drain()
@@ -173,6 +219,7 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._rewinder.store.close(is_over=False)
         self._report_all(trainer)
 
     @override
@@ -234,7 +281,7 @@ class SpikeGuard(InstabilityMonitor):
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
                 event = spike_sentences.describe(scene, loss, norm)
-                self.say(trainer, event, facts)
+                self._newest = self.say(trainer, event, facts)
             if self._runs[key] == self.patience and kind != "spike":
                 self.say(trainer, spike_sentences.non_finite_run(scene), facts)
         for name, verdict in {"loss": loss, "gradient norm": norm}.items():
@@ -246,7 +293,13 @@ class SpikeGuard(InstabilityMonitor):
         if self.rewinds >= self.max_rewinds:
             return
         self.rewinds += 1
-        mark, skipped = self._rewinder.rewind(trainer, facts.global_step)
+        found = self._rewinder.rewind(trainer, facts.global_step)
+        for lost in self._rewinder.lost:
+            self.say(trainer, Verdict("rewind_lost", lost.step, None), None)
+        if found is None:
+            self.say(trainer, Verdict("rewind_failed", None, None), None)
+            return
+        mark, skipped = found
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
         verdict = Verdict(
@@ -256,7 +309,8 @@ class SpikeGuard(InstabilityMonitor):
             value=mark.step,
             numbers={"undone": undone, "wanted": wanted, "left_out": skipped},
         )
-        self.say(trainer, verdict, None, rewinds=self.rewinds, max_rewinds=self.max_rewinds)
+        numbers = {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
+        self.say(trainer, verdict, None, rate=learning_rate_of(trainer), **numbers)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks import AdamStateMonitor as AdamStateMonitor
     from lightning_mp.callbacks import Alarm as Alarm
     from lightning_mp.callbacks import GradientUnderflowMonitor as GradientUnderflowMonitor
+    from lightning_mp.callbacks import InstabilityError as InstabilityError
     from lightning_mp.callbacks import InstabilityMonitor as InstabilityMonitor
     from lightning_mp.callbacks import InstabilityReport as InstabilityReport
     from lightning_mp.callbacks import InstabilityWarning as InstabilityWarning
@@ -58,6 +59,7 @@ _NAMES_OF = {
         "AdamStateMonitor",
         "Alarm",
         "GradientUnderflowMonitor",
+        "InstabilityError",
         "InstabilityMonitor",
         "InstabilityReport",
         "InstabilityWarning",

@@ -70,7 +70,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
             sentence=sentences.parameter(parameter),
             **_numbers([parameter], parameter),
         )
-    producer = next((c for c in ended if _makes(trace, c, "input", "output")), None)
+    producer, masked = _first_producer(trace, ended, near_limit)
     if producer is not None:
         return _in_forward(trace, producer, ended, near_limit)
     entry = _first_tainted(trace.group("batch"))
@@ -81,7 +81,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
             sentence=sentences.batch(entry),
             **_numbers([entry], entry),
         )
-    return _outside(trace, ended, near_limit) or _in_backward(trace, near_limit, scale)
+    return _outside(trace, ended, near_limit, masked) or _in_backward(trace, near_limit, scale)
 
 
 def headroom(trace: Trace) -> float:
@@ -96,6 +96,43 @@ def headroom(trace: Trace) -> float:
 
 
 # --- the forward ---------------------------------------------------------------------------------
+
+
+def _first_producer(
+    trace: Trace, ended: list[Call], near_limit: float
+) -> tuple[Call | None, list[Call]]:
+    """Return the first producer of a forward, and the calls before it that gave -inf on purpose.
+
+    Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
+    where a softmax takes them or what is around them comes out finite.
+    """
+    masked: list[Call] = []
+    for call in ended:
+        bad = [s for s in trace.seen(call, "output") if not s.is_finite]
+        given = [s for s in trace.seen(call, "input") if not s.is_finite]
+        given = [s for s in given if masked or not s.is_mask]
+        is_passed_on = bool(given) and not (masked and all(s.is_masked for s in given))
+        if not bad or is_passed_on:
+            continue
+        if all(s.is_masked and s.amax <= near_limit * s.limit for s in bad):
+            if not given:
+                masked.append(call)
+        else:
+            is_softmax = "softmax" in type(call.module).__name__.lower() or not given
+            return (call if is_softmax else masked[-1]), masked
+    if _first_bad(trace.group("loss")) is None:
+        return None, masked
+    return next((c for c in masked if not _is_swallowed(trace, c, ended)), None), masked
+
+
+def _is_swallowed(trace: Trace, masked: Call, ended: list[Call]) -> bool:
+    """Return whether -inf went into finite values, as by a softmax."""
+    after = (c for c in ended if (c.ended or 0) > (masked.ended or 0))
+    return any(
+        _first_bad(trace.seen(call, "output")) is None
+        for call in after
+        if masked.name.startswith(_inside(call)) or _first_bad(trace.seen(call, "input"))
+    )
 
 
 def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
@@ -126,9 +163,12 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
     )
 
 
-def _outside(trace: Trace, ended: list[Call], near_limit: float) -> Finding | None:
+def _outside(
+    trace: Trace, ended: list[Call], near_limit: float, masked: list[Call]
+) -> Finding | None:
     """Look for what code of the LightningModule made between its modules, or after them."""
-    tainted = (c for c in ended if _first_tainted(trace.seen(c, "input")))
+    inputs = {c: [s for s in trace.seen(c, "input") if not (s.is_masked and masked)] for c in ended}
+    tainted = (c for c in ended if _first_tainted(inputs[c]))
     bad_input = next((c for c in tainted if _first_bad(trace.seen(c, "output"))), None)
     loss = _first_bad(trace.group("loss"))
     bad = loss if bad_input is None else _first_tainted(trace.seen(bad_input, "input"))

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_mp.callbacks._locate.trace import Trace, named_tensors
+from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
@@ -33,14 +34,16 @@ class Record:
     """What it takes to run a batch again.
 
     Args:
-        batch: As `training_step` got it; a reference, not a copy.
+        batch: As `training_step` got it: its containers are copies, its tensors are not.
         batch_idx: Its number in the epoch.
         rng: The generators before the step.
+        loss: What came out; `None` where it is not known.
     """
 
     batch: Any
     batch_idx: int
     rng: RngState
+    loss: float | None = None
 
 
 class _ReachedStepError(Exception):
@@ -110,9 +113,8 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
 
 def _training_step(trainer: pl.Trainer, record: Record) -> Any:
     strategy, module = trainer.strategy, trainer.lightning_module
-    kwargs = trainer.fit_loop.epoch_loop._build_kwargs(
-        OrderedDict(), record.batch, record.batch_idx
-    )
+    batch = copy_containers(record.batch)  # there may be another replay
+    kwargs = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, record.batch_idx)
     is_plain_ddp = isinstance(strategy.model, DistributedDataParallel) and (
         type(strategy).training_step is Strategy.training_step
     )
@@ -135,7 +137,7 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     """Put back what a step changes beside its result."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
-    rng, buffers = RngState(trainer.strategy.root_device), BufferState(module)
+    rng, buffers = RngState(trainer.strategy.root_device, module), BufferState(module)
     parameters = _parameters(trainer)
     gradients = [(p, p.grad, p.requires_grad) for p in parameters]
     metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]

@@ -1,6 +1,8 @@
 """The search for the first producer: replays of the batches of a step, on all ranks together."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +16,7 @@ from lightning_mp.callbacks._locate.trace import Trace
 __all__ = ["gather_objects", "search"]
 
 _LOWERINGS = 6  # of a loss scale that is tried
+_NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
 
 
 def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
@@ -47,19 +50,39 @@ def search(
     """
     if not can_replay(trainer):
         return 0, 0, Finding(source="failed", name="", sentence=sentences.NO_REPLAY)
+    inexact = ""
     for index, record in enumerate(records):
         trace = _try(trainer, record, scale, optimizer_steps)
-        local = trace if isinstance(trace, Finding) else find_source(trace, near_limit, scale)
+        local, words = (
+            (trace, "")
+            if isinstance(trace, Finding)
+            else (find_source(trace, near_limit, scale), _difference(trace, record))
+        )
         del trace
-        for rank, finding in enumerate(gather_objects(trainer, local)):
+        for rank, (finding, difference) in enumerate(gather_objects(trainer, (local, words))):
+            inexact = inexact or difference
             if finding is None:
                 continue
             if finding.source == "backward" and scale is not None:
                 rank, finding = _at_lower_scales(
                     trainer, record, (rank, finding), optimizer_steps, near_limit
                 )
-            return index, rank, finding
-    return 0, 0, Finding(source="nowhere", name="", sentence=sentences.nowhere(len(records)))
+            return index, rank, replace(finding, sentence=finding.sentence + difference)
+    sentence = sentences.nowhere(len(records)) + inexact
+    return 0, 0, Finding(source="nowhere", name="", sentence=sentence)
+
+
+def _difference(trace: Trace, record: Record) -> str:
+    """Return that a replay was not exact, where its loss tells."""
+    if record.loss is None or len(trace.group("loss")) != 1:
+        return ""
+    (loss,) = trace.group("loss")
+    before = abs(record.loss)
+    if loss.is_finite and math.isfinite(before):
+        is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
+    else:
+        is_same = loss.is_finite == math.isfinite(before)
+    return "" if is_same else sentences.not_exact(before, loss)
 
 
 def _at_lower_scales(

@@ -26,6 +26,16 @@ def nowhere(batches: int) -> str:
     return "the step came out finite when it was run again"
 
 
+def not_exact(before: float, loss: Seen) -> str:
+    """Return that a replay gave another loss than the step."""
+    now = f"{loss.amax:.4g}" if loss.is_finite else kind_of(loss)
+    return (
+        f"; the replay is not exact, with a loss of {now} where the step had {before:.4g}: "
+        "`training_step` keeps state, changes its batch in place or draws from a generator that "
+        "is no attribute of a module"
+    )
+
+
 def failed(error: Exception) -> str:
     """Return that the replay raised."""
     first = (str(error).splitlines() or [""])[0]
@@ -58,7 +68,7 @@ def forward(
         why = f"its buffer `{buffer.path}` held {kind_of(buffer)}"
     else:
         why = f"its inputs are finite{_up_to([s for s in inputs if not s.is_mask])}"
-        masks = [s.path for s in inputs if s.is_mask]
+        masks = [s.path for s in inputs if s.is_masked]
         why += f", but for a mask of -inf, `{masks[0]}`" if masks else ""
         why += ", and none of its submodules made it" if has_submodules else ""
     return f"{title} made {kind_of(bad)} in the forward{where}: {why}"
@@ -144,9 +154,10 @@ def remedy_for(finding: "Finding", plugin: str) -> str:
         )
     if finding.source == "parameter":
         return (
-            "An earlier step wrote it: go on from a checkpoint before it, with a lower learning "
-            "rate or `Trainer(gradient_clip_val=1.0)`; with fp16, under a plugin that skips such "
-            "steps, as `BalancedAMP()` does."
+            "An earlier step wrote it, and clipping does nothing for NaN. Go on from a checkpoint "
+            "before it with `NonFiniteLocator(check_gradients=True)`, which names the module that "
+            "makes such a gradient before the step; where gradients are finite, look at the "
+            "optimizer's states and its epsilon."
         )
     if finding.source == "backward":
         return _for_backward(finding, plugin)

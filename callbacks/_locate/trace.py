@@ -46,9 +46,14 @@ class Seen(NamedTuple):
         return not self.nan and not self.inf
 
     @property
+    def is_masked(self) -> bool:
+        """Whether nothing but -inf in it is not finite, as in masked logits."""
+        return self.inf > 0 and not self.nan and not self.positive
+
+    @property
     def is_mask(self) -> bool:
         """Whether it holds 0 and -inf only, as masks of attention do: nothing to worry about."""
-        return self.inf > 0 and not self.nan and not self.positive and self.amax == 0
+        return self.is_masked and self.amax == 0
 
     @property
     def limit(self) -> float:

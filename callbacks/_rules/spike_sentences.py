@@ -7,7 +7,7 @@ from lightning_mp.callbacks._rules.robust_window import SignalVerdict
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 
-__all__ = ["Scene", "describe", "level_shift", "non_finite_run"]
+__all__ = ["Scene", "describe", "kept_checkpoints", "level_shift", "non_finite_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ def _what_is_done(scene: Scene) -> str:
     return {
         "warn": "",
         "skip": " The step was skipped.",
-        "stop": " Training stops, as asked for.",
+        "stop": " Training stops before this step.",
+        "raise": " Training ends before this step.",
         "rewind": " Training rewinds.",
     }[scene.action]
 
@@ -89,6 +90,15 @@ def non_finite_run(scene: Scene) -> Verdict:
     remedy += "." if scene.action == "rewind" else ", or pass `SpikeGuard(action='rewind')`."
     count = float(scene.patience)
     return Verdict("non_finite_run", count, count, "error", words=(message, remedy))
+
+
+def kept_checkpoints(most: int, size: int, is_in_memory: bool) -> str:
+    """Return what it costs to be able to rewind."""
+    where = "in the memory of each rank" if is_in_memory else "on disk"
+    return (
+        f"`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} bytes each "
+        f"{where}, {most * size:,} bytes in all."
+    )
 
 
 def _of_optimizer(scene: Scene) -> str:

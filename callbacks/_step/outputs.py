@@ -92,17 +92,19 @@ class OutputSampler:
         if not self._handles:
             return  # a backward after the step that was sampled
         for tensor in tensors:
-            rows = self._rows.setdefault(OutputKey(name, kind, tensor.dtype), [])
-            rows.append(pack_stats([tensor.detach()]))
+            row = pack_stats([tensor.detach()])
+            self._rows.setdefault(OutputKey(name, kind, tensor.dtype), []).append(row)
 
 
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose hooks run outside of compiled code, under their dotted names.
 
     `torch.compile` would trace the hooks of what is inside with it. Of a module that it wraps, the
-    wrapper itself is yielded; of one compiled in place by `module.compile()`, nothing.
+    wrapper itself is yielded; of one compiled in place by `module.compile()`, nothing, and nothing
+    of a LightningModule whose `training_step` is compiled.
     """
-    if root._compiled_call_impl is not None:
+    is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning
+    if is_whole or root._compiled_call_impl is not None:
         return
     yield path.rstrip("."), root
     if not hasattr(root, "_orig_mod"):

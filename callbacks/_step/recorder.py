@@ -101,6 +101,11 @@ class FactsRecorder(pl.Callback):
         """Wait for all steps on their way."""
         self._deliver(self._readback.drain())
 
+    def give_up(self, trainer: pl.Trainer) -> None:
+        """Wait for the step about to be made as well, which an exception will end."""
+        self._submit(trainer)
+        self.drain()
+
     # --- hooks -----------------------------------------------------------------------------------
 
     @override
@@ -184,8 +189,7 @@ class FactsRecorder(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
-            self._submit(trainer)
-            self.drain()
+            self.give_up(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -1,43 +1,23 @@
 """Goes back to a checkpoint inside `Trainer.fit`, while the data goes on."""
 
 import dataclasses
-import inspect
-import uuid
-from dataclasses import dataclass
-from pathlib import Path
+import math
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
+from lightning_mp.callbacks._rules.spike_sentences import kept_checkpoints
+from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 
-__all__ = ["Mark", "Rewinder"]
-
-
-@dataclass
-class Mark:
-    """A place to go back to.
-
-    Args:
-        path: Of the checkpoint.
-        step: The loggers' step that was next.
-        global_step: Optimizer steps completed by then.
-        schedule_steps: Steps of LR schedules completed by then.
-        position: Batches that had been taken from the data by then, over all epochs. After a rewind
-            to this place: where the data went on from.
-    """
-
-    path: str
-    step: int
-    global_step: int
-    schedule_steps: int
-    position: int
+__all__ = ["Rewinder", "scale_rates"]
 
 
 class Rewinder:
@@ -48,21 +28,32 @@ class Rewinder:
     epoch and the loggers' step go on.
 
     Args:
-        dirpath: Where checkpoints are kept, in a folder of their own; the log folder if `None`.
+        store: Keeps the checkpoints.
         every_n_steps: Optimizer steps between two checkpoints.
         rewind_steps: How far back a checkpoint is at the least, in optimizer steps.
         skip_batches: Batches that are not trained on, counted from the checkpoint.
+        lr_factor: What each rewind multiplies learning rates by.
     """
 
     def __init__(
-        self, *, dirpath: str | None, every_n_steps: int, rewind_steps: int, skip_batches: int
+        self,
+        store: MarkStore,
+        *,
+        every_n_steps: int,
+        rewind_steps: int,
+        skip_batches: int,
+        lr_factor: float,
     ) -> None:
-        self.dirpath = dirpath
+        self.store = store
         self.every_n_steps = every_n_steps
         self.rewind_steps = rewind_steps
         self.skip_batches = skip_batches
+        self.lr_factor = lr_factor
+        self.most = -(-rewind_steps // every_n_steps) + 2  # checkpoints at a time
         self.marks: list[Mark] = []
-        self._folder: Path | None = None
+        self.lost: list[Mark] = []  # could not be read
+        self._total_factor = 1.0
+        self._has_told = False
         self._to_skip = 0  # batches, from the start of the next epoch
         self._fetcher: _SkippingFetcher | None = None
 
@@ -76,21 +67,15 @@ class Rewinder:
                 "`dataloader_iter`. Batches can only be skipped where Lightning fetches them. Take "
                 "a `batch` in `training_step`, or pass `action='skip'`."
             )
-        parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-        # Of its own, so that two runs in one folder leave each other's files alone.
-        name = trainer.strategy.broadcast(f"spike_guard-{uuid.uuid4().hex[:8]}")
-        self._folder = parent / name
-        found = [Path(mark.path).exists() for mark in self.marks]
-        found = trainer.strategy.broadcast(found)
-        self.marks = [mark for mark, is_there in zip(self.marks, found, strict=True) if is_there]
+        self.marks = self.store.start(trainer, self.marks)
         if not self.marks:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             self.save(trainer, step_of(trainer), progress.total.completed)
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return, at the end of a batch, whether it is time for a checkpoint."""
-        last = self.marks[-1].global_step if self.marks else -1
         is_between_steps = not trainer.fit_loop._should_accumulate()
+        last = self.marks[-1].global_step if self.marks else -math.inf
         return is_between_steps and trainer.global_step - last >= self.every_n_steps
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
@@ -101,46 +86,37 @@ class Rewinder:
             step: The loggers' step that is next.
             position: Batches taken from the data so far.
         """
-        path = str(self._folder_of(trainer) / f"step={step}.ckpt")
         schedules = trainer.fit_loop.epoch_loop.scheduler_progress.total.completed
-        mark = Mark(path, step, trainer.global_step, schedules, position)
+        mark = Mark(
+            path=self.store.path_of(step),
+            step=step,
+            global_step=trainer.global_step,
+            schedule_steps=schedules,
+            position=position,
+            lr_factor=self._total_factor,
+        )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
-        trainer.save_checkpoint(path, weights_only=False)
-        rng_path = self._rng_path(mark, trainer)
-        rng_path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(_collect_rng_states(), rng_path)
+        self.store.write(trainer, mark, self.most)
         is_far = [mark.global_step - m.global_step >= self.rewind_steps for m in self.marks]
         for stale in self.marks[: max(is_far.count(True) - 1, 0)]:
             self._remove(trainer, stale)
-
-    def _folder_of(self, trainer: pl.Trainer) -> Path:
-        if self._folder is None:
-            raise RuntimeError("Called `Rewinder.save` before `start`. Call `start` first.")
-        return self._folder
-
-    def _rng_path(self, mark: Mark, trainer: pl.Trainer) -> Path:
-        path = Path(mark.path)
-        return path.with_name(f"{path.stem}.rng-{trainer.global_rank}")
+        if mark.global_step > self.marks[0].global_step and not self._has_told:
+            self._has_told = True  # optimizers have their states by now
+            rank_zero_info(kept_checkpoints(self.most, self.store.bytes, self.store.is_in_memory))
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
-        trainer.strategy.remove_checkpoint(mark.path)
-        rng_path = self._rng_path(mark, trainer)
-        rng_path.unlink(missing_ok=True)
-        if rng_path.parent.is_dir() and not any(rng_path.parent.iterdir()):
-            try:
-                rng_path.parent.rmdir()
-            except OSError:  # another rank was quicker
-                return
+        self.store.remove(trainer, mark)
 
     def clear(self, trainer: pl.Trainer) -> None:
         """Remove all checkpoints; on all ranks."""
         for mark in list(self.marks):
             self._remove(trainer, mark)
+        self.store.close(is_over=True)
 
     # --- going back ------------------------------------------------------------------------------
 
-    def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int]:
+    def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
 
         Args:
@@ -148,38 +124,43 @@ class Rewinder:
             global_step: Optimizer steps completed before the one that went wrong.
 
         Returns:
-            The checkpoint, and the number of batches still to be skipped. The newest checkpoint
-            that is far enough back is taken; the oldest, where none is.
+            The checkpoint, and the number of batches still to be skipped; `None` where none can be
+            read. The newest checkpoint that is far enough back is taken; else one before it, else
+            one behind it.
         """
         far = [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
-        mark = far[-1] if far else self.marks[0]
+        self.lost = []
+        for mark in (*reversed(far), *self.marks[len(far) :]):
+            checkpoint, rng = self.store.read(trainer, mark)
+            if checkpoint is not None:
+                break
+            self.lost.append(mark)
+        for lost in self.lost:
+            self._remove(trainer, lost)
+        if not self.marks:
+            return None
         for later in self.marks[self.marks.index(mark) + 1 :]:
             self._remove(trainer, later)
-        self._restore(trainer, mark)
+        self._restore(trainer, mark, checkpoint)
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()  # of a step that accumulation has not finished
+        self._total_factor *= self.lr_factor
+        scale_rates(trainer, self._total_factor / mark.lr_factor)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         to_skip = max(0, self.skip_batches - (progress.total.ready - mark.position))
         to_skip = self._round_up(trainer, to_skip)
         mark.position = progress.total.ready + to_skip
         self._skip(trainer, to_skip)
-        rng_path = self._rng_path(mark, trainer)
-        if rng_path.exists():  # on another machine than before a resume it may not
-            # Last, because data sets draw random numbers.
-            _set_rng_states(torch.load(rng_path, weights_only=False))
+        if rng is not None:  # a resumed run has none
+            _set_rng_states(rng)  # last, because data sets draw random numbers
         return mark, to_skip
 
-    def _restore(self, trainer: pl.Trainer, mark: Mark) -> None:
+    def _restore(self, trainer: pl.Trainer, mark: Mark, checkpoint: Any) -> None:
         """Put back what a checkpoint holds, other than the loops and the data."""
         connector = trainer._checkpoint_connector
-        users_path = connector._ckpt_path
-        accepted = inspect.signature(connector.resume_start).parameters
-        # Lightning 2.6 reads weights only, unless told; before, it could not be told.
-        options = {"weights_only": False} if "weights_only" in accepted else {}
-        connector.resume_start(mark.path, **options)
-        connector._ckpt_path = users_path
+        connector._loaded_checkpoint = checkpoint
         connector.restore_model()
-        self._restore_callbacks(trainer, connector._loaded_checkpoint)
+        self._restore_callbacks(trainer, checkpoint)
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
         connector._loaded_checkpoint = {}
@@ -240,12 +221,35 @@ class Rewinder:
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on."""
         to_skip = self._to_skip if self._fetcher is None else self._fetcher.to_skip
-        return {"marks": [dataclasses.asdict(mark) for mark in self.marks], "to_skip": to_skip}
+        marks = [dataclasses.asdict(mark) for mark in self.marks]
+        return {"marks": marks, "to_skip": to_skip, "lr_factor": self._total_factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the checkpoints of an earlier run, those that are still there."""
         self.marks = [Mark(**mark) for mark in state_dict["marks"]]
         self._to_skip = state_dict["to_skip"]
+        self._total_factor = state_dict.get("lr_factor", 1.0)
+
+
+def scale_rates(trainer: pl.Trainer, factor: float) -> None:
+    """Multiply learning rates, and what schedules compute them from."""
+    if factor == 1.0:
+        return
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            names = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
+            scaled = {name: group[name] * factor for name in names if name in group}
+            if isinstance(group["lr"], Tensor):  # in place, as a graph may have captured it
+                scaled["lr"] = group["lr"].copy_(scaled["lr"])
+            group.update(scaled)
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for schedule in schedules:
+        schedules += getattr(schedule, "_schedulers", ())  # of a sequence or a chain
+        for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr"):
+            if isinstance(getattr(schedule, name, None), list):
+                setattr(schedule, name, [rate * factor for rate in getattr(schedule, name)])
+        if hasattr(schedule, "eta_min"):
+            schedule.eta_min *= factor
 
 
 def _go_back(tracker: Any, completed: int) -> None:

@@ -1,13 +1,18 @@
-"""What lets monitors of one class stand side by side in a Trainer, and keeps their states apart."""
+"""What lets monitors stand side by side in a Trainer: states and faults are kept apart."""
 
 import copy
+import functools
 import inspect
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-__all__ = ["check_peers", "state_for", "state_key_of"]
+__all__ = ["check_peers", "never_raising", "state_for", "state_key_of"]
+
+_log = logging.getLogger(__name__)
 
 
 def state_key_of(callback: pl.Callback) -> str:
@@ -59,3 +64,16 @@ def state_for(
         return None
     state: dict[str, Any] = copy.deepcopy(states[free[0]])
     return state
+
+
+def never_raising(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep `on_exception` from hiding the exception that it is called for behind its own."""
+
+    @functools.wraps(hook)
+    def on_exception(self: pl.Callback, *args: Any) -> None:
+        try:
+            hook(self, *args)
+        except Exception as error:
+            _log.warning(f"`{type(self).__name__}.on_exception` failed: {error!r}")
+
+    return on_exception

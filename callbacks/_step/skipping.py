@@ -41,13 +41,21 @@ class StepSkipper:
                 strategy.lr_scheduler_configs, lambda: self._held
             )
 
-    def skip(self, pl_module: pl.LightningModule, optimizer: Optimizer, flag: Tensor) -> None:
+    def skip(
+        self,
+        pl_module: pl.LightningModule,
+        optimizer: Optimizer,
+        flag: Tensor,
+        *,
+        is_certain: bool = False,
+    ) -> None:
         """Have the step to come skipped; call it in `on_before_optimizer_step`.
 
         Args:
             pl_module: The module in training.
             optimizer: What is about to step.
             flag: 1 to skip, 0 to step: fp32, of shape [], on the device.
+            is_certain: Whether the host knows that it is 1, so that nothing goes on.
         """
         trainer = pl_module.trainer
         plugin = trainer.precision_plugin
@@ -60,12 +68,22 @@ class StepSkipper:
             scaler = getattr(plugin, "scaler", None)
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
+            if is_certain:
+                self._hold(pl_module)
         else:
-            self._skip_on_host(pl_module, optimizer, flag)
+            if not is_certain:
+                self._warn_of_sync(optimizer)
+            if flag.item() != 0:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+                self._hold(pl_module)
 
-    def _skip_on_host(
-        self, pl_module: pl.LightningModule, optimizer: Optimizer, flag: Tensor
-    ) -> None:
+    def _hold(self, pl_module: pl.LightningModule) -> None:
+        self._held = True
+        hold_global_step(pl_module)
+
+    def _warn_of_sync(self, optimizer: Optimizer) -> None:
         can_skip_later = getattr(optimizer, "_step_supports_amp_scaling", False)
         if optimizer not in self._handles and not can_skip_later:
             self._handles[optimizer] = []
@@ -75,12 +93,6 @@ class StepSkipper:
                 f"`{name}` cannot skip there. Pass `fused=True` to the optimizer if it has that, "
                 "or train with `BalancedAMP`, to save this host sync."
             )
-        if flag.item() != 0:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-            self._held = True
-            hold_global_step(pl_module)
 
     def _takes_found_inf(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, SafeAdamW):

@@ -7,14 +7,14 @@ the dropout masks of the first and must leave no second trace in running statist
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AutocastState", "BufferState", "RngState", "version_of"]
+__all__ = ["AutocastState", "BufferState", "RngState", "own_generators", "version_of"]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -31,9 +31,15 @@ class RngState:
     Args:
         device: Where the forward runs.
         module: Whose own generators to hold: those of torch, numpy (`default_rng`) and Python.
+        generators: More of them, as `own_generators` finds them.
     """
 
-    def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        module: nn.Module | None = None,
+        generators: Sequence[Any] = (),
+    ) -> None:
         self._device = device
         self._cpu = torch.get_rng_state()
         self._accelerator = (
@@ -42,7 +48,8 @@ class RngState:
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
-        self._own = [] if module is None else [_own_state(g) for g in _own_generators(module)]
+        own = [] if module is None else own_generators(module)
+        self._own = [_own_state(generator) for generator in (*own, *generators)]
 
     def restore(self) -> None:
         """Set the generators back to the states held here."""
@@ -56,7 +63,8 @@ class RngState:
             set_state(state)
 
 
-def _own_generators(module: nn.Module) -> list[Any]:
+def own_generators(module: nn.Module) -> list[Any]:
+    """Return the generators that are attributes of a module or of its submodules."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:

@@ -30,7 +30,7 @@ SAMPLES: dict[str, Any] = {
     **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
     **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "lower_scale": 256.0},
     **{"higher_scale": 4096, "owner": "layers.0.mlp", "lower_eps": 1e-11},
-    **{"rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
+    **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
 }
 # Where a share would be no sample of the value and the threshold.
 VALUES = {
@@ -41,7 +41,7 @@ VALUES = {
     "update_rms": (4.56, 2.31),
     "zero_run": (600, 500),
     "update_to_weight": (12.0, 10.0),
-    "rewind_to_step": (150, None),
+    "rewind_": (150, None),
     "non_finite": (3.0, 0),
     "headroom": (0.71, 2.0),
 }
@@ -85,6 +85,7 @@ def spikes() -> Iterator[str]:
         ("warn", None, 0),
         ("skip", 512.0, 0),
         ("stop", None, 1),
+        ("raise", None, 0),
         ("rewind", None, 0),
     ):
         scene = Scene(
@@ -145,6 +146,7 @@ def causes() -> Iterator[str]:
         locator.backward(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
         locator.with_suspects("x", [("up", "weight 60000"), ("norm", "output 9")]) + "\n",
         locator.with_fitting_scale("x", 256.0) + "\n",
+        f"{locator.not_exact(0.693, both)}\n{locator.not_exact(0.693, fine)}\n",
     )
     for source, more in (
         ("batch", {}),

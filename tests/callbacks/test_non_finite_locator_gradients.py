@@ -60,13 +60,32 @@ def test_locator_manual_optimization_is_replayed_at_the_scale_that_failed() -> N
     assert "all gradients of this batch are finite" in alarm.message
 
 
-def test_locator_gradients_are_not_looked_at_without_being_asked() -> None:
-    locator = locate(Model(Body), loader=data(1))
-    assert locator.replays == 0
+@pytest.mark.parametrize("action", ["warn", "stop"])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_locator_finds_what_only_the_backward_makes_by_default(
+    automatic: bool, action: str
+) -> None:
+    model = Model(Body, automatic=automatic)
+    locator = locate(model, loader=data(2), action=action)
+    assert (locator.alarms[0].step, locator.alarms[0].tensor) == (0, "body.root")
+    assert len(locator.alarms) == (1 if action == "stop" else 2)  # then the weights are NaN
+    assert bool(model.weights[-1].isfinite().all()) == (action == "stop")
 
 
-def test_locator_finite_gradients_that_are_asked_for_raise_no_alarm() -> None:
-    locator = locate(Model(), check_gradients=True)
+def test_locator_told_not_to_look_at_gradients_names_the_weight_and_the_argument() -> None:
+    locator = locate(Model(Body), loader=data(2), check_gradients=False)
+    (alarm,) = locator.alarms
+    assert (alarm.step, alarm.tensor) == (1, "body.first.weight")
+    assert "NonFiniteLocator(check_gradients=True)" in alarm.remedy
+    assert "gradient_clip_val" not in alarm.remedy
+
+
+@pytest.mark.parametrize("large", [1.0, 1e25])
+def test_locator_finite_gradients_raise_no_alarm(large: float) -> None:
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).mean() * large  # 1e25 squared is no number of fp32
+
+    locator = locate(Model(loss_of=loss_of), loader=data(1))
     assert locator.replays == 0
 
 

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
@@ -11,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp import BalancedAMP, PureFP16
+from lightning_mp import BalancedAMP, InstabilityError, PureFP16
 from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
 from tests.callbacks.non_finite_models import WIDTH, Model, Perceptron, data, fit, locate, mixed
 
@@ -217,12 +218,29 @@ def test_locator_a_failure_that_does_not_happen_again_is_reported_as_such() -> N
 # --- what it does about it -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_locator_stop_ends_training_after_the_step() -> None:
-    for action, batches in (("warn", 6), ("stop", 3)):
-        model = infinite_at(2)()
-        locate(model, BalancedAMP(), action=action)
-        assert len(model.weights) == batches
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
+def test_locator_stop_ends_training_before_the_step(plugin: Any, automatic: bool) -> None:
+    model = infinite_at(2)(automatic=automatic, make_optimizer=torch.optim.Adam)
+    trainer = fit(model, data(), plugin(), callbacks=[NonFiniteLocator(action="stop")])
+    assert len(model.weights) == 3
+    assert torch.equal(model.weights[2], model.weights[1])
+    assert all(state["step"] == 2 for state in trainer.optimizers[0].state.values())
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
+def test_locator_raise_ends_training_with_the_alarm(plugin: Any) -> None:
+    class Watch(pl.Callback):
+        def on_exception(self, trainer: Any, model: Any, _: Any) -> None:
+            model.on_train_batch_end()  # notes the weights
+
+    model, locator = infinite_at(2)(), NonFiniteLocator(action="raise")
+    with pytest.raises(InstabilityError, match="made a loss of inf") as caught:
+        fit(model, data(), plugin(), callbacks=[locator, Watch()])
+    assert [caught.value.alarm] == locator.alarms
+    assert len(model.weights) == 3
+    assert torch.equal(model.weights[2], model.weights[1])
 
 
 @pytest.mark.slow

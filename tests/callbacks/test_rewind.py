@@ -46,6 +46,7 @@ def guard(tmp_path: Path, **options: Any) -> SpikeGuard:
         "window_steps": 32,
         "judge_after_steps": 16,
         "dirpath": str(tmp_path / "marks"),
+        "rewind_storage": "disk",
     }
     return SpikeGuard(**(defaults | options))
 

@@ -1,0 +1,210 @@
+"""Checkpoints to rewind to: in memory where they fit, else on disk, where none leaks."""
+
+import inspect
+import io
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import _collect_rng_states
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_mp.callbacks._step.training_state import is_sharded
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed run leaves there is left alone
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Mark", "MarkStore"]
+
+_PREFIX = "spike_guard-"
+_LOCK = "in_use"
+
+
+@dataclass
+class Mark:
+    """A place to go back to.
+
+    Args:
+        path: Of the checkpoint; in memory, no file has it.
+        step: The loggers' step that was next.
+        global_step: Optimizer steps completed by then.
+        schedule_steps: Steps of LR schedules completed by then.
+        position: Batches that had been taken from the data by then, over all epochs. After a rewind
+            to this place: where the data went on from.
+        lr_factor: What rewinds had multiplied learning rates by.
+    """
+
+    path: str
+    step: int
+    global_step: int
+    schedule_steps: int
+    position: int
+    lr_factor: float = 1.0
+
+
+class MarkStore:
+    """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
+
+    In memory, every rank holds its own. On disk they are in a folder that is locked while its run
+    lives, also against `kill -9`: the next run in the place of that one, or in a folder beside it,
+    removes what nobody has locked. A resumed run goes on with the folder of its marks.
+
+    Args:
+        dirpath: Where the folder is made; in the log folder if `None`.
+        storage: `"memory"`, `"disk"`, or `"auto"`: in memory up to `memory_gb`.
+        memory_gb: For all checkpoints of a rank together, in 1e9 bytes.
+    """
+
+    def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
+        self.dirpath = dirpath
+        self.storage = storage
+        self.memory_gb = memory_gb
+        self.bytes = 0  # of the newest
+        self.is_in_memory = True
+        self._held: dict[str, io.BytesIO] = {}
+        self._rng: dict[str, Any] = {}  # of this rank, by path
+        self._folder = Path()
+        self._lock: IO[str] | None = None
+
+    def start(self, trainer: pl.Trainer, marks: list[Mark]) -> list[Mark]:
+        """Find a folder, remove what killed runs have left; return the marks that are there."""
+        if self.storage == "memory" and is_sharded(trainer):
+            name = type(trainer.strategy).__name__
+            raise MisconfigurationException(
+                f"Passed `SpikeGuard(rewind_storage='memory')` with `{name}`, which loads shards "
+                "from files. Pass `rewind_storage='disk'`."
+            )
+        parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        before = next((Path(m.path).parent for m in reversed(marks) if Path(m.path).exists()), None)
+        self._folder = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
+        if trainer.is_global_zero:
+            if before is not None:
+                self._lock = _locked(before)
+            self._folder = before if before and self._lock else self._folder
+            kept = {Path(m.path) for m in marks if Path(m.path).parent == self._folder}
+            beside = () if self.dirpath else parent.parent.glob(f"*/{_PREFIX}*")
+            self._clean([*parent.glob(f"{_PREFIX}*"), *beside], kept)
+        self._folder = trainer.strategy.broadcast(self._folder)
+        there = [m.path in self._held or Path(m.path).parent == self._folder for m in marks]
+        return [mark for mark, is_there in zip(marks, there, strict=True) if is_there]
+
+    def _clean(self, folders: Iterable[Path], kept: set[Path]) -> None:
+        for folder in folders:
+            if folder == self._folder:
+                for path in folder.iterdir():
+                    if path not in kept and path.name != _LOCK:
+                        _delete(path)
+            else:
+                lock = _locked(folder)
+                if lock is not None:
+                    _delete(folder)
+                    lock.close()
+
+    def path_of(self, step: int) -> str:
+        """Return where the checkpoint before a step is to be."""
+        return str(self._folder / f"step={step}.ckpt")
+
+    def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> None:
+        """Take a checkpoint, of which there are `most` at a time."""
+        if self.storage == "auto" and self.is_in_memory:
+            fits = most * _bytes_of(trainer) <= self.memory_gb * 1e9 and not is_sharded(trainer)
+            self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
+        if self.storage == "memory" or (self.storage == "auto" and self.is_in_memory):
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
+            held = self._held[mark.path] = io.BytesIO()
+            torch.save(checkpoint, held)
+            self.bytes = held.tell()
+        else:
+            self.is_in_memory = False
+            if trainer.is_global_zero and self._lock is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._lock = _locked(self._folder)
+            trainer.save_checkpoint(mark.path, weights_only=False)  # written whole or not at all
+            files = [Path(mark.path), *Path(mark.path).rglob("*")]
+            self.bytes = sum(file.stat().st_size for file in files if file.is_file())
+        self._rng[mark.path] = _collect_rng_states()
+
+    def read(self, trainer: pl.Trainer, mark: Mark) -> tuple[dict[str, Any] | None, Any]:
+        """Return a checkpoint and random states, `None` for what some rank cannot read."""
+        checkpoint: dict[str, Any] | None = None
+        try:
+            if mark.path in self._held:
+                self._held[mark.path].seek(0)
+                checkpoint = torch.load(
+                    self._held[mark.path], map_location="cpu", weights_only=False
+                )
+            elif trainer.strategy.reduce_boolean_decision(Path(mark.path).exists(), all=True):
+                checkpoint = _load(trainer, mark.path)
+        except Exception as error:  # of any kind, where a file is not whole
+            del error
+        is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
+        return checkpoint if is_read else None, self._rng.get(mark.path)
+
+    def remove(self, trainer: pl.Trainer, mark: Mark) -> None:
+        """Remove a checkpoint."""
+        self._rng.pop(mark.path, None)
+        if self._held.pop(mark.path, None) is None and Path(mark.path).exists():
+            trainer.strategy.remove_checkpoint(mark.path)
+
+    def close(self, *, is_over: bool) -> None:
+        """Let go of memory and folder; remove that unless a resumed run may go on with it."""
+        self._held.clear()
+        self._rng.clear()
+        if self._lock is not None:
+            if is_over:
+                _delete(self._folder)
+            self._lock.close()
+            self._lock = None
+
+
+def _bytes_of(trainer: pl.Trainer) -> int:
+    module = trainer.lightning_module
+    states = [state for each in trainer.optimizers for state in each.state.values()]
+    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(states)]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:
+    connector = trainer._checkpoint_connector
+    users_path = connector._ckpt_path
+    accepted = inspect.signature(connector.resume_start).parameters
+    # Lightning 2.6 reads weights only, unless told; before, it could not be told.
+    options = {"weights_only": False} if "weights_only" in accepted else {}
+    try:
+        connector.resume_start(path, **options)
+    finally:
+        connector._ckpt_path = users_path
+    return connector._loaded_checkpoint
+
+
+def _locked(folder: Path) -> IO[str] | None:
+    """Return a lock on a folder, `None` where a living process has it or it is gone."""
+    if fcntl is None:
+        return None
+    try:
+        lock = (folder / _LOCK).open("w")
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # also where the file system has no locks
+        lock.close()
+        return None
+    return lock
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""All monitors together where a Trainer is set up in ways that are not the usual ones."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from lightning_mp.callbacks import (
+    ActivationRangeMonitor,
+    AdamStateMonitor,
+    GradientUnderflowMonitor,
+    InstabilityMonitor,
+    InstabilityReport,
+    LossScaleMonitor,
+    NonFiniteLocator,
+    SpikeGuard,
+)
+from tests.callbacks.models import Watched
+from tests.precision.models import make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+
+
+def all_monitors() -> list[InstabilityMonitor]:
+    return [
+        LossScaleMonitor(),
+        GradientUnderflowMonitor(),
+        ActivationRangeMonitor(),
+        AdamStateMonitor(),
+        SpikeGuard(window_steps=8, judge_after_steps=4),
+        NonFiniteLocator(),
+        InstabilityReport(),
+    ]
+
+
+@pytest.fixture
+def reset_compiler() -> Any:
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reset_compiler")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`")  # Lightning's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
+def test_monitors_of_a_module_compiled_as_a_whole_see_its_steps(tmp_path: Path) -> None:
+    class Rooted(Watched):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x = batch.float()[:, None].expand(-1, 16) / 20
+            return (self.network(x) - 1).square().mean() * (torch.nan if batch_idx == 15 else 1.0)
+
+    monitors = all_monitors()
+    trainer = make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1)
+    with pytest.warns(UserWarning, match="compiled as a whole"):
+        trainer.fit(torch.compile(Rooted(steps=20), backend="eager"))
+    guard, locator = monitors[4:6]
+    assert len(guard.history.curves["loss"]) >= 15
+    assert [(alarm.step, alarm.tensor) for alarm in locator.alarms][:1] == [(15, "Rooted")]
+
+
+@pytest.mark.slow
+def test_error_of_a_monitor_does_not_hide_the_exception_that_ends_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(InstabilityMonitor):
+        def on_exception(self, *_: Any) -> None:
+            raise ValueError("of the monitor")
+
+    def fail(module: pl.LightningModule, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise KeyError("of the run")
+
+    trainer = make_trainer(callbacks=[Broken(), *all_monitors()], default_root_dir=tmp_path)
+    with pytest.raises(KeyError, match="of the run"):
+        trainer.fit(Watched(steps=5, sabotage=fail))
+    assert "`Broken.on_exception` failed: ValueError('of the monitor')" in caplog.text
+
+
+class Plain(Optimizer):
+    """Knows no option but a learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=1e-3),
+        lambda p: SGD([{"params": list(p)}], lr=torch.tensor(1e-3)),
+        lambda p: Adafactor(p),
+        lambda p: Plain(p),
+    ],
+    ids=["sgd", "tensor lr", "adafactor", "custom"],
+)
+@pytest.mark.parametrize("action", ["warn", "skip", "stop", "rewind"])
+@pytest.mark.filterwarnings("ignore:`SpikeGuard.action='skip'.` reads one flag")
+def test_monitors_take_optimizers_without_betas(tmp_path: Path, make: Any, action: Any) -> None:
+    monitors = [each for each in all_monitors() if not isinstance(each, AdamStateMonitor)]
+    monitors[3] = SpikeGuard(
+        window_steps=8, judge_after_steps=4, action=action, rewind_steps=1, skip_batches=2
+    )
+
+    def factor(index: int) -> float:
+        return torch.nan if index == 15 else 1.0
+
+    model = Watched(make_optimizer=make, steps=20, factor=factor)
+    make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
+    assert (15, "non_finite_loss") in [(alarm.step, alarm.kind) for alarm in monitors[3].alarms]
+
+
+class Renamed(AdamW):
+    """Keeps Adam's states for all parameters, and betas under other names for some."""
+
+    def __init__(self, parameters: Any) -> None:
+        first, *rest = parameters
+        super().__init__([{"params": [first]}, {"params": rest}], lr=1e-3)
+        self.param_groups[0]["decays"] = self.param_groups[0].pop("betas")
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        self.param_groups[0]["betas"] = self.param_groups[0].pop("decays")
+        super().step()
+        self.param_groups[0]["decays"] = self.param_groups[0].pop("betas")
+        return loss
+
+
+def test_adam_monitor_leaves_out_groups_without_betas(tmp_path: Path) -> None:
+    monitor = AdamStateMonitor(every_n_steps=1)
+    trainer = make_trainer(callbacks=[monitor], default_root_dir=tmp_path, max_epochs=1)
+    model = Watched(make_optimizer=Renamed, steps=5)
+    trainer.fit(model)
+    names = set(monitor.history.maps["update_rms"]["names"])
+    assert names == {name for name, _ in model.named_parameters()} - {"network.0.weight"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [0, 1])
+def test_monitors_log_to_all_loggers_and_not_at_all_with_zero(tmp_path: Path, every: int) -> None:
+    loggers = [CSVLogger(tmp_path / name, name="", version="") for name in ("one", "two")]
+    options: dict[str, Any] = {"log_every_n_steps": every, "max_epochs": 1}
+    trainer = make_trainer(
+        callbacks=all_monitors(), logger=loggers, default_root_dir=tmp_path, **options
+    )
+    trainer.fit(Watched(steps=12))
+    first, second = ((Path(each.log_dir) / "metrics.csv") for each in loggers)
+    assert first.exists() == second.exists() == bool(every)
+    if every:
+        assert "instability/loss" in first.read_text()
+        assert first.read_text() == second.read_text()

@@ -1,0 +1,194 @@
+"""Whether a replay is that of the step that failed, and what masks of -inf have to do with it."""
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mp import BalancedAMP
+from lightning_mp.callbacks._step.batches import copy_containers
+from tests.callbacks.non_finite_models import WIDTH, Model, data, locate
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+
+
+class Bad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.nan
+
+
+class Body(nn.Sequential):
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__(nn.Linear(8, WIDTH), *more)
+
+
+# --- the batch -----------------------------------------------------------------------------------
+
+
+class Pops(Model):
+    """Takes its targets out of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch.pop("nested").pop())
+
+
+def test_locator_a_batch_that_the_step_empties_is_replayed_as_it_came() -> None:
+    (alarm,) = locate(Pops(lambda: Body(Bad())), max_replays=1).alarms
+    assert alarm.tensor == "body.1"
+    assert "not exact" not in alarm.message
+
+
+def test_locator_a_batch_that_is_changed_in_place_is_said_to_be_not_exact() -> None:
+    class Scales(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["x"].mul_(0.5)
+            loss = F.mse_loss(self(batch["x"]), batch["nested"][0])
+            loss.register_hook(lambda gradient: gradient * torch.nan)
+            return loss
+
+    (alarm,) = locate(Scales(Body), loader=data(1)).alarms
+    assert "the replay is not exact, with a loss of " in alarm.message
+
+
+@dataclass
+class Fields:
+    x: list[Tensor]
+
+
+def test_copy_containers_copies_all_but_tensors() -> None:
+    x = torch.ones(2)
+    batch = {"a": [x], "b": (x, {"c": x}), "d": Fields([x]), "e": UserDict(f=[x]), "g": "text"}
+    copied = copy_containers(batch)
+    batch["a"].clear()
+    batch["b"][1].clear()
+    batch["d"].x.clear()
+    batch["e"]["f"].clear()
+    batch.clear()
+    assert copied.keys() == {"a", "b", "d", "e", "g"}
+    kept = [copied["a"][0], *copied["b"][:1], copied["b"][1]["c"], copied["d"].x[0]]
+    assert all(each is x for each in [*kept, copied["e"]["f"][0]])
+
+
+# --- generators ----------------------------------------------------------------------------------
+
+
+class Draws(nn.Module):
+    """NaN in some of its calls, as its own generator has it."""
+
+    def __init__(self, generator: Any, draw: Any) -> None:
+        super().__init__()
+        self.generator, self.draw = generator, draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.nan if self.draw(self.generator) < 0.3 else 1.0)
+
+
+def own_draw(generator: torch.Generator) -> float:
+    return float(torch.rand((), generator=generator))
+
+
+def test_locator_a_generator_of_a_module_draws_the_same_again() -> None:
+    def body() -> Body:
+        return Body(Draws(torch.Generator().manual_seed(0), own_draw))
+
+    model = Model(body)
+    locator = locate(model, max_replays=1)
+    (alarm,) = locator.alarms
+    assert alarm.tensor == "body.1"
+    generator = torch.Generator().manual_seed(0)
+    drawn = [own_draw(generator) for _ in range(6)]
+    assert alarm.step == next(i for i, each in enumerate(drawn) if each < 0.3)
+    after = model.body[1].generator.get_state()
+    assert torch.equal(after, generator.get_state())  # training goes on as without the replay
+
+
+def test_locator_state_out_of_sight_makes_the_replay_inexact() -> None:
+    def body() -> Body:
+        return Body(Draws([1.0, 1.0, 0.0, 1.0, 1.0], lambda hidden: hidden.pop(0)))
+
+    (alarm,) = locate(Model(body), loader=data(3), max_replays=1).alarms
+    assert "came out finite when it was run again; the replay is not exact" in alarm.message
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """Masked logits: finite values, and -inf above the diagonal."""
+
+    def __init__(self, fully: bool = False) -> None:
+        super().__init__()
+        self.fully = fully
+
+    def forward(self, h: Tensor) -> Tensor:
+        mask = torch.ones(len(h), len(h)).triu(0 if self.fully else 1).bool()
+        return (h @ h.T).masked_fill(mask, -torch.inf)
+
+
+class Attention(nn.Module):
+    """Attends by a softmax that is a module or a function."""
+
+    def __init__(self, softmax: nn.Module | None, fully: bool = False) -> None:
+        super().__init__()
+        self.scores, self.softmax = Scores(fully), softmax
+
+    def forward(self, h: Tensor) -> Tensor:
+        scores = self.scores(h)
+        return (scores.softmax(-1) if self.softmax is None else self.softmax(scores)) @ h
+
+
+@pytest.mark.parametrize("softmax", [None, nn.Softmax(-1)], ids=["function", "module"])
+@pytest.mark.parametrize("last", [Bad(), None], ids=["module", "root"])
+def test_locator_masked_logits_are_not_blamed(softmax: Any, last: Any) -> None:
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).mean() * (1.0 if last else torch.nan)
+
+    model = Model(lambda: Body(Attention(softmax), *([last] if last else [])), loss_of=loss_of)
+    (alarm,) = locate(model, max_replays=1).alarms
+    assert alarm.tensor == ("body.2" if last else "Model")
+
+
+@pytest.mark.parametrize("softmax", [None, nn.Softmax(-1)], ids=["function", "module"])
+def test_locator_masked_logits_are_not_blamed_for_what_the_backward_makes(softmax: Any) -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(x * 0)
+
+    model = Model(lambda: Body(Attention(softmax), Root()))
+    (alarm,) = locate(model, max_replays=1).alarms
+    assert alarm.tensor == "body.2"
+
+
+def test_locator_a_row_that_is_masked_fully_is_named_with_its_softmax() -> None:
+    model = Model(lambda: Body(Attention(nn.Softmax(-1), fully=True)))
+    (alarm,) = locate(model, max_replays=1).alarms
+    assert alarm.tensor == "body.1.softmax"
+    assert "but for a mask of -inf, `[0]`" in alarm.message
+
+
+@pytest.mark.parametrize("after", [nn.Linear(WIDTH, WIDTH), None], ids=["layer", "loss"])
+def test_locator_a_logarithm_of_zero_is_blamed(after: Any) -> None:
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(x.clamp(min=0))
+
+    model = Model(lambda: Body(Log(), *([after] if after else [])))
+    model.head = nn.Identity() if after is None else model.head
+    model.forward = lambda x: model.head(model.body(x)).sum(-1)  # type: ignore[method-assign]
+    (alarm,) = locate(model, max_replays=1).alarms
+    assert alarm.tensor == "body.1"
+
+
+def test_locator_minus_inf_of_an_overflow_is_blamed() -> None:
+    class Falls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0 - 300) * torch.linspace(1, 300, WIDTH).to(x.dtype)
+
+    model = Model(lambda: Body(Falls(), nn.LayerNorm(WIDTH)))
+    (alarm,) = locate(model, BalancedAMP(), max_replays=1).alarms
+    assert alarm.tensor == "body.1"
+    assert "float16" in alarm.message
