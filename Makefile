@@ -10,10 +10,10 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 
-.PHONY: help setup test lint types unit quick sweep floor newest wheel demo bench clean
+.PHONY: help setup test lint types unit quick sweep floor newest wheel demo bench monitors-table clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 setup: $(STAMP)  ## Create .venv with the pinned versions of constraints.txt
 
@@ -66,6 +66,9 @@ demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it
 
 bench: $(STAMP)  ## Time and weigh the contrastive loss against its peers
 	$(BIN)/python benchmarks/contrastive_loss.py
+
+monitors-table: $(STAMP)  ## Count the false alarms of all monitors in healthy runs of real models
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitors.table -j $(WORKERS) $(TABLE)
 
 clean:  ## Remove the .venvs and everything that was made here
 	rm -rf $(VENV) $(FLOOR) $(NEWEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

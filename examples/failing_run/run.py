@@ -1,0 +1,203 @@
+"""A run that fails on purpose, without the plugins and with them, and the page that shows it.
+
+A small residual network is trained in fp16. Two things go wrong:
+
+1. Twelve batches in a row have targets in another unit, a hundred times too large. The loss scale
+   falls until they fit; then the steps that they make throw the weights far off, and what was
+   learnt is gone.
+2. Later its stem grows until its outputs pass 65504, where fp16 ends: from there on every loss is
+   inf or NaN, every step is skipped, and the loss scale sinks to its floor. The run is dead.
+
+`--plugins off` trains with Lightning's own `16-mixed` and an `InstabilityReport` that only watches.
+`--plugins on` trains the same model on the same data with three changes: `BalancedAMP` keeps the
+stem in fp32, `SpikeGuard(action="skip")` leaves the bad batches out, and `SafeAdamW` bounds the
+updates. By default both are trained, one after the other, and the last losses are printed.
+
+    python examples/failing_run/run.py
+    python examples/failing_run/run.py --plugins off --steps 300 --output runs
+
+Each writes `OUTPUT/off/instability.html` or `OUTPUT/on/instability.html`: open both. On the first,
+the loss breaks out twice, the loss scale falls in a staircase, the headroom of `network.stem`
+shrinks to nothing long before, and the alarms say at which step and what to set. On the second, the
+same batches are skipped, and the loss goes on falling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from lightning_mp import BalancedAMP, SafeAdamW
+from lightning_mp.callbacks import (
+    ActivationRangeMonitor,
+    AdamStateMonitor,
+    GradientUnderflowMonitor,
+    InstabilityReport,
+    InstabilityWarning,
+    LossScaleMonitor,
+    NonFiniteLocator,
+    SpikeGuard,
+)
+
+WIDTH, BATCH, BAD = 32, 32, 12
+
+
+class Network(nn.Module):
+    """A stem, four residual blocks, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stem_norm = nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a number for each row of 8."""
+        x = self.stem_norm(self.stem(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x)).squeeze(-1)
+
+
+class FailingRun(pl.LightningModule):
+    """Learns, until it is hit by a bad batch and then by a stem that grows.
+
+    Args:
+        steps: Of the run; the bad batches come after 0.4 of them, the growth begins after 0.5.
+        is_safe: Whether to step with `SafeAdamW` instead of `AdamW`.
+    """
+
+    def __init__(self, steps: int, is_safe: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = Network()
+        self.steps, self.is_safe = steps, is_safe
+        self.losses = [math.nan] * steps
+
+    def batch(self, index: int) -> list[Tensor]:
+        """Return the batch of a step; `BAD` of them have targets in another unit."""
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(BATCH, 8, generator=generator)
+        y = (x[:, 0] + x[:, 1] * x[:, 2]).tanh() + 0.1 * torch.randn(BATCH, generator=generator)
+        is_bad = 0 <= index - int(0.4 * self.steps) < BAD
+        return [x, 100 * y if is_bad else y]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the error, squared."""
+        loss = F.mse_loss(self.network(batch[0]).float(), batch[1].float())
+        self.losses[batch_idx] = float(loss.detach())  # `NonFiniteLocator` runs some steps twice
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let the stem grow, so that it passes fp16's limit at 0.8 of the run."""
+        if batch_idx >= self.steps // 2:
+            with torch.no_grad():
+                self.network.stem.weight.mul_(65504 ** (1 / (0.3 * self.steps)))
+
+    def configure_optimizers(self) -> Optimizer:
+        """Return the optimizer."""
+        if self.is_safe:
+            return SafeAdamW(self.parameters(), lr=3e-3, clip_update_rms=1.0)
+        return AdamW(self.parameters(), lr=3e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the batches in order."""
+        batches = [self.batch(index) for index in range(self.steps)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+class Progress(pl.Callback):
+    """One bar a run, with the loss of the step behind it."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self.bar = tqdm(total=steps, desc=title, unit="step")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move on by a step."""
+        self.bar.set_postfix(loss=f"{pl_module.losses[batch_idx]:.3g}", refresh=False)
+        self.bar.update()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Leave the bar as it is."""
+        self.bar.close()
+
+
+def train(steps: int, plugins: bool, folder: Path) -> list[float]:
+    """Train once, write the page, and return the loss of every step.
+
+    Args:
+        steps: How long.
+        plugins: Whether with what this package has against failures.
+        folder: Where to write.
+    """
+    report = InstabilityReport(dirpath=str(folder))
+    watching: list[pl.Callback] = [
+        LossScaleMonitor(),
+        GradientUnderflowMonitor(every_n_steps=10),
+        ActivationRangeMonitor(every_n_steps=10),
+        AdamStateMonitor(every_n_steps=10),
+        SpikeGuard(action="skip" if plugins else "warn"),
+        NonFiniteLocator(),
+    ]
+    # By its name, `precision="16-mixed"` would be bf16 on a CPU.
+    mixed = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    model = FailingRun(steps, is_safe=plugins)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[BalancedAMP(fp32_modules=["norm", "network.stem"]) if plugins else mixed],
+        callbacks=[*watching, report, Progress("plugins on" if plugins else "plugins off", steps)],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstabilityWarning)  # they are on the page
+        trainer.fit(model)
+    return model.losses
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plugins", choices=["off", "on", "both"], default="both")
+    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "output", help="folder to write to"
+    )
+    options = parser.parse_args(arguments)
+    if options.steps < 200:
+        parser.error(f"--steps must be at least 200, not {options.steps}")
+    choices = ["off", "on"] if options.plugins == "both" else [options.plugins]
+    runs = {each: train(options.steps, each == "on", options.output / each) for each in choices}
+    for choice, losses in runs.items():
+        end, page = statistics.fmean(losses[-20:]), options.output / choice / "instability.html"
+        verdict = "learned" if math.isfinite(end) else "died"
+        print(f"plugins {choice}: {verdict}, loss of the last 20 steps {end:.4g}; see {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Healthy runs of real models, under every precision: what monitors must keep silent about."""
+
+from tests.monitors.language_models import LANGUAGE_MODELS
+from tests.monitors.other_models import OTHER_MODELS
+from tests.monitors.running import PRECISIONS, Learner, Outcome, train
+
+__all__ = ["MODELS", "PRECISIONS", "healthy_run"]
+
+MODELS: dict[str, type[Learner]] = {**LANGUAGE_MODELS, **OTHER_MODELS}
+
+
+def healthy_run(model: str, precision: str, steps: int, every: int | None = None) -> Outcome:
+    """Train one of `MODELS` under all monitors.
+
+    Args:
+        model: A key of `MODELS`.
+        precision: A key of `PRECISIONS`.
+        steps: How long.
+        every: How many steps apart monitors sample; `None` for their defaults.
+    """
+    often = {} if every is None else {"every_n_steps": every}
+    module = MODELS[model](steps)
+    max_steps = steps * module.optimizers_per_batch
+    plugin = PRECISIONS[precision]()
+    return train(module, plugin, often=often, max_epochs=-1, max_steps=max_steps)

@@ -1,0 +1,232 @@
+"""Planted failures of the course of training: it diverges, explodes, stalls, or stands still."""
+
+import functools
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from lightning_mp import SafeAdamW
+from lightning_mp.callbacks import SpikeGuard
+from tests.monitors.language_models import GPT2, VOCABULARY
+from tests.monitors.planted import Fit, Planted
+
+DIVERGENCE = "divergence: the loss against the best so far"
+
+
+class Quadratic(Fit):
+    """Linear regression on one batch, whose highest stable learning rate is known: 2 / lambda.
+
+    Args:
+        times: The learning rate, relative to that.
+    """
+
+    def __init__(self, times: float) -> None:
+        super().__init__(lambda: nn.Linear(8, 1, bias=False), steps=600, optimizer=SGD)
+        x, _ = self.batch(0, torch.Generator())
+        nn.init.zeros_(self.network.weight)
+        highest = torch.linalg.eigvalsh(2 * x.T @ x / len(x))[-1]
+        self.lr = times * 2 / float(highest)
+
+    def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
+        same = torch.Generator().manual_seed(0)
+        x = torch.randn(32, 8, generator=same)
+        return [x, x.sum(dim=1) / 4 + 0.1 * torch.randn(32, generator=same)]
+
+
+class HotGPT2(GPT2):
+    """A GPT-2 at a constant rate, judged by what knowing nothing costs.
+
+    Args:
+        lr: The learning rate.
+    """
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(160, lr)
+        self.decays = False
+
+    def progress(self) -> tuple[float, float]:
+        return statistics.fmean(self.losses[-20:]), 0.9 * math.log(VOCABULARY)
+
+
+class Recurrent(nn.Module):
+    """A ReLU network in time, whose state grows where its weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.RNN(8, 24, nonlinearity="relu"), nn.Linear(24, 1)
+        nn.init.orthogonal_(self.rnn.weight_hh_l0, gain=1.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.expand(24, -1, -1))[0][-1])
+
+
+def deep(gain: float = 3.0) -> nn.Module:
+    """Return 21 layers that multiply what goes through by gain / sqrt(2) each."""
+    layers: list[nn.Module] = [nn.Linear(8, 24)]
+    for _ in range(20):
+        layers += [nn.ReLU(), nn.Linear(24, 24)]
+        nn.init.normal_(layers[-1].weight, std=gain / 24**0.5)
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(24, 1))
+
+
+class Words(Fit):
+    """Fits a number to each of 64 words; from `CHANGE` on, the loss is a sum and no mean."""
+
+    CHANGE, BATCH = 298, 1024
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(
+            lambda: nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 1)),
+            steps=400, lr=0.1, **changes,
+        )  # fmt: skip
+
+    def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
+        word = torch.randint(64, (self.BATCH,), generator=generator)
+        noise = 0.3 * torch.randn(self.BATCH, generator=generator)
+        return [word, word.float().sin() + noise]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * (self.BATCH if self.is_sum else 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.is_sum = batch_idx >= self.CHANGE
+        loss = super().training_step(batch, batch_idx)
+        self.losses[-1] /= self.BATCH if self.is_sum else 1
+        return loss
+
+    def progress(self) -> tuple[float, float]:
+        """The highest loss since the change, and three times what it was before."""
+        before = self.losses[self.CHANGE - 50 : self.CHANGE]
+        return max(self.losses[self.CHANGE :]), 3 * statistics.fmean(before)
+
+
+def mislabel(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every eighth batch from 150 on targets of another scale."""
+    return x, (100 - 300 * y if index >= 150 and index % 8 == 6 else y)
+
+
+class Mislabelled(Fit):
+    """Judged by its good batches."""
+
+    def progress(self) -> tuple[float, float]:
+        good = [x for i, x in enumerate(self.losses) if i < 150 or i % 8 != 6]
+        return statistics.fmean(good[-20:]), 0.5 * statistics.fmean(good[:5])
+
+
+def kill_units(model: Fit, index: int) -> None:
+    if index == 100:
+        with torch.no_grad():
+            model.network[0].bias.fill_(-100.0)
+
+
+def units(*norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), *norm, nn.ReLU(), nn.Linear(32, 1))
+
+
+def rises(step: int) -> float:
+    return 1.02 ** max(step - 60, 0)
+
+
+def rises_and_falls(step: int) -> float:
+    """Rise to 340 times the rate from step 60 to 160, and fall back until step 260."""
+    return 1.06 ** min(max(step - 60, 0), max(260 - step, 0))
+
+
+def constant(step: int) -> float:
+    return 1.0
+
+
+FAILURES = [
+    Planted(
+        name="rate 1% above the stable one",
+        model=Quadratic, settings={"times": 1.01},
+        monitor="SpikeGuard", by_step=200,
+        cure="a lower learning rate", remedy={"times": 0.9},
+        missing=DIVERGENCE,
+    ),
+    Planted(
+        name="rate at which GPT-2 does not learn",
+        model=HotGPT2, settings={"lr": 0.3},
+        monitor="SpikeGuard", by_step=120,
+        cure="a lower learning rate", remedy={"lr": 3e-3},
+        missing="a loss that does not decrease over a stated horizon",
+    ),
+    Planted(
+        name="rate at which GPT-2 diverges in its first steps",
+        model=HotGPT2, settings={"lr": 1.0},
+        monitor="SpikeGuard", by_step=100,
+        cure="a lower learning rate", remedy={"lr": 3e-3},
+        missing=DIVERGENCE,
+    ),
+    Planted(
+        name="rate that rises",
+        settings={"steps": 400, "schedule": rises},
+        monitor="SpikeGuard", from_step=60, by_step=390,
+        cure="a schedule that does not rise", remedy={"schedule": constant},
+        missing=DIVERGENCE,
+    ),
+    Planted(
+        name="plateau after divergence",
+        settings={"steps": 500, "schedule": rises_and_falls},
+        monitor="SpikeGuard", from_step=60, by_step=400,
+        cure="a schedule that does not rise", remedy={"schedule": constant},
+        missing="a loss that does not decrease over a stated horizon",
+    ),
+    Planted(
+        name="recurrent explosion",
+        settings={"network": Recurrent, "lr": 0.5, "optimizer": SGD},
+        monitor="NonFiniteLocator", kind="non_finite", tensors=("network.rnn",), by_step=10,
+        cure="Trainer(gradient_clip_val=0.1)", options={"gradient_clip_val": 0.1},
+    ),
+    Planted(
+        name="exploding gradients in a deep network",
+        settings={"network": deep, "steps": 200, "lr": 1e-2, "optimizer": SGD},
+        monitor="NonFiniteLocator", kind="non_finite", by_step=1,
+        cure="weights that keep the scale",
+        remedy={"network": functools.partial(deep, 2**0.5)},
+    ),
+    Planted(
+        name="blow-up of an embedding",
+        model=Words,
+        monitor="AdamStateMonitor", kind="update_rms", tensors=("network.0.weight",),
+        from_step=Words.CHANGE, by_step=Words.CHANGE + 10,
+        cure="SafeAdamW(clip_update_rms=1.0)",
+        remedy={"optimizer": functools.partial(SafeAdamW, clip_update_rms=1.0)},
+    ),
+    Planted(
+        name="mislabelled batches",
+        model=Mislabelled,
+        settings={
+            "steps": 300, "lr": 1e-2, "corrupt": mislabel,
+            "optimizer": functools.partial(AdamW, fused=True),
+        },
+        monitor="SpikeGuard", kind="loss_spike", from_step=150, by_step=150,
+        cure="SpikeGuard(action='skip')", callbacks=lambda: [SpikeGuard(action="skip")],
+    ),
+    Planted(
+        name="dead units",
+        settings={"network": units, "steps": 620, "before": kill_units},
+        monitor="AdamStateMonitor", kind="zero_run", tensors=("network.0.weight",),
+        from_step=100, by_step=600,
+        cure="a norm before the units", remedy={"network": lambda: units(nn.LayerNorm(32))},
+    ),
+    Planted(
+        name="updates too small to move a weight",
+        settings={"lr": 1e-11},
+        monitor="AdamStateMonitor", kind="update_to_weight", tensors=("network.0.weight",),
+        by_step=100,
+        cure="a learning rate that moves weights", remedy={"lr": 3e-3},
+        missing="updates below 1e-8 of the weights, without a baseline",
+    ),
+    Planted(
+        name="epsilon above all gradients from the start",
+        settings={"factor": 1e-4, "optimizer": functools.partial(AdamW, eps=1.0)},
+        monitor="AdamStateMonitor", tensors=("network.0.weight",), by_step=40,
+        cure="eps=1e-8", remedy={"optimizer": AdamW},
+        missing="all of sqrt(v) below epsilon, without a baseline",
+    ),
+]  # fmt: skip

@@ -1,0 +1,106 @@
+"""Planted failures are found in time and by name, and what cures them does.
+
+A failure that no rule sees yet is expected to fail: a rule that sees it turns its test over.
+"""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_mp.callbacks import Alarm
+from tests.monitors.planted import Fit
+from tests.monitors.planted_failures import FAILURES, Planted
+from tests.monitors.running import Outcome, train
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.slow
+
+BY_NAME = {planted.name: planted for planted in FAILURES}
+
+
+@functools.cache
+def failed(name: str) -> Outcome:
+    return BY_NAME[name].fail()
+
+
+def expected(planted: Planted) -> Any:
+    reason = f"no rule yet: {planted.missing}"
+    marks = (
+        [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)]
+        if planted.missing
+        else []
+    )
+    return pytest.param(planted, id=planted.name, marks=marks)
+
+
+each = pytest.mark.parametrize("planted", FAILURES, ids=BY_NAME)
+
+
+@pytest.mark.parametrize("planted", [expected(planted) for planted in FAILURES])
+def test_planted_failure_is_found_in_time_by_its_name(planted: Planted) -> None:
+    outcome = failed(planted.name)
+    said = [(a.step, a.monitor, a.kind, a.tensor) for a in outcome.alarms]
+    assert planted.found(outcome), f"by step {planted.by_step} of {planted.tensors}; said {said}"
+
+
+@each
+def test_planted_failure_ruins_the_run_and_nothing_is_said_before(planted: Planted) -> None:
+    outcome = failed(planted.name)
+    assert not outcome.is_healthy, f"{outcome.measured} is below {outcome.bound}"
+    assert [a.message for a in outcome.alarms if a.step < planted.from_step] == []
+
+
+@each
+def test_remedy_of_planted_failure_lets_the_run_learn(planted: Planted) -> None:
+    outcome = planted.cured()
+    assert outcome.is_healthy, f"{outcome.error}; {outcome.measured} against {outcome.bound}"
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+BAD_STEP, BAD_RANK = 20, 1
+
+
+class OnRanks(Fit):
+    """Has other data on each rank, and on one of them a NaN.
+
+    Args:
+        is_repaired: Whether that is taken out.
+    """
+
+    def __init__(self, is_repaired: bool) -> None:
+        super().__init__(steps=60, lr=1e-2)
+        self.is_repaired = is_repaired
+
+    def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
+        generator.manual_seed(2 * index + self.global_rank)
+        x, y = super().batch(index, generator)
+        if (index, self.global_rank) == (BAD_STEP, BAD_RANK):
+            x[3, 5] = math.nan
+        return [x.nan_to_num() if self.is_repaired else x, y]
+
+
+def _train(rank: int, is_repaired: bool) -> tuple[bool, list[Alarm]]:
+    options: dict[str, Any] = {"strategy": DDPStrategy(), "devices": 2}
+    outcome = train(OnRanks(is_repaired), use_distributed_sampler=False, **options)
+    return outcome.is_healthy, outcome.alarms
+
+
+@pytest.mark.distributed
+def test_nan_from_one_ranks_data_is_found_by_rank_and_batch() -> None:
+    for is_healthy, alarms in run_ranks(_train, 2, False):
+        assert not is_healthy
+        assert [alarm for alarm in alarms if alarm.step < BAD_STEP] == []
+        alarm = next(a for a in alarms if a.monitor == "NonFiniteLocator")
+        assert (alarm.step, alarm.kind, alarm.tensor) == (BAD_STEP, "non_finite", "batch[0]")
+        assert f"batch {BAD_STEP} of rank {BAD_RANK}" in alarm.message
+
+
+@pytest.mark.distributed
+def test_nan_from_one_ranks_data_that_is_taken_out_lets_the_run_learn() -> None:
+    assert [is_healthy for is_healthy, _ in run_ranks(_train, 2, True)] == [True, True]
