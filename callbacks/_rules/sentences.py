@@ -37,6 +37,19 @@ MESSAGES = {
     "as long as before, and up to {limit:.3g} times later on.",
     "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
     "weights, outside [{least:g}, {most:g}].",
+    "divergence": "The loss{whose} has risen to {value:.4g}, the median of {window} steps, from "
+    "{best:.4g} at its best, around step {best_step:.0f}: above {threshold:.4g}, which noise does "
+    "not explain, and more than half of what was gained since the start.",
+    "divergence_from_start": "The loss{whose} has risen to {value:.4g}, the median of {window} "
+    "steps, from {best:.4g} at its start, and never came below that. Noise explains "
+    "{threshold:.4g} at the most.",
+    "stalled_loss": "The loss{whose} rose from {start:.4g} to {peak:.4g} in the first steps. After "
+    "{steps:count step} it is {value:.4g}, and was never clearly below its start.",
+    "stalled_loss_long": "The loss{whose} is {value:.4g} after {steps:count step}, and was never "
+    "clearly below {start:.4g}, where it started.",
+    "gradient_trend": "The gradient norm{whose} has risen to {value:.4g}, the median of {window} "
+    "steps, {times:.1f} times {lowest:.4g} around step {lowest_step:.0f}. It rises for {span} "
+    "steps, while the loss is not at its best.",
     "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
     "{value:.0f}, and left out {left_out} more batches.",
     "rewind_to_step_short": "Training went back {undone:count step}, to the checkpoint before step "
@@ -87,6 +100,16 @@ REMEDIES = {
     "where its gradients underflow.",
     "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
     "update_to_weight_low": "Raise the learning rate of its group, or lower epsilon.",
+    "divergence": "Go back to a checkpoint of about step {best_step:.0f}, and lower the learning "
+    "rate from there on, to {lower_rate:.3g} or less.",
+    "divergence_from_start": "Start anew with a learning rate of {lower_rate:.3g} or less, or with "
+    "a longer warm-up.",
+    "stalled_loss": "Start anew with a learning rate of {lower_rate:.3g} or less, or with a longer "
+    "warm-up.",
+    "stalled_loss_long": "If it should learn by now, compare it with a run at a tenth and at ten "
+    "times the learning rate, and check that the targets belong to their inputs.",
+    "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`, or lower the learning rate "
+    "to {lower_rate:.3g}.",
     "rewind_to_step": "This was rewind {rewinds} of {max_rewinds}.",
 }
 

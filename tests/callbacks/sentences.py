@@ -30,6 +30,8 @@ SAMPLES: dict[str, Any] = {
     **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
     **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "lower_scale": 256.0},
     **{"higher_scale": 4096, "owner": "layers.0.mlp", "lower_eps": 1e-11},
+    **{"whose": "", "best": 1.2, "best_step": 400, "start": 3.2, "peak": 5.1, "steps": 96},
+    **{"lowest": 0.4, "lowest_step": 300, "times": 12.5, "span": 128},
     **{"rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
 }
 # Where a share would be no sample of the value and the threshold.
