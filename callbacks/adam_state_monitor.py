@@ -13,7 +13,9 @@ from lightning_mp.callbacks._rules.adam_statistics import (
     AdamField,
     adam_statistics,
     has_second_moments,
+    quantized_states,
 )
+from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, plain_name
@@ -80,6 +82,8 @@ class AdamStateMonitor(SamplingMonitor):
         self.min_ratio = min_ratio
         self.max_ratio = max_ratio
         self._first: list[str] = []  # tensors to name first
+        self._sizes: dict[str, int] = {}
+        self._unwatched: set[str] = set()  # classes of optimizers that were warned of
         self._rule = AdamStateRule(
             baseline_samples=baseline_samples,
             max_update_rms=max_update_rms,
@@ -106,6 +110,7 @@ class AdamStateMonitor(SamplingMonitor):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
+        self._sizes = {plain_name(name): p.numel() for name, p in pl_module.named_parameters()}
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any("betas" in group and "eps" in group for group in groups):
@@ -122,6 +127,7 @@ class AdamStateMonitor(SamplingMonitor):
             return
         found = self.recorder.gradients(trainer, optimizer)
         chosen = [i for i, p in enumerate(found.parameters) if has_second_moments(optimizer, p)]
+        self._name_unwatched(optimizer)
         if is_sharded(trainer) and "betas" in optimizer.param_groups[0]:
             # A rank may hold no part of a parameter, and so no state; all must send the same rows.
             chosen = list(range(len(found.parameters)))
@@ -143,10 +149,22 @@ class AdamStateMonitor(SamplingMonitor):
             eps=float(group["eps"]),
         )
 
+    def _name_unwatched(self, optimizer: Optimizer) -> None:
+        """Say once of an optimizer that keeps its moments in 8 bits that they are not looked at."""
+        name = type(optimizer).__name__
+        states = quantized_states(optimizer)
+        if states and name not in self._unwatched:
+            self._unwatched.add(name)
+            rank_zero_warn(
+                f"`AdamStateMonitor` does not look at the states {', '.join(states)} of `{name}`, "
+                "which are quantized. Train with states in fp32 to have them watched."
+            )
+
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         names, facts = sample.context["names"], sample.context["facts"]
         sums_NK = sample.array.sum(axis=0)
+        sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
         count = np.maximum(sums_NK[:, AdamField.NUMEL], 1)
         moving = np.maximum(sums_NK[:, AdamField.NON_ZERO], 1)
         rms = np.sqrt(sums_NK[:, AdamField.SQUARED_RATIO] / count)
@@ -172,19 +190,30 @@ class AdamStateMonitor(SamplingMonitor):
                 below_epsilon=float(below[i]),
                 ratio=float(ratio[i]),
                 is_zero=not sums_NK[i, AdamField.NON_ZERO],
+                gradient_rms=float(np.sqrt(sums_NK[i, AdamField.SQUARED_GRADIENT] / count[i])),
+                second_moment=float(sums_NK[i, AdamField.SECOND_MOMENT]),
+                step=int(sums_NK[i, AdamField.STEP]),
             )
             for i in judged
         ]
-        eps = sample.context["eps"]
         verdicts = self._rule.judge(
             facts.step,
             tensors,
             rate=facts.lr,
             beta2=sample.context["beta2"],
-            eps=eps,
+            eps=sample.context["eps"],
             first=self._first,
         )
         if self._rule.wants_more:
             self._extra_samples, self._rule.wants_more = 4, False
+        bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
+        if bad.size:
+            verdicts.append(_bad_state([names[i] for i in bad], self._sizes))
         for verdict in verdicts:
-            self.say(trainer, verdict, facts, lower_eps=eps / 1000)
+            self.say(trainer, verdict, facts)
+
+
+def _bad_state(names: list[str], sizes: dict[str, int]) -> Verdict:
+    largest = max(names, key=lambda name: sizes.get(name, 0))
+    numbers = {"count": len(names)}
+    return Verdict("optimizer_state_non_finite", None, None, "error", largest, numbers=numbers)

@@ -32,6 +32,11 @@ MESSAGES = {
     "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
     "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon sets these steps, "
     "and they shrink.",
+    "below_epsilon_all": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
+    "eps={eps:g}. Epsilon sets the steps, so that Adam does not adapt them.",
+    "optimizer_state_non_finite": "Adam's moments of `{tensor}` hold NaN or inf, while its "
+    "gradient and weights are finite. There {count:is} {count:count such tensor}. Where the second "
+    "moment is inf, no gradient moves the weight again.",
     "zero_run": "The gradient of `{tensor}` has been zero in every sample for {value:count step}; "
     "{threshold:.0f} are the limit. If it returns as it was, its first step is {boost:.3g} times "
     "as long as before, and up to {limit:.3g} times later on.",
@@ -96,6 +101,8 @@ REMEDIES = {
     "update_rms": "Use SafeAdamW(clip_update_rms=1.0), or Adam with betas=(0.9, 0.95).",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
     "SafeAdamW(rule='atan2').",
+    "optimizer_state_non_finite": "Go back to a checkpoint from before, or start these states anew "
+    "by `optimizer.state.pop(parameter)`.",
     "zero_run": "Use SafeAdamW(clip_update_rms=1.0), freeze the parameter, or raise the loss scale "
     "where its gradients underflow.",
     "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",

@@ -48,7 +48,11 @@ VALUES = {
     "headroom": (0.71, 2.0),
 }
 # Messages that share the remedy of another one, and remedies that share a message.
-FIXES = {"all_gradients_underflow": "gradient_underflow", "rewind_to_step_short": "rewind_to_step"}
+FIXES = {
+    "all_gradients_underflow": "gradient_underflow",
+    "rewind_to_step_short": "rewind_to_step",
+    "below_epsilon_all": "below_epsilon",
+}
 SAYS = {
     "loss_scale_floor_static": "loss_scale_floor",
     "gradient_underflow_wide": "gradient_underflow",

@@ -331,9 +331,9 @@ FAILURES = [
     Planted(
         name="inf in Adam's second moment",
         settings={"before": spoil_state, "steps": 400, "lr": 1e-3, "share": 0.6},
-        monitor="AdamStateMonitor", tensors=("network.2.weight",), from_step=STEP, by_step=100,
+        monitor="AdamStateMonitor", kind="optimizer_state_non_finite",
+        tensors=("network.2.weight",), from_step=STEP, by_step=100,
         cure="new states", remedy={"before": spoil_and_reset_state},
-        missing="non-finite optimizer state",
     ),
     Planted(
         name="inf in BatchNorm's running variance",
