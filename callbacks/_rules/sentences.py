@@ -25,6 +25,11 @@ MESSAGES = {
     "all_gradients_underflow": "{value:.1%} of all gradients is exactly zero. At the start it was "
     "at most {usual:.1%}, and {excess:.0%} more is the limit. There "
     "{count:is} {count:count such tensor}.",
+    "gradient_underflow_at_once": "{value:.1%} of the gradient of `{tensor}` is exactly zero, and "
+    "{subnormal:.1%} is subnormal: it is too small for its format. There {count:is} "
+    "{count:count such tensor}.",
+    "all_gradients_underflow_at_once": "{value:.1%} of all gradients is exactly zero, and "
+    "{subnormal:.1%} is subnormal: they are too small for their format.",
     "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
     "last sample, {total:.0f} in all. A healthy run has none.",
     "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
@@ -87,6 +92,8 @@ REMEDIES = {
     "LossScaleConfig(max_scale={scale:g}, growth_interval=4000).",
     "gradient_underflow": "Raise the loss scale, by LossScaleConfig(init_scale={higher_scale:g}), "
     "keep the module in fp32 by fp32_modules=['norm', '{owner}'], or train with half='bf16'.",
+    "all_gradients_underflow": "Raise the loss scale, by "
+    "LossScaleConfig(init_scale={higher_scale:g}), or train with half='bf16'.",
     "gradient_underflow_wide": "Nothing reaches the parameter any more: check that its branch is "
     "used, and lower the learning rate if its activations have died.",
     "activation_non_finite": "Add NonFiniteLocator() to learn where they come from, or p" + _CLAMP,

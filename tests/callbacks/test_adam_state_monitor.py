@@ -136,7 +136,7 @@ def test_epsilon_above_the_second_moment_is_warned_of() -> None:
     alarm = first(watcher, "below_epsilon")
     assert (alarm.tensor, alarm.value) == ("network.0.weight", 1.0)
     assert 40 < alarm.step < 120
-    assert "Lower epsilon to 1e-07" in alarm.remedy
+    assert "Lower epsilon to 1e-08" in alarm.remedy
 
 
 @pytest.mark.slow
