@@ -15,7 +15,9 @@ from lightning_mp.callbacks._rules.adam_statistics import (
     AdamField,
     adam_statistics,
     has_second_moments,
+    quantized_states,
 )
+from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, plain_name
@@ -82,6 +84,8 @@ class AdamStateMonitor(SamplingMonitor):
         self.min_ratio = min_ratio
         self.max_ratio = max_ratio
         self._first: list[str] = []  # tensors to name first
+        self._sizes: dict[str, int] = {}
+        self._unwatched: set[str] = set()  # classes of optimizers that were warned of
         self._rule = AdamStateRule(
             baseline_samples=baseline_samples,
             max_update_rms=max_update_rms,
@@ -108,6 +112,7 @@ class AdamStateMonitor(SamplingMonitor):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
+        self._sizes = {plain_name(name): p.numel() for name, p in pl_module.named_parameters()}
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any(map(_is_of_adam, groups)):
@@ -129,6 +134,7 @@ class AdamStateMonitor(SamplingMonitor):
         if not is_sharded(trainer):
             # With shards a rank may hold no part of a parameter, and all must send the same rows.
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
+        self._name_unwatched(optimizer)
         if not chosen:
             return
         sums_NK = adam_statistics(
@@ -147,10 +153,22 @@ class AdamStateMonitor(SamplingMonitor):
             eps=float(group["eps"]),
         )
 
+    def _name_unwatched(self, optimizer: Optimizer) -> None:
+        """Say once of an optimizer that keeps its moments in 8 bits that they are not looked at."""
+        name = type(optimizer).__name__
+        states = quantized_states(optimizer)
+        if states and name not in self._unwatched:
+            self._unwatched.add(name)
+            rank_zero_warn(
+                f"`AdamStateMonitor` does not look at the states {', '.join(states)} of `{name}`, "
+                "which are quantized. Train with states in fp32 to have them watched."
+            )
+
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         names, facts = sample.context["names"], sample.context["facts"]
         sums_NK = sample.array.sum(axis=0)
+        sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
         count = np.maximum(sums_NK[:, AdamField.NUMEL], 1)
         moving = np.maximum(sums_NK[:, AdamField.NON_ZERO], 1)
         rms = np.sqrt(sums_NK[:, AdamField.SQUARED_RATIO] / count)
@@ -176,23 +194,34 @@ class AdamStateMonitor(SamplingMonitor):
                 below_epsilon=float(below[i]),
                 ratio=float(ratio[i]),
                 is_zero=not sums_NK[i, AdamField.NON_ZERO],
+                gradient_rms=float(np.sqrt(sums_NK[i, AdamField.SQUARED_GRADIENT] / count[i])),
+                second_moment=float(sums_NK[i, AdamField.SECOND_MOMENT]),
+                step=int(sums_NK[i, AdamField.STEP]),
             )
             for i in judged
         ]
-        eps = sample.context["eps"]
         verdicts = self._rule.judge(
             facts.step,
             tensors,
             rate=facts.lr,
             beta2=sample.context["beta2"],
-            eps=eps,
+            eps=sample.context["eps"],
             first=self._first,
         )
         if self._rule.wants_more:
             self._extra_samples, self._rule.wants_more = 4, False
+        bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
+        if bad.size:
+            verdicts.append(_bad_state([names[i] for i in bad], self._sizes))
         for verdict in verdicts:
-            self.say(trainer, verdict, facts, lower_eps=eps / 1000)
+            self.say(trainer, verdict, facts)
 
 
 def _is_of_adam(group: dict[str, Any]) -> bool:
     return "betas" in group and "eps" in group
+
+
+def _bad_state(names: list[str], sizes: dict[str, int]) -> Verdict:
+    largest = max(names, key=lambda name: sizes.get(name, 0))
+    numbers = {"count": len(names)}
+    return Verdict("optimizer_state_non_finite", None, None, "error", largest, numbers=numbers)

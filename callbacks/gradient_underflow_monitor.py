@@ -1,5 +1,7 @@
 """`GradientUnderflowMonitor`: sees gradients vanish hours before training stops to learn."""
 
+import functools
+
 import lightning.pytorch as pl
 import numpy as np
 import torch
@@ -65,7 +67,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             )
         self.warn_share = warn_share
         self.alarm_share = alarm_share
-        self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share)
+        self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)
 
     @override
     def on_before_optimizer_step(
@@ -81,6 +83,11 @@ class GradientUnderflowMonitor(SamplingMonitor):
         if not _passes_through_fp16(trainer):
             held_at = _WIDE_SCALE
         packed = pack_stats(found.gradients, scale=held_at, unscale=found.unscale)
+        loss = self.recorder.newest_loss
+        row = packed.new_full((1, packed.shape[1]), torch.nan if loss is None else 0)
+        if loss is not None:
+            row[0, 0] = loss.to(row, non_blocking=True)
+        packed = torch.cat([packed, row])
         # A number on the host is known for this step; one on the device belongs to its row.
         self.submit(
             trainer,
@@ -93,7 +100,8 @@ class GradientUnderflowMonitor(SamplingMonitor):
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         facts: StepFacts = sample.context["facts"]
-        stats = merge_ranks(sample.context["names"], sample.array)
+        losses = sample.array[:, -1, 0]
+        stats = merge_ranks(sample.context["names"], sample.array[:, :-1])
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
@@ -113,7 +121,10 @@ class GradientUnderflowMonitor(SamplingMonitor):
                 "gradient_headroom_bits", facts.step, tensors, [*headroom.values()]
             )
         self.record(trainer, metrics, facts)
-        judge, prefix = self._rule.judge, f"{facts.optimizer}:"
+        if zeros == 1 and not losses.any():
+            return  # a loss of exactly 0, as of a margin that all samples keep
+        is_gone = zeros == 1 and bool(np.isfinite(losses).all()) and _passes_through_fp16(trainer)
+        judge, prefix = functools.partial(self._rule.judge, is_gone=is_gone), f"{facts.optimizer}:"
         verdicts = [judge(prefix + _ALL, zeros, subnormals)]
         verdicts += [
             judge(prefix + name, share, stats.subnormal_share[name])
@@ -127,19 +138,32 @@ class GradientUnderflowMonitor(SamplingMonitor):
     def _say(self, trainer: pl.Trainer, sample: Readback, found: Underflow, count: int) -> None:
         name, scale = found.name.partition(":")[2], sample.context["scale"]
         start = torch.finfo(torch.float16).max if scale is None else scale * 64
+        says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
         verdict = Verdict(
             kind="gradient_underflow",
-            says="all_gradients_underflow" if name == _ALL else "",
-            fix="" if _passes_through_fp16(trainer) else "gradient_underflow_wide",
+            says=says + "_at_once" * found.is_absolute,
+            fix=_remedy(name, _passes_through_fp16(trainer)),
             severity="error" if found.is_alarm else "warning",
             tensor=name,
             value=found.zero_share,
-            threshold=found.usual_share + found.threshold,
-            numbers={"usual": found.usual_share, "excess": found.threshold, "count": count},
+            threshold=found.threshold + (0 if found.is_absolute else found.usual_share),
+            numbers={
+                "usual": found.usual_share,
+                "excess": found.threshold,
+                "count": count,
+                "subnormal": found.subnormal_share,
+            },
         )
-        owner = name.rpartition(".")[0] or name
+        owner = name.rpartition(".")[0]
         higher = 2 ** int(np.log2(start))
         self.say(trainer, verdict, sample.context["facts"], owner=owner, higher_scale=higher)
+
+
+def _remedy(name: str, passes_through_fp16: bool) -> str:
+    if not passes_through_fp16:
+        return "gradient_underflow_wide"
+    # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
+    return "" if "." in name else "all_gradients_underflow"
 
 
 def _passes_through_fp16(trainer: pl.Trainer) -> bool:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules import spike_sentences
+from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
@@ -35,7 +36,9 @@ class SpikeGuard(InstabilityMonitor):
 
     One bad batch can undo days: a step with 10 times the gradient moves Adam's weights at full
     speed in a direction of no use, and one NaN ends the run. Every step is held against the last
-    healthy ones by median and MAD, in logarithms. What each action does: callbacks/README.md.
+    healthy ones by median and MAD, in logarithms. As those rise with a slow divergence, the course
+    of the run is held against its best and its start too; of that the guard only warns. What each
+    action does: callbacks/README.md.
 
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 
@@ -127,6 +130,7 @@ class SpikeGuard(InstabilityMonitor):
         self._skipper = StepSkipper()
         self._inbox: deque[Arrived] = deque()
         self._windows: list[RobustWindow] = []
+        self._courses: list[CourseRule] = []
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
         self._is_ending = False  # at the step under way
@@ -189,6 +193,7 @@ class SpikeGuard(InstabilityMonitor):
                 patience=self.patience,
             )
             self._windows.append(window)
+            self._courses.append(CourseRule())
 
     # --- later, on the host ----------------------------------------------------------------------
 
@@ -287,7 +292,19 @@ class SpikeGuard(InstabilityMonitor):
         for name, verdict in {"loss": loss, "gradient norm": norm}.items():
             if verdict.is_new_level:
                 self.say(trainer, spike_sentences.level_shift(scene, name, verdict), facts)
+        self._judge_course(trainer, facts)
         return event
+
+    def _judge_course(self, trainer: pl.Trainer, facts: StepFacts) -> None:
+        course = self._courses[facts.optimizer]
+        course.has_rivals = len(trainer.optimizers) > 1
+        loss, norm = (
+            None if value is None or not math.isfinite(value) else value
+            for value in (facts.loss, facts.gradient_norm)
+        )
+        whose = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
+        for verdict in course.judge(facts.step, loss, norm):
+            self.say(trainer, verdict, facts, whose=whose)
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:
@@ -318,6 +335,7 @@ class SpikeGuard(InstabilityMonitor):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "windows": [window.state_dict() for window in self._windows],
+            "courses": [course.state_dict() for course in self._courses],
             "runs": dict(self._runs),
             "rewinds": self.rewinds,
             "rewinder": self._rewinder.state_dict(),
@@ -329,6 +347,8 @@ class SpikeGuard(InstabilityMonitor):
         self._add_windows(len(state_dict["windows"]))
         for window, state in zip(self._windows, state_dict["windows"], strict=False):
             window.load_state_dict(state)
+        for course, state in zip(self._courses, state_dict["courses"], strict=False):
+            course.load_state_dict(state)
         self._runs = dict(state_dict["runs"])
         self.rewinds = state_dict["rewinds"]
         self._rewinder.load_state_dict(state_dict["rewinder"])

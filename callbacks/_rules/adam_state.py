@@ -10,6 +10,13 @@ from lightning_mp.callbacks._rules.verdict import Verdict
 
 __all__ = ["AdamNumbers", "AdamStateRule"]
 
+_ALL = 0.99  # of a tensor: what is too much without any knowledge of what is usual
+# A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
+# is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
+_ROUNDING = 2.0**-9
+_MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
+_ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamNumbers:
@@ -22,6 +29,9 @@ class AdamNumbers:
         below_epsilon: The share of moving values with `sqrt(v_hat) < eps`.
         ratio: The norm of the update over that of the weights; NaN for weights of 0.
         is_zero: Whether the whole gradient is 0.
+        gradient_rms: The RMS of its values.
+        second_moment: The sum of `v` after the step.
+        step: How many steps Adam will have made.
     """
 
     name: str
@@ -30,11 +40,23 @@ class AdamNumbers:
     below_epsilon: float
     ratio: float
     is_zero: bool
+    gradient_rms: float
+    second_moment: float
+    step: int
 
 
 @dataclass(kw_only=True, eq=False)
 class AdamStateRule:
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
+
+    Without a baseline: a tensor all of whose `sqrt(v_hat)` are below epsilon, twice in a row, and
+    updates that are too small to move a weight. By what was learnt: the others. What is sparse by
+    nature is held against itself. A tensor that has a gradient in a share q of the samples has a
+    second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is usual for it.
+    A run without gradient is too long where it is as long as `zero_run_steps` and the tensor always
+    had one before, or where it is unlikely: `exp(-c n / T) < 1e-4` for n of T steps, if before it
+    the second moment has grown between c pairs of samples. Where no tensor has a gradient, as for a
+    loss of exactly 0, a run counts when it makes the next step `max_update_rms` times as long.
 
     Args:
         baseline_samples: Samples of a tensor that tell what is usual for it.
@@ -52,11 +74,14 @@ class AdamStateRule:
     min_ratio: float
     max_ratio: float
     wants_more: bool = field(default=False, init=False)  # samples at once, to confirm a high RMS
-    # Of each tensor: samples, highest RMS and highest share below epsilon at the start, the
-    # newest RMS values, the step from which on its gradient has been zero, or None, and whether
-    # it ever was not.
+    # Of each tensor: samples, highest RMS and highest share below epsilon at the start, the newest
+    # RMS values; the step from which on its gradient has been zero, or None; samples with a
+    # gradient, without before this run, and in this run; pairs of samples that it moved between;
+    # its second moment and Adam's step at the last sample, and its first step; whether all of it
+    # was below epsilon in the last sample, and whether it ever was more than rounding.
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     _highest_rate: float = field(default=0.0, init=False)
+    _last_rate: float = field(default=0.0, init=False)
     # The step of a high RMS that waits for a second.
     _suspects: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -81,28 +106,51 @@ class AdamStateRule:
             first: Names to name before others, of several with a high RMS.
         """
         self._highest_rate = max(self._highest_rate, rate or 0.0)
+        is_rising, self._last_rate = (rate or 0.0) > self._last_rate, rate or 0.0
+        is_silent = all(numbers.is_zero for numbers in tensors)
+        moving = [numbers.gradient_rms for numbers in tensors if not numbers.is_zero]
+        rounding = _ROUNDING * statistics.median(moving) if moving else 0.0
         verdicts: list[Verdict] = []
         high: list[Verdict] = []
         for numbers in tensors:
-            usual = self._usual_of(numbers.name)
-            verdicts += self._judge_zero_run(step, numbers, usual, beta2)
+            usual = self._usual_of(numbers.name, step)
+            verdicts += self._judge_zero_run(step, numbers, usual, beta2, is_silent)
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
-            if usual["samples"] <= self.baseline_samples:
+            is_known = usual["samples"] > self.baseline_samples
+            usual["is_real"] |= numbers.gradient_rms > rounding
+            if usual["is_real"]:
+                verdicts += self._judge_epsilon(numbers, usual, eps, is_known)
+                knows_rate = is_known or (rate is not None and not is_rising)
+                verdicts += self._judge_ratio(numbers, rate, is_known, knows_rate)
+            if not is_known or numbers.step < _MEMORY / (1 - beta2):
                 usual["rms"] = max(usual["rms"], numbers.rms)
                 usual["below"] = max(usual["below"], numbers.below_epsilon)
                 continue
-            verdicts += self._judge_epsilon(numbers, usual["below"], eps)
-            verdicts += self._judge_ratio(numbers, rate)
-            # The RMS of few values is noisy, the more so as those of a bias move together.
-            limit = self.max_update_rms * (1 + 10 / math.sqrt(numbers.numel))
-            limit = max(limit, 1.5 * usual["rms"], 3 * statistics.median(newest))
+            limit = max(self._highest_rms(numbers, newest), 1.5 * usual["rms"])
             if numbers.rms > limit:
                 high.append(Verdict("update_rms", numbers.rms, limit, tensor=numbers.name))
         return verdicts + self._confirm(step, high, first)
 
-    def _usual_of(self, name: str) -> dict[str, Any]:
-        empty = {"samples": 0, "rms": 0.0, "below": 0.0, "newest": []}
-        usual = self._usual.setdefault(name, {**empty, "zero_from": None, "was_moving": False})
+    def _highest_rms(self, numbers: AdamNumbers, newest: list[float]) -> float:
+        """Return what is still fine for a tensor of this size, this sparse and this noisy."""
+        # The RMS of few values is noisy, the more so as those of a bias move together.
+        limit = self.max_update_rms * (1 + 10 / math.sqrt(numbers.numel))
+        moving = [rms for rms in newest if rms > 0]
+        sparse = math.sqrt(len(newest) / max(len(moving), 1))
+        return max(limit * sparse, 3 * statistics.median(moving or [0.0]))
+
+    def _usual_of(self, name: str, step: int) -> dict[str, Any]:
+        empty = {"samples": 0, "rms": 0.0, "below": 0.0, "newest": [], "zero_from": None}
+        empty |= {
+            "with": 0,
+            "without": 0,
+            "run": 0,
+            "grown": 0,
+            "moment": 0.0,
+            "at": 0,
+            "from": step,
+        }
+        usual = self._usual.setdefault(name, {**empty, "is_below": False, "is_real": False})
         usual["samples"] += 1
         return usual
 
@@ -119,36 +167,65 @@ class AdamStateRule:
         worst = max(chosen, key=lambda v: (v.value or 0) / (v.threshold or 1))
         return [replace(worst, numbers={"count": len(confirmed)})]
 
-    def _judge_epsilon(self, numbers: AdamNumbers, usual: float, eps: float) -> list[Verdict]:
-        threshold = usual + self.max_below_epsilon
-        if numbers.below_epsilon <= threshold:
-            return []
-        words = {"eps": eps, "usual": usual, "excess": self.max_below_epsilon}
+    def _judge_epsilon(
+        self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
+    ) -> list[Verdict]:
         share = numbers.below_epsilon
-        return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
+        was_below, usual["is_below"] = usual["is_below"], share >= _ALL
+        # What Adam divides by should be mostly the gradient's size: a thousandth of it is left.
+        root = math.sqrt(numbers.second_moment / numbers.numel)
+        power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
+        words = {"eps": eps, "usual": usual["below"], "excess": self.max_below_epsilon}
+        words["lower_eps"] = min(eps / 1000, 10.0**power)
+        threshold = usual["below"] + self.max_below_epsilon
+        if is_known and share > threshold:
+            return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
+        if was_below and usual["is_below"]:
+            says = "below_epsilon_all"
+            verdict = Verdict("below_epsilon", share, _ALL, says=says, numbers=words)
+            return [replace(verdict, tensor=numbers.name)]
+        return []
 
     def _judge_zero_run(
-        self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float
+        self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
     ) -> list[Verdict]:
-        usual["was_moving"] |= not numbers.is_zero
+        # Between samples without gradient, a second moment falls by beta2 a step, but for rounding.
+        left = usual["moment"] * beta2 ** max(numbers.step - usual["at"], 0)
+        has_grown = numbers.second_moment > 1.001 * left
+        usual["moment"], usual["at"] = numbers.second_moment, numbers.step
+        if has_grown or not numbers.is_zero:
+            usual["grown"] += 1
+            usual["without"] += usual["run"]
+            usual["run"], usual["zero_from"] = 0, None
         if not numbers.is_zero:
-            usual["zero_from"] = None
+            usual["with"] += 1
             return []
+        usual["run"] += not is_silent
         if usual["zero_from"] is None:
             usual["zero_from"] = step
         steps = step - usual["zero_from"]
-        if not usual["was_moving"] or steps < self.zero_run_steps:
+        boost = _boost(steps, beta2)
+        if is_silent:
+            is_long = boost >= self.max_update_rms
+        elif usual["with"] >= 3 and not usual["without"]:
+            is_long = True
+        else:
+            seen = max(step - usual["from"], 1)
+            is_long = math.exp(-usual["grown"] * steps / seen) < _ALIVE
+        if not usual["grown"] or steps < self.zero_run_steps or not is_long:
             return []
-        words = {"boost": _boost(steps, beta2), "limit": _boost(math.inf, beta2)}
+        words = {"boost": boost, "limit": _boost(math.inf, beta2)}
         return [Verdict("zero_run", steps, self.zero_run_steps, tensor=numbers.name, numbers=words)]
 
-    def _judge_ratio(self, numbers: AdamNumbers, rate: float | None) -> list[Verdict]:
+    def _judge_ratio(
+        self, numbers: AdamNumbers, rate: float | None, is_known: bool, knows_rate: bool
+    ) -> list[Verdict]:
         if numbers.is_zero:
             return []
-        # A schedule that ends near 0 is no failure.
-        is_low = numbers.ratio < self.min_ratio
+        # Neither a schedule that ends near 0 nor one that begins there is a failure.
+        is_low = numbers.ratio < self.min_ratio and knows_rate
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
-        if not is_low and not numbers.ratio > self.max_ratio:
+        if not is_low and not (is_known and numbers.ratio > self.max_ratio):
             return []
         threshold, fix = self.max_ratio, ""
         if is_low:
@@ -160,12 +237,12 @@ class AdamStateRule:
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual."""
         usual = {name: dict(values) for name, values in self._usual.items()}
-        return {"usual": usual, "highest_rate": self._highest_rate}
+        return {"usual": usual, "rates": [self._highest_rate, self._last_rate]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what is usual."""
         self._usual = {name: dict(values) for name, values in state["usual"].items()}
-        self._highest_rate = state["highest_rate"]
+        self._highest_rate, self._last_rate = state["rates"]
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["AdamField", "adam_statistics", "has_second_moments"]
+__all__ = ["AdamField", "adam_statistics", "has_second_moments", "quantized_states"]
 
 _BLOCK = 2**16
 _SMALLEST = 1e-18  # its square is still normal in fp32
@@ -30,14 +30,41 @@ class AdamField(IntEnum):
     SQUARED_UPDATE = 4
     r"""The sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`."""
     SQUARED_WEIGHT = 5
-    NON_FINITE = 6
-    """1 where a sum is NaN or inf; all others are then 0."""
+    SQUARED_GRADIENT = 6
+    SECOND_MOMENT = 7
+    r"""The sum of `v`, after the step and not corrected."""
+    NON_FINITE = 8
+    """1 where a sum is NaN or inf; all before are then 0."""
+    BAD_STATE = 9
+    """1 where that cannot come from the gradient or the weight: the optimizer's state is bad."""
+    STEP = 10
+    """How many steps the optimizer will have made; of shards the largest counts, not the sum."""
 
 
 def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Return whether an optimizer keeps Adam's moments of a parameter, and has taken a step."""
     state = optimizer.state.get(parameter, {})
-    return "exp_avg" in state and "exp_avg_sq" in state
+    return "exp_avg" in state and "exp_avg_sq" in state and not _quantized_in(state)
+
+
+def quantized_states(optimizer: Optimizer) -> list[str]:
+    """Return the names of states that are kept in 8 bits or fewer, and cannot be read as they are.
+
+    bitsandbytes keeps `state1` and `state2` in uint8, torchao tensors of a class of its own.
+    """
+    for state in optimizer.state.values():
+        if names := _quantized_in(state):
+            return names
+    return []
+
+
+def _quantized_in(state: dict[str, Any]) -> list[str]:
+    tensors = {name: t for name, t in state.items() if isinstance(t, Tensor) and t.numel() > 1}
+    return [
+        name
+        for name, t in tensors.items()
+        if t.dtype in (torch.uint8, torch.int8) or hasattr(t, "codes")
+    ]
 
 
 @torch.no_grad()
@@ -93,9 +120,12 @@ def _row(
     parts = [_block_sums(group, step, unscale, *block) for block in blocks]
     sums = torch.stack(parts).sum(dim=0, dtype=wide)
     is_bad = ~sums.isfinite().all()
+    inputs = [AdamField.SQUARED_WEIGHT - 1, AdamField.SQUARED_GRADIENT - 1]
+    is_state_bad = is_bad & sums[inputs].isfinite().all()
     sums = torch.where(is_bad, 0, sums)
     count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
-    return torch.stack([torch.where(is_bad, 0, count), *sums, is_bad.to(wide)])
+    flags = [is_bad.to(wide), is_state_bad.to(wide), step.to(sums, non_blocking=True)]
+    return torch.stack([torch.where(is_bad, 0, count), *sums, *flags])
 
 
 def _block_sums(
@@ -107,7 +137,7 @@ def _block_sums(
     m: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return the columns from `NON_ZERO` to `SQUARED_WEIGHT` of a part of a parameter, in fp32."""
+    """Return the columns from `NON_ZERO` to `SECOND_MOMENT` of a part of a parameter, in fp32."""
     beta1, beta2 = (float(b) for b in group["betas"])
     weight, g, m, v = weight.float(), gradient.float(), m.float(), v.float()
     if isinstance(unscale, Tensor) or unscale != 1:
@@ -116,6 +146,7 @@ def _block_sums(
     update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
     factor = group["lr"] / (1 - beta1**step)
     is_moving = g != 0
+    second_moment = torch.dot(root, root) * (1 - beta2**step)
     below = (root < max(group["eps"], _SMALLEST)).logical_and_(is_moving)
     ratio = g.div(root.clamp_(min=max(group["eps"], _SMALLEST)))
     sums = [
@@ -124,6 +155,8 @@ def _block_sums(
         below.count_nonzero(),
         torch.dot(update, update) * factor**2,
         torch.dot(weight, weight),
+        torch.dot(g, g),
+        second_moment,
     ]
     return torch.stack([each.to(torch.float32) for each in sums])
 

@@ -25,6 +25,11 @@ MESSAGES = {
     "all_gradients_underflow": "{value:.1%} of all gradients is exactly zero. At the start it was "
     "at most {usual:.1%}, and {excess:.0%} more is the limit. There "
     "{count:is} {count:count such tensor}.",
+    "gradient_underflow_at_once": "{value:.1%} of the gradient of `{tensor}` is exactly zero, and "
+    "{subnormal:.1%} is subnormal: it is too small for its format. There {count:is} "
+    "{count:count such tensor}.",
+    "all_gradients_underflow_at_once": "{value:.1%} of all gradients is exactly zero, and "
+    "{subnormal:.1%} is subnormal: they are too small for their format.",
     "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
     "last sample, {total:.0f} in all. A healthy run has none.",
     "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
@@ -32,11 +37,29 @@ MESSAGES = {
     "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
     "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon sets these steps, "
     "and they shrink.",
+    "below_epsilon_all": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
+    "eps={eps:g}. Epsilon sets the steps, so that Adam does not adapt them.",
+    "optimizer_state_non_finite": "Adam's moments of `{tensor}` hold NaN or inf, while its "
+    "gradient and weights are finite. There {count:is} {count:count such tensor}. Where the second "
+    "moment is inf, no gradient moves the weight again.",
     "zero_run": "The gradient of `{tensor}` has been zero in every sample for {value:count step}; "
     "{threshold:.0f} are the limit. If it returns as it was, its first step is {boost:.3g} times "
     "as long as before, and up to {limit:.3g} times later on.",
     "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
     "weights, outside [{least:g}, {most:g}].",
+    "divergence": "The loss{whose} has risen to {value:.4g}, the median of {window} steps, from "
+    "{best:.4g} at its best, around step {best_step:.0f}: above {threshold:.4g}, which noise does "
+    "not explain, and more than half of what was gained since the start.",
+    "divergence_from_start": "The loss{whose} has risen to {value:.4g}, the median of {window} "
+    "steps, from {best:.4g} at its start, and never came below that. Noise explains "
+    "{threshold:.4g} at the most.",
+    "stalled_loss": "The loss{whose} rose from {start:.4g} to {peak:.4g} in the first steps. After "
+    "{steps:count step} it is {value:.4g}, and was never clearly below its start.",
+    "stalled_loss_long": "The loss{whose} is {value:.4g} after {steps:count step}, and was never "
+    "clearly below {start:.4g}, where it started.",
+    "gradient_trend": "The gradient norm{whose} has risen to {value:.4g}, the median of {window} "
+    "steps, {times:.1f} times {lowest:.4g} around step {lowest_step:.0f}. It rises for {span} "
+    "steps, while the loss is not at its best.",
     "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
     "{value:.0f}, and left out {left_out} more batches.",
     "rewind_failed": "No checkpoint to go back to could be read, so training goes on as it is.",
@@ -71,6 +94,8 @@ REMEDIES = {
     "LossScaleConfig(max_scale={scale:g}, growth_interval=4000).",
     "gradient_underflow": "Raise the loss scale, by LossScaleConfig(init_scale={higher_scale:g}), "
     "keep the module in fp32 by fp32_modules=['norm', '{owner}'], or train with half='bf16'.",
+    "all_gradients_underflow": "Raise the loss scale, by "
+    "LossScaleConfig(init_scale={higher_scale:g}), or train with half='bf16'.",
     "gradient_underflow_wide": "Nothing reaches the parameter any more: check that its branch is "
     "used, and lower the learning rate if its activations have died.",
     "activation_non_finite": "Add NonFiniteLocator() to learn where they come from, or p" + _CLAMP,
@@ -85,6 +110,8 @@ REMEDIES = {
     "update_rms": "Use SafeAdamW(clip_update_rms=1.0), or Adam with betas=(0.9, 0.95).",
     "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
     "SafeAdamW(rule='atan2').",
+    "optimizer_state_non_finite": "Go back to a checkpoint from before, or start these states anew "
+    "by `optimizer.state.pop(parameter)`.",
     "zero_run": "Use SafeAdamW(clip_update_rms=1.0), freeze the parameter, or raise the loss scale "
     "where its gradients underflow.",
     "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
@@ -95,6 +122,16 @@ REMEDIES = {
     "disk by `dirpath`.",
     "rewind_to_step": "The learning rate is {rate:.3g} now. This was rewind {rewinds} of "
     "{max_rewinds}.",
+    "divergence": "Go back to a checkpoint of about step {best_step:.0f}, and lower the learning "
+    "rate from there on, to {lower_rate:.3g} or less.",
+    "divergence_from_start": "Start anew with a learning rate of {lower_rate:.3g} or less, or with "
+    "a longer warm-up.",
+    "stalled_loss": "Start anew with a learning rate of {lower_rate:.3g} or less, or with a longer "
+    "warm-up.",
+    "stalled_loss_long": "If it should learn by now, compare it with a run at a tenth and at ten "
+    "times the learning rate, and check that the targets belong to their inputs.",
+    "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`, or lower the learning rate "
+    "to {lower_rate:.3g}.",
 }
 
 _ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")

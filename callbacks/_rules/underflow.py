@@ -15,6 +15,8 @@ class Underflow(NamedTuple):
         usual_share: The largest share that was seen at the start.
         threshold: The excess over it that was passed.
         is_alarm: Whether it is the higher of the two thresholds.
+        subnormal_share: What is left, but below the normal range of the format.
+        is_absolute: Whether it is wrong whatever was usual.
     """
 
     name: str
@@ -22,6 +24,8 @@ class Underflow(NamedTuple):
     usual_share: float
     threshold: float
     is_alarm: bool
+    subnormal_share: float
+    is_absolute: bool = False
 
 
 @dataclass(eq=False)
@@ -34,30 +38,49 @@ class UnderflowJudge:
     that loses 5% of its values to the smallest step of a format has as many again just above it.
     A dead row has none.
 
+    What vanishes from the first step on has no usual share to be held against. Where there are as
+    many subnormals as zeros, or where nine in ten of all values that are not zero are subnormal,
+    the format ends inside of the distribution: that is an alarm without a baseline, at the first
+    sample or at any two in a row; so is a model none of whose gradients is left. Only gradients
+    are judged so: outputs of a GELU or a softmax are that small by nature, and nothing is lost
+    with them.
+
     Args:
         baseline_samples: Samples that tell what is usual.
         warn_excess: The excess that warns, if it is rising.
         alarm_excess: The excess that alarms, rising or not.
+        is_absolute: Whether to judge without a baseline too.
     """
 
     baseline_samples: int
     warn_excess: float
     alarm_excess: float
-    # Of each tensor: samples, largest share and its lowest at the start, newest two after it.
+    is_absolute: bool = False
+    # Of each tensor: samples, largest share and its lowest at the start, newest four after it, and
+    # whether the last sample was an underflow by itself.
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    def judge(self, name: str, zero_share: float, subnormal_share: float) -> Underflow | None:
+    def judge(
+        self, name: str, zero_share: float, subnormal_share: float, *, is_gone: bool = False
+    ) -> Underflow | None:
         """Take a sample of a tensor in, and return what is wrong with it.
 
         Args:
             name: The tensor.
             zero_share: Exact zeros as a share of its values, 0 to 1.
             subnormal_share: What is not zero but below 2^-14 at the scale it is held at, likewise.
+            is_gone: Whether nothing is left of any gradient, though there is a loss.
         """
         usual = self._usual.setdefault(
-            name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": []}
+            name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": [], "was_cut": False}
         )
         usual["samples"] += 1
+        was_cut = usual["was_cut"] or usual["samples"] == 1
+        usual["was_cut"] = is_gone or self._is_cut(zero_share, subnormal_share)
+        highest = usual["highest"]
+        if was_cut and usual["was_cut"]:
+            limit = self.alarm_excess
+            return Underflow(name, zero_share, highest, limit, True, subnormal_share, True)
         if usual["samples"] <= self.baseline_samples:
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
@@ -68,14 +91,21 @@ class UnderflowJudge:
         steady = min(newest[-2:])  # one odd batch does not count
         # As far above the highest as that was above the lowest is still usual.
         excess = steady - (2 * usual["highest"] - usual["lowest"])
-        is_gone = steady == 1 > usual["highest"]
-        if excess <= self.warn_excess or not (is_gone or subnormal_share >= excess / 2):
+        has_stopped = steady == 1 > usual["highest"]
+        if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
         if excess > self.alarm_excess:
-            return Underflow(name, zero_share, usual["highest"], self.alarm_excess, True)
+            limit = self.alarm_excess
+            return Underflow(name, zero_share, highest, limit, True, subnormal_share)
         if len(newest) == 4 and sum(newest[2:]) > sum(newest[:2]):
-            return Underflow(name, zero_share, usual["highest"], self.warn_excess, False)
+            limit = self.warn_excess
+            return Underflow(name, zero_share, highest, limit, False, subnormal_share)
         return None
+
+    def _is_cut(self, zeros: float, subnormals: float) -> bool:
+        """Return whether a format ends inside of a distribution."""
+        is_many = zeros > self.alarm_excess and subnormals > 0
+        return self.is_absolute and is_many and subnormals >= min(zeros, 0.9 * (1 - zeros))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual."""

@@ -30,6 +30,8 @@ SAMPLES: dict[str, Any] = {
     **{"most": 10.0, "undone": 120, "left_out": 80, "wanted": 100, "amax": 40000.0},
     **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "lower_scale": 256.0},
     **{"higher_scale": 4096, "owner": "layers.0.mlp", "lower_eps": 1e-11},
+    **{"whose": "", "best": 1.2, "best_step": 400, "start": 3.2, "peak": 5.1, "steps": 96},
+    **{"lowest": 0.4, "lowest_step": 300, "times": 12.5, "span": 128, "subnormal": 0.15},
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
 }
 # Where a share would be no sample of the value and the threshold.
@@ -46,7 +48,12 @@ VALUES = {
     "headroom": (0.71, 2.0),
 }
 # Messages that share the remedy of another one, and remedies that share a message.
-FIXES = {"all_gradients_underflow": "gradient_underflow", "rewind_to_step_short": "rewind_to_step"}
+FIXES = {
+    "gradient_underflow_at_once": "gradient_underflow",
+    "all_gradients_underflow_at_once": "all_gradients_underflow",
+    "rewind_to_step_short": "rewind_to_step",
+    "below_epsilon_all": "below_epsilon",
+}
 SAYS = {
     "loss_scale_floor_static": "loss_scale_floor",
     "gradient_underflow_wide": "gradient_underflow",

@@ -51,7 +51,6 @@ def test_the_first_alarm_comes_while_most_gradients_are_still_there() -> None:
     model = Watched(None, still, steps=160, factor=shrinking(40, 0.85))
     watch(model, [watcher], BalancedAMP(loss_scale=64.0))
     alarm = first(watcher, "gradient_underflow")
-    assert alarm.severity == "warning"
     shares = dict(watcher.history.curves["gradient_zero_share"])
     assert shares[alarm.step] - shares[20] < 0.25
 
@@ -119,8 +118,8 @@ def test_state_survives_a_resume(tmp_path: Any) -> None:
     assert after.samples > before.samples
 
 
-def judged(shares: list[tuple[float, float]]) -> list[bool | None]:
-    judge = UnderflowJudge(3, 0.01, 0.05)
+def judged(shares: list[tuple[float, float]], is_absolute: bool = False) -> list[bool | None]:
+    judge = UnderflowJudge(3, 0.01, 0.05, is_absolute=is_absolute)
     verdicts = [judge.judge("t", zeros, subnormals) for zeros, subnormals in shares]
     return [None if verdict is None else verdict.is_alarm for verdict in verdicts]
 
@@ -148,6 +147,42 @@ def test_two_percent_warn_only_if_rising() -> None:
 
 def test_one_odd_batch_is_none() -> None:
     assert judged([(0.0, 0.5)] * 4 + [(0.9, 0.5)] + [(0.0, 0.5)] * 3) == [None] * 8
+
+
+@pytest.mark.parametrize("shares", [(0.85, 0.15), (0.3, 0.3), (0.06, 0.9), (0.99, 0.01)])
+def test_zeros_with_as_many_subnormals_alarm_from_the_first_sample(shares: Any) -> None:
+    assert judged([shares] * 3, is_absolute=True) == [True] * 3
+
+
+def test_zeros_without_as_many_subnormals_say_nothing_by_themselves() -> None:
+    assert judged([(0.97, 0.02), (0.3, 0.2), (0.04, 0.9), (1.0, 0.0)] * 2, True)[:3] == [None] * 3
+    odd = [(0.0, 0.3), (0.5, 0.5), (0.0, 0.3)]
+    assert judged(odd, is_absolute=True) == [None] * 3
+
+
+def test_gradients_too_small_for_fp16_from_the_start_are_named_with_a_remedy_that_fits() -> None:
+    watcher = monitor()
+    model = Watched(None, still, steps=3, factor=lambda _: 1e-6)
+    watch(model, [watcher], BalancedAMP(loss_scale=1.0))
+    alarms = {alarm.tensor: alarm for alarm in watcher.alarms}
+    assert {alarm.step for alarm in watcher.alarms} == {0}
+    assert "fp32_modules" not in alarms["all gradients"].remedy
+    assert "init_scale=64)" in alarms["all gradients"].remedy
+    assert "subnormal" in alarms["all gradients"].message
+
+
+def test_gradients_of_which_nothing_is_left_while_there_is_a_loss_are_named() -> None:
+    watcher = monitor()
+    model = Watched(None, still, steps=3, factor=lambda _: 1e-12)
+    watch(model, [watcher], BalancedAMP(loss_scale=1.0))
+    assert (watcher.alarms[0].step, watcher.alarms[0].value) == (0, 1.0)
+
+
+def test_a_loss_of_exactly_zero_is_no_underflow() -> None:
+    watcher = monitor()
+    watch(Watched(None, still, steps=60, factor=lambda step: float(step < 30)), [watcher])
+    assert watcher.alarms == []
+    assert dict(watcher.history.curves["gradient_zero_share"])[50] == 1
 
 
 def test_a_frozen_parameter_is_left_out() -> None:

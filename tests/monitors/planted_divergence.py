@@ -14,8 +14,6 @@ from lightning_mp.callbacks import SpikeGuard
 from tests.monitors.language_models import GPT2, VOCABULARY
 from tests.monitors.planted import Fit, Planted
 
-DIVERGENCE = "divergence: the loss against the best so far"
-
 
 class Quadratic(Fit):
     """Linear regression on one batch, whose highest stable learning rate is known: 2 / lambda.
@@ -144,37 +142,32 @@ FAILURES = [
     Planted(
         name="rate 1% above the stable one",
         model=Quadratic, settings={"times": 1.01},
-        monitor="SpikeGuard", by_step=200,
+        monitor="SpikeGuard", kind="divergence", by_step=200,
         cure="a lower learning rate", remedy={"times": 0.9},
-        missing=DIVERGENCE,
     ),
     Planted(
         name="rate at which GPT-2 does not learn",
         model=HotGPT2, settings={"lr": 0.3},
-        monitor="SpikeGuard", by_step=120,
+        monitor="SpikeGuard", kind="stalled_loss", by_step=120,
         cure="a lower learning rate", remedy={"lr": 3e-3},
-        missing="a loss that does not decrease over a stated horizon",
     ),
     Planted(
         name="rate at which GPT-2 diverges in its first steps",
         model=HotGPT2, settings={"lr": 1.0},
-        monitor="SpikeGuard", by_step=100,
+        monitor="SpikeGuard", kind="divergence", by_step=100,
         cure="a lower learning rate", remedy={"lr": 3e-3},
-        missing=DIVERGENCE,
     ),
     Planted(
         name="rate that rises",
         settings={"steps": 400, "schedule": rises},
-        monitor="SpikeGuard", from_step=60, by_step=390,
+        monitor="SpikeGuard", kind="divergence", from_step=60, by_step=390,
         cure="a schedule that does not rise", remedy={"schedule": constant},
-        missing=DIVERGENCE,
     ),
     Planted(
         name="plateau after divergence",
         settings={"steps": 500, "schedule": rises_and_falls},
-        monitor="SpikeGuard", from_step=60, by_step=400,
+        monitor="SpikeGuard", kind="divergence", from_step=60, by_step=400,
         cure="a schedule that does not rise", remedy={"schedule": constant},
-        missing="a loss that does not decrease over a stated horizon",
     ),
     Planted(
         name="recurrent explosion",
@@ -220,13 +213,12 @@ FAILURES = [
         monitor="AdamStateMonitor", kind="update_to_weight", tensors=("network.0.weight",),
         by_step=100,
         cure="a learning rate that moves weights", remedy={"lr": 3e-3},
-        missing="updates below 1e-8 of the weights, without a baseline",
     ),
     Planted(
         name="epsilon above all gradients from the start",
         settings={"factor": 1e-4, "optimizer": functools.partial(AdamW, eps=1.0)},
-        monitor="AdamStateMonitor", tensors=("network.0.weight",), by_step=40,
+        monitor="AdamStateMonitor", kind="below_epsilon", tensors=("network.0.weight",),
+        by_step=40,
         cure="eps=1e-8", remedy={"optimizer": AdamW},
-        missing="all of sqrt(v) below epsilon, without a baseline",
     ),
 ]  # fmt: skip

@@ -331,9 +331,9 @@ FAILURES = [
     Planted(
         name="inf in Adam's second moment",
         settings={"before": spoil_state, "steps": 400, "lr": 1e-3, "share": 0.6},
-        monitor="AdamStateMonitor", tensors=("network.2.weight",), from_step=STEP, by_step=100,
+        monitor="AdamStateMonitor", kind="optimizer_state_non_finite",
+        tensors=("network.2.weight",), from_step=STEP, by_step=100,
         cure="new states", remedy={"before": spoil_and_reset_state},
-        missing="non-finite optimizer state",
     ),
     Planted(
         name="inf in BatchNorm's running variance",
@@ -371,10 +371,9 @@ FAILURES = [
         name="gradients that underflow from the first step",
         settings={"factor": 3e-6, "optimizer": SGD, "lr": 3e3, "steps": 300, "share": 0.56},
         precision=lambda: BalancedAMP(loss_scale=1.0),
-        monitor="GradientUnderflowMonitor",
+        monitor="GradientUnderflowMonitor", kind="gradient_underflow",
         tensors=("network.0.weight", "network.2.weight"), by_step=40,
         cure="a loss scale that finds its height", cured_precision=BalancedAMP,
-        missing="as many subnormals as zeros are an underflow, without a baseline",
     ),
     Planted(
         name="loss scale at its floor",

@@ -1,0 +1,189 @@
+"""Whether a run learns: its loss against its best and its start, and the trend of its gradients."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_mp.callbacks._rules.verdict import Verdict
+
+__all__ = ["CourseRule", "noise_of"]
+
+_EVERY = 8  # steps between two judgements
+_WINDOW = 32  # steps whose median is the level; the error of that is 0.22 of a step's noise
+_FIRST = 4  # steps whose median is the start: later ones have moved the weights
+_LASTING = 4  # judgements in a row, hence as many steps as a level has
+_SIGMA_PER_MAD = 1.4826
+# A level above another by 6 deviations of a single step is 20 of its own errors: not noise, even
+# where steps depend on each other as much as if only one in 16 were new.
+_NOISES = 6.0
+_NOISES_NOW = 3.0  # of the noise at the new level, which has grown with it
+_FLOOR = 0.05  # of the best level: less noise counts as this much, as for spikes
+_TIMES_RECOVERED = 3.0  # a loss that swings (rewards) is held against swings it came back from
+_LOST = 0.5  # the share of what was gained that a divergence has lost again
+_GROWTH = 10.0  # of a gradient norm above its lowest level
+_TREND = 16  # judgements, 128 steps, over which it must have risen from quarter to quarter
+
+
+def noise_of(values: Sequence[float]) -> float:
+    """Return the deviation of single values about their trend.
+
+    By the median of differences, so that neither a slope nor outliers count: independent values
+    differ by sqrt(2) times their deviation.
+
+    Args:
+        values: In their order, three at least.
+    """
+    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    center = statistics.median(steps)
+    return _SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
+
+
+@dataclass(eq=False)
+class CourseRule:
+    """Judges the course of one optimizer's loss and gradient norm, in units of the loss's noise.
+
+    A window of the newest steps cannot see a steady rise, as it rises with it. So levels (medians
+    of 32 steps) are held against the best level so far, or the start where no level was below it:
+
+        level - best > max(6 noise at the best, 3 noise now, 3 recovered, (start - best) / 2)
+
+    for 32 steps is a divergence. No ratios: losses may be negative, cross zero, or go to 0.
+    `recovered` is the largest rise so far after which a new best came, so that a loss that swings
+    by nature is judged by its swings. A loss that has risen by 6 noises at its start and is not
+    below it `stalled_steps` later has stalled. A gradient norm ten times above its lowest level,
+    rising over each quarter of 128 steps while the loss is not at its best, is a trend.
+
+    Args:
+        has_rivals: Whether other optimizers train against this one (a GAN), so that its loss rises
+            where they succeed; only its gradients are judged then.
+        stalled_steps: Steps without a loss below its start that are too many.
+        horizon_steps: The same where the loss has not risen either, which is only noted.
+    """
+
+    has_rivals: bool = False
+    stalled_steps: int = 96
+    horizon_steps: int = 1000
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW), init=False)
+    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW), init=False)
+    _norm_levels: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND), init=False)
+    _levels: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
+    # Numbers, so that they go into a checkpoint as they are. Steps are those that were finite.
+    _known: dict[str, float] = field(default_factory=lambda: {"steps": 0.0}, init=False)
+
+    def judge(self, step: int, loss: float | None, norm: float | None) -> list[Verdict]:
+        """Take in a step, and return what is wrong with the course.
+
+        Args:
+            step: Its number.
+            loss: Finite, or `None` where there is none.
+            norm: Of the gradients, likewise.
+        """
+        known = self._known
+        known["steps"] += 1
+        if loss is not None:
+            self._losses.append(loss)
+            if len(self._losses) == _FIRST and "start" not in known:
+                known["start"] = known["best"] = statistics.median_low(self._losses)
+                known["best_step"] = step
+        if norm is not None and norm > 0:
+            self._norms.append(norm)
+        if known["steps"] % _EVERY:
+            return []
+        found = [] if self.has_rivals or "start" not in known else self._judge_loss(step)
+        return found + self._judge_norm(step)
+
+    def _judge_loss(self, step: int) -> list[Verdict]:
+        known, losses = self._known, list(self._losses)
+        noise = max(noise_of(losses), _FLOOR * abs(known["best"]))
+        # Few steps are enough for a rise right at the start.
+        early = statistics.median(losses[-_EVERY:]) - known["start"]
+        if known["steps"] <= self.stalled_steps and early > known.get("risen", 0.0):
+            known["risen"] = early
+        if len(losses) < _WINDOW:
+            return []
+        level = statistics.median(losses[-_WINDOW:])
+        self._levels.append(level)
+        if level < known["best"]:
+            known["recovered"] = max(known.get("recovered", 0.0), known.get("rise", 0.0))
+            known |= {"best": level, "best_step": step, "noise": noise, "rise": 0.0}
+        rise = level - known["best"]
+        known["rise"] = max(known.get("rise", 0.0), rise)
+        gained = known["start"] - known["best"]
+        usual = known.get("noise", 0.0)
+        limit = max(_NOISES * usual, _NOISES_NOW * noise, _LOST * gained)
+        limit = max(limit, _TIMES_RECOVERED * known.get("recovered", 0.0))
+        numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
+        is_new = self._lasts("divergence", rise > limit)
+        if known["divergence"] >= _LASTING:
+            known["rise"] = 0.0  # what a divergence lost is no swing
+        if is_new:
+            says = "divergence" if gained > 0 else "divergence_from_start"
+            return [
+                Verdict(
+                    kind="divergence",
+                    value=level,
+                    threshold=known["best"] + limit,
+                    tensor="loss",
+                    says=says,
+                    fix=says,
+                    numbers=numbers,
+                )
+            ]
+        return [] if known["divergence"] else self._judge_stall(level, max(noise, usual))
+
+    def _judge_stall(self, level: float, noise: float) -> list[Verdict]:
+        known = self._known
+        steps, start, risen = known["steps"], known["start"], known.get("risen", 0.0)
+        # A best level below the start by a step's noise is 4 errors of a level: it has learned.
+        if start - known["best"] > noise or "stalled" in known:
+            return []
+        numbers = {"start": start, "steps": steps, "peak": start + risen}
+        if steps >= self.stalled_steps and risen > _NOISES * noise:
+            known["stalled"] = steps
+            return [Verdict("stalled_loss", level, start, tensor="loss", numbers=numbers)]
+        if steps >= self.horizon_steps:
+            known["stalled"] = steps
+            says = "stalled_loss_long"
+            return [
+                Verdict("stalled_loss", level, start, "info", "loss", says, says, numbers=numbers)
+            ]
+        return []
+
+    def _judge_norm(self, step: int) -> list[Verdict]:
+        known = self._known
+        if len(self._norms) < _WINDOW:
+            return []
+        level = statistics.median(self._norms)
+        self._norm_levels.append(level)
+        if level < known.get("lowest", level * 2):
+            known |= {"lowest": level, "lowest_step": step}
+        quarters = list(self._norm_levels)[:: _TREND // 4]
+        is_rising = len(self._norm_levels) == _TREND and quarters == sorted(set(quarters))
+        above = self._levels[-1] - known["best"] if self._levels else 0.0
+        is_best = not self.has_rivals and above <= known.get("noise", 0.0)
+        limit = _GROWTH * known["lowest"]
+        if not self._lasts("trend", level > limit and is_rising and not is_best):
+            return []
+        numbers = {"lowest": known["lowest"], "lowest_step": known["lowest_step"]}
+        numbers |= {"times": level / known["lowest"], "window": _WINDOW, "span": _TREND * _EVERY}
+        return [Verdict("gradient_trend", level, limit, tensor="gradient norm", numbers=numbers)]
+
+    def _lasts(self, what: str, is_so: bool) -> bool:
+        """Return whether something has just been so for 32 steps; once until it is over."""
+        count = self._known[what] = self._known.get(what, 0.0) + 1 if is_so else 0.0
+        return count == _LASTING
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return levels, and what was learnt of the start."""
+        queues = (self._losses, self._norms, self._levels, self._norm_levels)
+        return {"known": dict(self._known), "queues": [list(queue) for queue in queues]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._known = dict(state_dict["known"])
+        queues = (self._losses, self._norms, self._levels, self._norm_levels)
+        for queue, values in zip(queues, state_dict["queues"], strict=True):
+            queue.clear()
+            queue.extend(values)

@@ -1,0 +1,124 @@
+"""Divergence, stalls and trends: told from noise of all kinds, and from what healthy losses do."""
+
+import json
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lightning_mp.callbacks._rules.course import CourseRule, noise_of
+
+Series = npt.NDArray[np.float64]
+STEPS = np.arange(1500)
+
+
+def judged(
+    loss: Series, norm: Series | None = None, rule: CourseRule | None = None
+) -> list[tuple[int, str, str]]:
+    rule = rule or CourseRule()
+    norms = [None] * len(loss) if norm is None else norm.tolist()
+    pairs = enumerate(zip(loss.tolist(), norms, strict=True))
+    found = [(step, v) for step, pair in pairs for v in rule.judge(step, *pair)]
+    return [(step, v.kind, v.severity) for step, v in found]
+
+
+def kinds(loss: Series, norm: Series | None = None) -> set[str]:
+    return {kind for _, kind, severity in judged(loss, norm) if severity != "info"}
+
+
+def falling(to: float = 0.2) -> Series:
+    return to + 3 * np.exp(-STEPS / 80)
+
+
+@pytest.mark.parametrize("offset", [0.0, -1.0, -5.0], ids=["positive", "crossing", "negative"])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_divergence_is_found_whatever_the_sign_and_the_noise(offset: float, noise: float) -> None:
+    rng = np.random.default_rng(0)
+    rise = np.where(STEPS > 600, 0.01 * (STEPS - 600), 0.0)
+    loss = offset + falling() + rise + noise * rng.standard_normal(len(STEPS))
+    found = judged(loss)
+    assert [kind for _, kind, _ in found] == ["divergence"]
+    # Half of what was gained is lost again at step 750; a level is 16 steps late, and 32 must pass.
+    assert 750 <= found[0][0] <= 750 + 16 + 32 + 32
+
+
+def test_growth_by_four_percent_a_step_is_found_before_the_start_is_passed_tenfold() -> None:
+    found = judged(0.3 * np.exp(-STEPS[:300]) + 0.02 * 1.04 ** STEPS[:300])
+    step = next(step for step, kind, _ in found if kind == "divergence")
+    assert 0.02 * 1.04**step < 10 * 0.3
+
+
+def test_healthy_streams_of_1500_steps_raise_nothing() -> None:
+    """Noise of many kinds, steep starts, swings, jumps to harder data; 20 streams of each."""
+    rng = np.random.default_rng(5)
+    count = len(STEPS)
+    said = []
+    for _ in range(20):
+        normal = rng.standard_normal(count)
+        slow = np.convolve(rng.standard_normal(count + 15), np.ones(16) / 4, "valid")
+        harder = np.where(STEPS > 500, 0.3, 0.0) + np.where(STEPS > 1000, 0.3, 0.0)
+        streams = {
+            "constant": np.full(count, 0.693),
+            "zero": np.zeros(count),
+            "normal": 1 + 0.1 * normal,
+            "around zero": normal,
+            "falling": falling() * np.exp(0.1 * normal),
+            "to zero": falling(0.0),
+            "one sample": rng.chisquare(1, count),
+            "exponential": rng.exponential(1, count),
+            "dependent": falling() + 0.2 * slow,
+            "harder data": falling() + harder + 0.05 * normal,
+            "hinge": np.maximum(0, normal - 1.5),
+            "swings": falling() + 0.05 * normal + 0.5 * np.sin(STEPS / 60),
+        }
+        said += [(name, kinds(loss, np.abs(loss) + 0.1)) for name, loss in streams.items()]
+    assert [each for each in said if each[1]] == []
+
+
+def test_loss_that_rises_at_once_and_stays_at_its_start_has_stalled() -> None:
+    rng = np.random.default_rng(1)
+    loss = 3.26 + np.where(STEPS < 12, 1.5, 0.0) * (STEPS > 2) + 0.1 * rng.standard_normal(1500)
+    assert judged(loss)[0] == (95, "stalled_loss", "warning")
+
+
+def test_loss_that_stays_at_its_start_is_noted_after_the_horizon() -> None:
+    rng = np.random.default_rng(2)
+    found = judged(3.26 + 0.1 * rng.standard_normal(1500))
+    assert found == [(999, "stalled_loss", "info")]
+
+
+def test_gradient_norm_that_grows_while_the_loss_is_not_at_its_best_is_a_trend() -> None:
+    norm = 0.5 * np.exp(np.maximum(STEPS - 400, 0) / 150)
+    flat, rising = falling(1.0), falling(1.0) + np.where(STEPS > 600, 0.3, 0.0)
+    assert kinds(flat, norm) == set()
+    assert kinds(rising, norm) == {"gradient_trend"}
+
+
+def test_rivals_are_judged_by_gradients_only() -> None:
+    rise = 0.5 + 0.01 * STEPS
+    assert judged(rise)[0][1] == "divergence"
+    assert judged(rise, rule=CourseRule(has_rivals=True)) == []
+
+
+def test_divergence_is_said_once_until_it_is_over() -> None:
+    rise = np.where((STEPS > 600) & (STEPS < 900) | (STEPS > 1200), 5.0, 0.0)
+    found = judged(falling() + rise)
+    assert [kind for _, kind, _ in found] == ["divergence", "divergence"]
+
+
+def test_course_loaded_from_its_state_goes_on_alike() -> None:
+    loss = falling() + np.where(STEPS > 600, 0.01 * (STEPS - 600), 0.0)
+    first, second = CourseRule(), CourseRule()
+    assert judged(loss[:700], loss[:700], first) == []
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rest = judged(loss[700:], loss[700:], second)
+    assert rest
+    assert rest == judged(loss[700:], loss[700:], first)
+
+
+def test_noise_is_that_of_single_steps_whatever_the_slope_and_outliers() -> None:
+    rng = np.random.default_rng(3)
+    values = 7 * STEPS + rng.standard_normal(len(STEPS))
+    values[::50] += 1e6
+    # The median deviation of n values has a relative error of 1.17 / sqrt(n); differences overlap.
+    assert noise_of(values.tolist()) == pytest.approx(1.0, rel=4 * 1.17 / len(STEPS) ** 0.5)
