@@ -274,7 +274,6 @@ FAILURES = [
         from_step=STEP, by_step=STEP,
         cure="a small number inside of the root",
         remedy={"network": lambda: Then(Operation(root, 1e-6))},
-        missing="the backward is looked at by default in fp32",
     ),
     Planted(
         name="NaN in the backward of a branch that is not taken",
@@ -282,7 +281,6 @@ FAILURES = [
         monitor="NonFiniteLocator", kind="non_finite", tensors=("network.operation",), by_step=0,
         cure="a number that is safe in both branches",
         remedy={"network": lambda: Then(Operation(guarded_root, 1e-6))},
-        missing="the backward is looked at by default in fp32",
     ),
     Planted(
         name="logarithm of 0",

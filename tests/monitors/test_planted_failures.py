@@ -98,7 +98,7 @@ def test_nan_from_one_ranks_data_is_found_by_rank_and_batch() -> None:
         assert [alarm for alarm in alarms if alarm.step < BAD_STEP] == []
         alarm = next(a for a in alarms if a.monitor == "NonFiniteLocator")
         assert (alarm.step, alarm.kind, alarm.tensor) == (BAD_STEP, "non_finite", "batch[0]")
-        assert f"batch {BAD_STEP} of rank {BAD_RANK}" in alarm.message
+        assert f"batch {BAD_STEP}, rank {BAD_RANK}" in alarm.message
 
 
 @pytest.mark.distributed
