@@ -8,16 +8,24 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._rules.growth import GrowthRule
 from lightning_mp.callbacks._rules.underflow import UnderflowJudge
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
-from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, eager_modules
-from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks
+from lightning_mp.callbacks._step.outputs import (
+    OutputKey,
+    OutputSampler,
+    blocks_in,
+    eager_modules,
+)
+from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import loss_scale_of, plain_name
 from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 from lightning_mp.precision.inf_clamp import InfClamp
 from lightning_mp.precision.module_selection import select_modules
@@ -36,9 +44,12 @@ class ActivationRangeMonitor(SamplingMonitor):
     Example: `Trainer(callbacks=ActivationRangeMonitor(backward=True))`
 
     Args:
-        modules: Names of classes or dotted names; all modules without children by default.
+        modules: Names of classes or dotted names. By default all modules without children, blocks
+            (modules of one class in a list), the inputs of norms, and logits of attention.
         backward: Whether to sample gradients with respect to outputs too.
         min_headroom_bits: Warns below.
+        max_attention_logit: Warns where the largest logit of a `scaled_dot_product_attention` is
+            above. From 1024 on fp16 holds whole numbers only; runs are lost at some 10000.
         calls_per_step: Calls of a module to look at in a sampled step, the first ones. Those of
             further micro-batches are more of the same; raise it where a forward calls one module
             more often.
@@ -56,6 +67,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         modules: Sequence[str] | None = None,
         backward: bool = False,
         min_headroom_bits: float = 2.0,
+        max_attention_logit: float = 1000.0,
         calls_per_step: int = 4,
         every_n_steps: int = 100,
         baseline_samples: int = 10,
@@ -69,12 +81,16 @@ class ActivationRangeMonitor(SamplingMonitor):
         is_fine = 0 <= min_headroom_bits < 16
         accepted = "from 0 to 16, where 65504 itself has 0 bits"
         self._check(is_fine, accepted, min_headroom_bits=min_headroom_bits)
+        self._check(max_attention_logit > 0, "above 0", max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
         self.backward = backward
         self.min_headroom_bits = min_headroom_bits
+        self.max_attention_logit = max_attention_logit
         self.calls_per_step = calls_per_step
         self._rule = UnderflowJudge(baseline_samples, 0.01, 0.05)
+        self._growth = GrowthRule()
+        self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
         self._sampler = OutputSampler({}, backward=backward, max_calls=calls_per_step)
         self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
 
@@ -88,13 +104,23 @@ class ActivationRangeMonitor(SamplingMonitor):
             )
         if self.modules is None:
             parents = {name.rpartition(".")[0] for name in eager}
-            chosen = {n: m for n, m in eager.items() if n and n not in parents}
+            blocks = set(blocks_in(pl_module))
+            chosen = {n: m for n, m in eager.items() if n and (n not in parents or m in blocks)}
+            norms = select_modules(pl_module, ["norm"])
+            # A compiler would trace the mode that sees calls of attention.
+            is_eager = len(eager) == sum(1 for _ in pl_module.modules())
+            callers = eager if is_eager else {}
         else:
+            norms = callers = {}
             chosen = select_modules(pl_module, self.modules)
             chosen = {name: module for name, module in chosen.items() if name in eager}
         watched = {plain_name(name): module for name, module in chosen.items()}
         self._sampler = OutputSampler(
-            watched, backward=self.backward, max_calls=self.calls_per_step
+            watched,
+            backward=self.backward,
+            max_calls=self.calls_per_step,
+            norms={plain_name(n): m for n, m in norms.items() if n in eager},
+            callers={plain_name(n): m for n, m in callers.items()},
         )
         self._clamped.clear()
 
@@ -104,10 +130,12 @@ class ActivationRangeMonitor(SamplingMonitor):
             self._sampler.start()
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
         sampled = self._sampler.stop() if self._sampler.is_running else None
         if sampled is not None:
-            keys, table = sampled
+            keys, table = self._with_state(pl_module, *sampled)
             clamp = getattr(trainer.precision_plugin, "inf_clamp", None)
             clamped = list(clamp.names) if isinstance(clamp, InfClamp) else []
             if isinstance(clamp, InfClamp) and clamped:
@@ -115,7 +143,25 @@ class ActivationRangeMonitor(SamplingMonitor):
                 rows[:, 0] = clamp.counts().to(rows)
                 table = torch.cat([table, rows])
             self.submit(trainer, table, gather=True, keys=keys, clamped=clamped)
-        super().on_train_batch_end(trainer, *args)
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+    def _with_state(
+        self, pl_module: pl.LightningModule, keys: list[OutputKey], table: Tensor
+    ) -> tuple[list[OutputKey], Tensor]:
+        """Add rows of the buffers, and of the loss."""
+        named = {
+            plain_name(name): buffer
+            for name, buffer in pl_module.named_buffers()
+            if buffer.dtype in FLOAT_DTYPES and buffer.numel()
+        }
+        loss = self.recorder.newest_loss
+        state = [(OutputKey(name, "buffer", b.dtype), b) for name, b in named.items()]
+        if loss is not None:
+            state.append((OutputKey("loss", "loss", loss.dtype), loss))
+        if not state:
+            return keys, table
+        rows = pack_stats([tensor.detach().to(table.device) for _, tensor in state])
+        return [*keys, *(key for key, _ in state)], torch.cat([table, rows])
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -127,9 +173,15 @@ class ActivationRangeMonitor(SamplingMonitor):
         keys: list[OutputKey] = sample.context["keys"]
         facts: StepFacts = sample.context["facts"]
         metrics: dict[str, float] = {}
-        for kind in dict.fromkeys(key.kind for key in keys):
-            chosen = [i for i, key in enumerate(keys) if key.kind == kind]
-            self._judge_kind(trainer, sample, kind, chosen, metrics)
+        by_kind: dict[str, list[int]] = {}
+        for at, key in enumerate(keys):
+            by_kind.setdefault(key.kind, []).append(at)
+        losses = by_kind.pop("loss", [])
+        is_lost = bool(sample.array[:, losses, StatField.NON_FINITE].any())
+        self._judge_buffers(trainer, sample, by_kind.pop("buffer", []))
+        self._judge_logits(trainer, sample, by_kind.pop("attention_logit", []), metrics)
+        for kind, chosen in by_kind.items():
+            self._judge_kind(trainer, sample, kind, chosen, metrics, is_lost)
         if sample.context["clamped"]:
             counts = sample.array[:, len(keys) :, 0].sum(axis=0).tolist()
             metrics["clamped_values"] = float(sum(counts))
@@ -144,6 +196,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         kind: str,
         chosen: list[int],
         metrics: dict[str, float],
+        is_lost: bool,
     ) -> None:
         keys = [sample.context["keys"][i] for i in chosen]
         labels = [_label(key, keys) for key in keys]
@@ -160,6 +213,9 @@ class ActivationRangeMonitor(SamplingMonitor):
         all_zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
         metrics[f"{kind}_zero_share"] = float(all_zeros)
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
+            self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
+            if np.isfinite(bits[at]):
+                self._growth.add(f"{kind}:{label}", sample.step, float(bits[at]))
             verdict = self._judge_tensor(key, label, stats, float(bits[at]))
             if verdict is not None:
                 # The rank whose data it comes from.
@@ -173,18 +229,25 @@ class ActivationRangeMonitor(SamplingMonitor):
         self, key: OutputKey, label: str, stats: TensorStats, bits: float
     ) -> Verdict | None:
         numbers = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
-        if key.dtype == torch.float16:
+        where = f"{key.kind}:{label}"
+        says = ""
+        if key.dtype == torch.float16 and key.kind != "norm_input":
             share, subnormals = stats.zero_share[label], stats.subnormal_share[label]
-            found = self._rule.judge(f"{key.kind}:{label}", share, subnormals)
+            found = self._rule.judge(where, share, subnormals)
         else:
             found = None
         severity: Severity = "warning"
         value: float
-        if stats.non_finite[label]:
+        # What is not finite while the loss is, at the first sample, is a mask of -inf. What goes
+        # into a norm came out of something that is looked at as well.
+        if stats.non_finite[label] and self._finite[where] and key.kind != "norm_input":
             what, severity, value, threshold = "non_finite", "error", stats.non_finite[label], 0.0
         elif bits < self.min_headroom_bits:
             what, value, threshold = "headroom", bits, self.min_headroom_bits
             numbers["largest"] = torch.finfo(key.dtype).max
+            overflow = self._growth.overflow_step(where)
+            if overflow is not None:
+                numbers["overflow"], says = overflow, f"{key.kind}_headroom_forecast"
         elif found is not None:
             what, severity = "underflow", "error" if found.is_alarm else "warning"
             value, threshold = found.zero_share, found.usual_share + found.threshold
@@ -192,7 +255,43 @@ class ActivationRangeMonitor(SamplingMonitor):
         else:
             return None
         kind = f"{key.kind}_{what}"
-        return Verdict(kind, value, threshold, severity, tensor=key.name, numbers=numbers)
+        return Verdict(kind, value, threshold, severity, key.name, says, numbers=numbers)
+
+    def _judge_buffers(self, trainer: pl.Trainer, sample: Readback, chosen: list[int]) -> None:
+        for at in chosen:
+            name = sample.context["keys"][at].name
+            counts = sample.array[:, at, StatField.NON_FINITE]
+            was_finite = self._finite.setdefault(f"buffer:{name}", not counts.any())
+            if counts.any() and was_finite:
+                facts = dataclasses.replace(sample.context["facts"], rank=int(counts.argmax()))
+                verdict = Verdict("buffer_non_finite", counts.max(), 0, "error", name)
+                self.say(trainer, verdict, facts)
+
+    def _judge_logits(
+        self, trainer: pl.Trainer, sample: Readback, chosen: list[int], metrics: dict[str, float]
+    ) -> None:
+        if not chosen:
+            return
+        names = [sample.context["keys"][at].name for at in chosen]
+        ranks = sample.array[:, chosen, StatField.AMAX]
+        largest = ranks.max(axis=0)
+        self.history.add_column("attention_logit", sample.step, names, largest.tolist())
+        metrics["attention_logit"] = float(largest.max())
+        for at in np.flatnonzero(largest > self.max_attention_logit):
+            facts = dataclasses.replace(sample.context["facts"], rank=int(ranks[:, at].argmax()))
+            limit = self.max_attention_logit
+            verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
+            self.say(trainer, verdict, facts)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._growth.state_dict(), "finite": dict(self._finite)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._growth.load_state_dict(state_dict)
+        self._finite = dict(state_dict["finite"])
 
     def _judge_clamp(self, trainer: pl.Trainer, facts: StepFacts, name: str, total: float) -> None:
         new, self._clamped[name] = total - self._clamped.get(name, 0.0), total

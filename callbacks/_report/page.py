@@ -24,6 +24,9 @@ MAP_TITLES = {
     "update_rms": "Adam: next update against what the second moment expects (RMS)",
     "activation_zero_share": "Activations: share of values that are exactly zero",
     "activation_headroom_bits": "Activations: headroom up to the largest number, in bits",
+    "norm_input_headroom_bits": "Inputs of norms: headroom up to the largest number, in bits",
+    "norm_input_zero_share": "Inputs of norms: share of values that are exactly zero",
+    "attention_logit": "Attention: largest logit",
     "output_gradient_zero_share": "Gradients of outputs: share that is exactly zero",
     "output_gradient_headroom_bits": "Gradients of outputs: headroom, in bits",
 }

@@ -32,6 +32,10 @@ MESSAGES = {
     "{subnormal:.1%} is subnormal: they are too small for their format.",
     "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
     "last sample, {total:.0f} in all. A healthy run has none.",
+    "attention_logit": "The logits of attention in `{tensor}` reach {value:.4g}, above "
+    "{threshold:g}. A softmax of such logits is one-hot, and queries and keys learn no more.",
+    "buffer_non_finite": "The buffer `{tensor}` holds NaN or inf, and was finite before. Training "
+    "may not use it, as the running statistics of a norm; evaluation does.",
     "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
     "expects, above {threshold:.3g}. There {count:is} {count:count such tensor}.",
     "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
@@ -71,11 +75,25 @@ for _kind, _what in (("activation", "output"), ("output_gradient", "gradient of 
     _what = f"The {_what} of `{{tensor}}` in {{dtype}}"
     MESSAGES |= {
         f"{_kind}_non_finite": _what + " has {value:count value} that {value:is} NaN or inf.",
-        f"{_kind}_headroom": _what + " reaches {amax:.4g}, {value:.2f} bits below the "
-        "{largest:.4g} where {dtype} ends. Less than {threshold:g} bits is too close.",
         f"{_kind}_underflow": _what + " is exactly zero in {value:.1%} of its values. At the start "
         "it was at most {usual:.1%}, and {excess:.0%} more is the limit. As many are close to "
         "zero.",
+    }
+
+for _kind, _what in (
+    ("activation", "output"),
+    ("output_gradient", "gradient of the output"),
+    ("norm_input", "input"),
+):
+    _what = f"The {_what} of `{{tensor}}` in {{dtype}}"
+    _near = (
+        _what + " reaches {amax:.4g}, {value:.2f} bits below the {largest:.4g} where {dtype} ends. "
+        "Less than {threshold:g} bits is too close."
+    )
+    MESSAGES |= {
+        f"{_kind}_headroom": _near,
+        f"{_kind}_headroom_forecast": _near + " As it has grown so far, it overflows by about step "
+        "{overflow:.0f}.",
     }
 
 _LOWER_SCALE = "ass LossScaleConfig(max_scale={lower_scale:g}), or train with half='bf16'."
@@ -100,6 +118,12 @@ REMEDIES = {
     "used, and lower the learning rate if its activations have died.",
     "activation_non_finite": "Add NonFiniteLocator() to learn where they come from, or p" + _CLAMP,
     "activation_headroom": "P" + _CLAMP,
+    "norm_input_headroom": "Keep the residual stream in fp32 where the plugin has that, or train "
+    "with half='bf16'.",
+    "attention_logit": "Normalise queries and keys, or lower the learning rate to "
+    "{lower_rate:.3g}.",
+    "buffer_non_finite": "Take what is not finite out of the batch, and start the buffer anew, as "
+    "by `reset_running_stats()`.",
     "activation_underflow": f"Keep the module in fp32 by {_FP32}, or train with half='bf16'.",
     "activation_clamped": f"Keep the module in fp32 by {_FP32}, or lower the learning rate to "
     "{lower_rate:.3g}.",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.callbacks._step.attention import AttentionMode
 from lightning_mp.callbacks._step.sampling import pack_stats
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.tensor_stats import StatField
 
-__all__ = ["OutputKey", "OutputSampler", "eager_modules", "tensors_in"]
+__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules", "tensors_in"]
 
 
 class OutputKey(NamedTuple):
@@ -21,7 +23,8 @@ class OutputKey(NamedTuple):
 
     Args:
         name: The module's dotted name.
-        kind: `"activation"`, or `"output_gradient"` for the gradient with respect to it.
+        kind: `"activation"`, `"output_gradient"` for the gradient with respect to it,
+            `"norm_input"`, or `"attention_logit"`.
         dtype: What it is stored in.
     """
 
@@ -39,13 +42,27 @@ class OutputSampler:
         modules: Dotted name -> module.
         backward: Whether to look at gradients with respect to outputs as well.
         max_calls: Calls of a module to look at, the first ones.
+        norms: Modules whose input is looked at: `x + f(x)` is the output of none, but of many a
+            norm the input.
+        callers: Modules that may call attention, whose logits are looked at; none for none.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], *, backward: bool, max_calls: int) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        backward: bool,
+        max_calls: int,
+        norms: Mapping[str, nn.Module] = MappingProxyType({}),
+        callers: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
         self.modules = modules
+        self.norms = norms
+        self._attention = AttentionMode(callers, self._look_at_logits) if callers else None
         self.backward = backward
         self.max_calls = max_calls
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._is_inside = False  # of the mode
         self._handles: list[RemovableHandle] = []
         self._rows: dict[OutputKey, list[Tensor]] = {}
 
@@ -59,9 +76,19 @@ class OutputSampler:
         self.stop()
         for name, module in self.modules.items():
             self._handles.append(module.register_forward_hook(self._look(name)))
+        for name, module in self.norms.items():
+            # Before a precision plugin casts what comes in.
+            hook = self._look_ahead(name)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        if self._attention is not None and self._handles:
+            self._attention.__enter__()
+            self._is_inside = True
 
     def stop(self) -> tuple[list[OutputKey], Tensor] | None:
         """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
+        if self._attention is not None and self._is_inside:
+            self._is_inside = False
+            self._attention.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -73,8 +100,7 @@ class OutputSampler:
 
     def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_: nn.Module, __: Any, output: Any) -> None:
-            self._calls[name] += 1
-            if self._calls[name] > self.max_calls:
+            if not self._is_wanted(name, "activation"):
                 return
             tensors = [t for t in tensors_in(output) if t.dtype in FLOAT_DTYPES and t.numel()]
             self._add(name, "activation", tensors)
@@ -84,6 +110,22 @@ class OutputSampler:
                         tensor.register_hook(self._look_back(name))
 
         return look
+
+    def _look_ahead(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def look(_: nn.Module, inputs: Any) -> None:
+            tensors = [t for t in tensors_in(inputs[:1]) if t.dtype in FLOAT_DTYPES and t.numel()]
+            if tensors and self._is_wanted(name, "norm_input"):
+                self._add(name, "norm_input", tensors)
+
+        return look
+
+    def _look_at_logits(self, name: str, logits: Tensor) -> None:
+        if self._is_wanted(name, "attention_logit"):
+            self._add(name, "attention_logit", [logits])
+
+    def _is_wanted(self, name: str, kind: str) -> bool:
+        self._calls[name, kind] += 1
+        return self._calls[name, kind] <= self.max_calls
 
     def _look_back(self, name: str) -> Callable[[Tensor], None]:
         return lambda gradient: self._add(name, "output_gradient", [gradient])
@@ -110,6 +152,15 @@ def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     if not hasattr(root, "_orig_mod"):
         for name, child in root.named_children():
             yield from eager_modules(child, f"{path}{name}.")
+
+
+def blocks_in(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules of several parts that stand in a list with others of their class."""
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            members = list(module.children())
+            count = Counter(type(member) for member in members)
+            yield from (m for m in members if count[type(m)] > 1 and any(m.children()))
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -31,7 +31,14 @@ SAMPLES: dict[str, Any] = {
     **{"largest": 65504.0, "dtype": "float16", "lower_rate": 5e-4, "lower_scale": 256.0},
     **{"higher_scale": 4096, "owner": "layers.0.mlp", "lower_eps": 1e-11},
     **{"whose": "", "best": 1.2, "best_step": 400, "start": 3.2, "peak": 5.1, "steps": 96},
-    **{"lowest": 0.4, "lowest_step": 300, "times": 12.5, "span": 128, "subnormal": 0.15},
+    **{
+        "lowest": 0.4,
+        "lowest_step": 300,
+        "times": 12.5,
+        "span": 128,
+        "subnormal": 0.15,
+        "overflow": 1700,
+    },
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
 }
 # Where a share would be no sample of the value and the threshold.
@@ -45,12 +52,17 @@ VALUES = {
     "update_to_weight": (12.0, 10.0),
     "rewind_": (150, None),
     "non_finite": (3.0, 0),
+    "attention_logit": (1234.0, 1000.0),
     "headroom": (0.71, 2.0),
 }
 # Messages that share the remedy of another one, and remedies that share a message.
 FIXES = {
     "gradient_underflow_at_once": "gradient_underflow",
     "all_gradients_underflow_at_once": "all_gradients_underflow",
+    **{
+        f"{kind}_headroom_forecast": f"{kind}_headroom"
+        for kind in ("activation", "output_gradient", "norm_input")
+    },
     "rewind_to_step_short": "rewind_to_step",
     "below_epsilon_all": "below_epsilon",
 }

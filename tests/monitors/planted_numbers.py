@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from lightning_mp import BalancedAMP
 from lightning_mp.callbacks import SpikeGuard
-from tests.monitors.planted import ANY_MONITOR, Fit, Planted, perceptron
+from tests.monitors.planted import Fit, Planted, perceptron
 
 STEP = 60  # at which most of these are planted
 
@@ -336,9 +336,9 @@ FAILURES = [
     Planted(
         name="inf in BatchNorm's running variance",
         model=WithBatchNorm, settings={"corrupt": at_step(lambda x: 1e20 * x)},
-        monitor=ANY_MONITOR, tensors=("network.1.running_var",), from_step=STEP, by_step=120,
+        monitor="ActivationRangeMonitor", kind="buffer_non_finite",
+        tensors=("network.1.running_var",), from_step=STEP, by_step=120,
         cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e20 * x)},
-        missing="non-finite buffers",
     ),
     Planted(
         name="overflow of an activation",
@@ -356,14 +356,13 @@ FAILURES = [
         monitor="ActivationRangeMonitor",
         tensors=("network.blocks.15", "network.norm"), by_step=120,
         cure="bf16", cured_precision=lambda: BalancedAMP(half="bf16"),
-        missing="blocks and inputs of norms are watched by default",
     ),
     Planted(
         name="growth of attention logits",
         model=Sharpened,
-        monitor="ActivationRangeMonitor", tensors=("network.attention",), by_step=350,
+        monitor="ActivationRangeMonitor", kind="attention_logit",
+        tensors=("network.attention",), by_step=350,
         cure="normalised queries and keys", remedy={"has_norm": True},
-        missing="attention logits are watched",
     ),
     Planted(
         name="gradients that underflow from the first step",
