@@ -311,10 +311,10 @@ class SpikeGuard(InstabilityMonitor):
             return
         self.rewinds += 1
         found = self._rewinder.rewind(trainer, facts.global_step)
-        for lost in self._rewinder.lost:
-            self.say(trainer, Verdict("rewind_lost", lost.step, None), None)
+        if self._rewinder.lost:
+            self.say(trainer, Verdict("rewind_lost", len(self._rewinder.lost)), None)
         if found is None:
-            self.say(trainer, Verdict("rewind_failed", None, None), None)
+            self.say(trainer, Verdict("rewind_failed"), None)
             return
         mark, skipped = found
         self._runs.clear()

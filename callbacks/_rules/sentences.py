@@ -67,7 +67,7 @@ MESSAGES = {
     "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
     "{value:.0f}, and left out {left_out} more batches.",
     "rewind_failed": "No checkpoint to go back to could be read, so training goes on as it is.",
-    "rewind_lost": "The checkpoint before step {value:.0f} could not be read.",
+    "rewind_lost": "Of the checkpoints to go back to, {value:.0f} could not be read.",
     "rewind_to_step_short": "Training went back {undone:count step}, to the checkpoint before step "
     "{value:.0f}, and left out {left_out} more batches. No checkpoint is {wanted} steps back.",
 }
@@ -142,8 +142,7 @@ REMEDIES = {
     "update_to_weight_low": "Raise the learning rate of its group, or lower epsilon.",
     "rewind_failed": "Go back to a checkpoint of your own, and keep those of `SpikeGuard` by "
     "`rewind_storage='memory'` or on another disk by `dirpath`.",
-    "rewind_lost": "Another one is tried. Keep them by `rewind_storage='memory'` or on another "
-    "disk by `dirpath`.",
+    "rewind_lost": "Keep them by `rewind_storage='memory'` or on another disk by `dirpath`.",
     "rewind_to_step": "The learning rate is {rate:.3g} now. This was rewind {rewinds} of "
     "{max_rewinds}.",
     "divergence": "Go back to a checkpoint of about step {best_step:.0f}, and lower the learning "

@@ -51,6 +51,7 @@ VALUES = {
     "zero_run": (600, 500),
     "update_to_weight": (12.0, 10.0),
     "rewind_": (150, None),
+    "rewind_lost": (2, None),
     "non_finite": (3.0, 0),
     "attention_logit": (1234.0, 1000.0),
     "headroom": (0.71, 2.0),

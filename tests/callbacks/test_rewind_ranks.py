@@ -1,14 +1,21 @@
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.optim import SGD
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW
 
 from lightning_mp.callbacks.spike_guard import SpikeGuard
+from lightning_mp.strategies import InfCLStrategy
+from tests.averages import weight_averaging
 from tests.callbacks.spike_models import PlantedModel, fit, kinds, make_batches
+from tests.precision.test_fsdp import _CPUStrategy
 from tests.processes import run_ranks
 
 SPIKE, SKIP, BACK_TO = 43, 30, 30
@@ -58,3 +65,85 @@ def test_ranks_rewind_together_when_one_of_them_explodes(tmp_path: Path) -> None
     for _, _, parameters in results:
         for ours, theirs in zip(parameters, reference.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+# --- strategies, and what is kept beside the weights ---------------------------------------------
+
+
+class Gathers(PlantedModel):
+    """Notes its whole weights when training ends."""
+
+    def on_train_end(self) -> None:
+        root = self.trainer.strategy.model
+        whole = FullyShardedDataParallel.summon_full_params
+        is_fsdp = isinstance(root, FullyShardedDataParallel)
+        with whole(root, writeback=False) if is_fsdp else nullcontext():
+            full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
+            self.end = torch.cat([p.detach().double().flatten() for p in full])
+
+
+class ShardsItself(Gathers):
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def _setup(kind: str) -> tuple[Any, Any, list[Any]]:
+    """Return the class of the model, the strategy, and callbacks."""
+    if kind == "fsdp":
+        return Gathers, _CPUStrategy(state_dict_type="sharded"), []
+    if kind == "fsdp2":
+        return ShardsItself, ModelParallelStrategy(2, 1), []
+    if kind == "inf_cl":
+        return Gathers, InfCLStrategy(towers=["net"], micro_batch_size=16), []
+    averages = [weight_averaging().EMAWeightAveraging(decay=0.9)] if kind == "ema" else []
+    return Gathers, "ddp", averages
+
+
+def train_kind(rank: int, kind: str, storage: str, folder: str) -> Any:
+    """Train with a spike and a guard, and without either on what is left; return both ends."""
+    warnings.simplefilter("ignore")
+    ends, watch = [], None
+    for is_planted in (True, False):
+        make, strategy, callbacks = _setup(kind)
+        model = make({SPIKE: "explosion"} if is_planted else {}, lambda p: AdamW(p, lr=3e-3))
+        batches = make_batches(140)[rank::2]
+        if is_planted:
+            watch = SpikeGuard(
+                action="rewind",
+                rewind_steps=10,
+                skip_batches=SKIP,
+                checkpoint_every_n_steps=10,
+                window_steps=32,
+                judge_after_steps=16,
+                dirpath=f"{folder}/marks",
+                rewind_storage=storage,  # type: ignore[arg-type]
+            )
+            callbacks.append(watch)
+        else:
+            batches = batches[:BACK_TO] + batches[BACK_TO + SKIP :]
+        options: dict[str, Any] = {"strategy": strategy, "devices": 2, "default_root_dir": folder}
+        fit(model, batches, *callbacks, **options, use_distributed_sampler=False)
+        ends.append(model.end)
+    assert watch is not None
+    left = [str(path) for path in Path(folder, "marks").rglob("*")]
+    return [(alarm.kind, alarm.value) for alarm in watch.alarms[1:]], ends, left
+
+
+KINDS = [
+    *(("ddp", storage) for storage in ("memory", "disk")),
+    *(("ema", storage) for storage in ("memory", "disk")),
+    *(("inf_cl", storage) for storage in ("memory", "disk")),
+    *(("fsdp", "auto"), ("fsdp2", "auto")),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "storage"), KINDS)
+def test_rewind_on_two_ranks_equals_training_without_the_skipped_batches(
+    tmp_path: Path, kind: str, storage: str
+) -> None:
+    for events, (ours, theirs), left in run_ranks(train_kind, 2, kind, storage, str(tmp_path)):
+        assert events == [("rewind_to_step", BACK_TO)]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert left == []
