@@ -199,12 +199,13 @@ class TensorCollector(InstabilityMonitor):
             for parameter, gradient in zip(found.parameters, found.gradients, strict=True):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
-        chosen = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
-        if "weights" in self.collect:
-            for parameter in chosen:
-                self._rows[f"weights/{self._names[id(parameter)]}"] = self._row(parameter)
+        if "weights" in self.collect and not any(key.startswith("weights/") for key in self._rows):
+            for parameter in pl_module.parameters():
+                if name := self._names.get(id(parameter)):
+                    self._rows[f"weights/{name}"] = self._row(parameter)
         if "optimizer_state" in self.collect:
-            self._add_states(optimizer, chosen)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._add_states(optimizer, [p for p in parameters if id(p) in self._names])
 
     def _add_states(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         states = {id(p): optimizer.state.get(p, {}) for p in parameters}

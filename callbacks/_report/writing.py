@@ -13,10 +13,11 @@ def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> 
 
     Args:
         path: What to call it; where another run has it, `-v1` or a higher number is put behind.
-        earlier: What the run that is resumed wrote to; taken where it is in the same folder.
+        earlier: What the run that is resumed wrote to; taken if it is still in the same folder.
         create: Makes it, or raises a `FileExistsError`.
     """
-    if earlier is not None and os.path.abspath(path.parent) == os.path.dirname(earlier):
+    is_here = earlier and os.path.dirname(earlier) == os.path.abspath(path.parent)
+    if earlier and is_here and os.path.exists(earlier):
         return Path(earlier)
     path.parent.mkdir(parents=True, exist_ok=True)
     mine, number = path, 0

@@ -19,7 +19,7 @@ REDUCTIONS = ("norm", "rms", "mean", "std", "absmax", "kurtosis", "histogram")
 _MOMENTS = 7
 _LOWEST, _HIGHEST = -149, 127  # exponents of the numbers of fp32, subnormals too
 EXPONENTS: npt.NDArray[np.float64] = np.array([-np.inf, *range(_LOWEST, _HIGHEST + 1)])
-"""floor(log2 |x|) of each bin: of the first, zeros."""
+"""floor(log2 |x|) of each bin: of the first, zeros and what fp32 would make zero."""
 # Values that are widened to float64 at a time: 32 MB, or what the caches of a CPU hold.
 _BLOCK = {"cpu": 1 << 16}
 _LARGE_BLOCK = 1 << 22
@@ -66,10 +66,12 @@ def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> 
     row = torch.stack([part.to(torch.float64) for part in parts])
     if not histogram:
         return row
-    exponent = torch.frexp(x).exponent.long() - 1  # frexp's mantissa is from 0.5 to 1
-    place = torch.where(x == 0, 0, exponent.clamp(_LOWEST, _HIGHEST) - _LOWEST + 1)
-    bins = torch.zeros(len(EXPONENTS), dtype=torch.int32, device=x.device)
-    bins.scatter_add_(0, place, is_finite.to(torch.int32))
+    exponent = ((x.view(torch.int64) >> 52) & 0x7FF) - 1023  # of float64's 64 bits
+    place = exponent.clamp_(_LOWEST - 1, _HIGHEST).sub_(_LOWEST - 1)
+    # `bincount` would wait for a GPU.
+    bins = torch.zeros(len(EXPONENTS), dtype=torch.int64, device=x.device)
+    bins.scatter_add_(0, place, torch.ones_like(place))
+    bins[0] -= values.numel() - count  # zeros stand for what is not finite
     return torch.cat([row, bins.to(torch.float64)])
 
 

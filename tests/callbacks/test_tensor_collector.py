@@ -149,6 +149,35 @@ def test_collector_of_outputs_merges_micro_batches_and_modules_of_all_kinds(tmp_
     assert not model.network[2]._forward_hooks  # between samples there are none
 
 
+def test_collector_has_frozen_weights_and_those_of_every_optimizer(tmp_path: Path) -> None:
+    class Pair(Watched):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            self.network[0].requires_grad_(False)
+            return [SGD(self.network[i].parameters(), lr=0.1, momentum=0.9) for i in (2, 4)]
+
+    collector = TensorCollector(
+        include=["*.weight"],
+        collect=["weights", "gradients", "optimizer_state"],
+        every_n_steps=2,
+        dirpath=str(tmp_path / "t"),
+    )
+    watch(Pair(steps=5), [collector])
+    samples = samples_of(tmp_path / "t")
+    assert list(samples) == [0, 2, 4]
+    expected = {f"weights/network.{i}.weight" for i in (0, 2, 4)}
+    expected |= {f"gradients/network.{i}.weight" for i in (2, 4)}
+    expected |= {f"optimizer_state/network.{i}.weight/momentum_buffer" for i in (2, 4)}
+    assert set(samples[2]["names"].tolist()) == expected
+
+
 def test_collector_logs_numbers_on_request(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="log")
     collector = TensorCollector(
