@@ -145,21 +145,17 @@ class InstabilityReport(InstabilityMonitor):
         self._starts.append({"step": step, "time": now()})
 
     def _claim(self, wanted: Path) -> Path:
-        """Return the path of the page; keep the alarms that a killed run has left there."""
+        """Return the path of the page; keep the alarms that only the run before has written."""
         start = self._starts[-1]["step"]
-        path = claim(
-            wanted,
-            self._earlier if start else None,
-            lambda page: page.with_suffix(".json").touch(exist_ok=False),
-        )
+        earlier = self._earlier if start else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
-        for fields in alarms_since(path.with_suffix(".json"), start):
+        for fields in alarms_since(Path(earlier).with_suffix(".json"), start) if earlier else ():
             alarm = Alarm(**fields)
             if (alarm.step, alarm.kind, alarm.tensor) not in known:
                 text = f"{_BEFORE}{alarm.message.removeprefix(_BEFORE)} {alarm.remedy}".strip()
                 text = f"{alarm.place}: {text}"
                 self.history.add_alarm(dataclasses.replace(alarm, message=text))
-        return path
+        return claim(wanted, earlier, lambda page: page.with_suffix(".json").touch(exist_ok=False))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

@@ -65,19 +65,21 @@ def _train_until_killed(folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_page(
-    tmp_path: Path,
+    tmp_path: Path, elsewhere: bool
 ) -> None:
     assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
     data, page = _data(tmp_path / "instability.json"), tmp_path / "instability.html"
     assert [alarm["step"] for alarm in data["alarms"]] == [10, 25]
     assert data["curves"]["loss"]["steps"] == list(range(25))
     assert "It is odd." in page.read_text()
-    resumed = InstabilityReport(dirpath=str(tmp_path))
+    folder = tmp_path / "version_1" if elsewhere else tmp_path  # as of a logger's new version
+    resumed = InstabilityReport(dirpath=str(folder))
     watch(Watched(steps=40), [resumed, AlarmAt(30)], ckpt_path=str(tmp_path / "last.ckpt"))
-    assert resumed.path == page
+    assert resumed.path == folder / "instability.html"
     assert sorted(tmp_path.glob("*.html")) == [page]
-    data = _data(tmp_path / "instability.json")
+    data = _data(folder / "instability.json")
     assert data["curves"]["loss"]["steps"] == list(range(40))
     assert [start["step"] for start in data["run"]["starts"]] == [0, 20]
     said = [(alarm["step"], alarm["message"]) for alarm in data["alarms"]]
