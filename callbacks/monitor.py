@@ -14,6 +14,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.side_by_side import (
@@ -49,6 +50,7 @@ class Alarm:
         epoch: Counted from 0; `None` where it is not known.
         batch_idx: The batch of that epoch, of several accumulated ones the last.
         rank: The rank to look at for the data.
+        batch_path: The file that the batch was saved in, if it was.
     """
 
     step: int
@@ -63,6 +65,7 @@ class Alarm:
     epoch: int | None = None
     batch_idx: int | None = None
     rank: int | None = None
+    batch_path: str | None = None
 
     @property
     def place(self) -> str:
@@ -212,6 +215,7 @@ class InstabilityMonitor(pl.Callback):
         self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
+        self.batches: BatchKeeper | None = None  # where the batches of alarms are saved
 
     def _check(self, is_good: bool, accepted: str, **value: object) -> None:
         ((name, passed),) = value.items()
@@ -275,6 +279,7 @@ class InstabilityMonitor(pl.Callback):
         if self._is_held_back(kind, tensor, severity, step):
             return None
         self._raised[kind, tensor] = step
+        keeper = self.batches if is_known and severity != "info" else None
         alarm = Alarm(
             step=step,
             monitor=type(self).__name__,
@@ -288,8 +293,11 @@ class InstabilityMonitor(pl.Callback):
             epoch=facts.epoch if is_known else None,
             batch_idx=facts.batch_idx if is_known else None,
             rank=facts.rank if is_known else None,
+            batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
-        alarm = dataclasses.replace(alarm, message=f"{alarm.place}: {message} {remedy}".strip())
+        saved = f"Its batch is in `{alarm.batch_path}`." if alarm.batch_path else ""
+        text = " ".join(part for part in (f"{alarm.place}:", message, remedy, saved) if part)
+        alarm = dataclasses.replace(alarm, message=text)
         self.history.add_alarm(alarm)
         if severity != "info":
             rank_zero_warn(alarm.message, category=InstabilityWarning)
