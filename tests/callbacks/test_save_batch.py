@@ -97,4 +97,4 @@ def test_batch_of_the_rank_that_failed_is_saved(tmp_path: Path, name: str) -> No
     assert rank == other == 1
     (batch,), expected = pickle.loads(second)
     assert all(map(torch.equal, batch, expected))
-    assert len(list(tmp_path.rglob("*.pt"))) == 1
+    assert len(list(tmp_path.rglob(f"step={BAD}-*.pt"))) == 1
