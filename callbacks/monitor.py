@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,8 +11,10 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
+from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.side_by_side import (
@@ -25,142 +26,6 @@ from lightning_mp.callbacks._step.side_by_side import (
 from lightning_mp.callbacks._step.training_state import learning_rate_of
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
-
-_MAX_POINTS = 4096  # of a curve
-_MAX_COLUMNS = 256  # of a heat map
-_MAX_ALARMS = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alarm:
-    """One thing that went wrong, or is about to.
-
-    Args:
-        step: The training step that it happened in: optimizer steps tried before, counted from 0,
-            which is the axis of Lightning's loggers.
-        monitor: The class of the callback that saw it.
-        kind: What it is, in `snake_case`; one for each rule.
-        severity: `"warning"`, `"error"`, or `"info"` for what was done about it.
-        message: Where it was, one sentence with tensor, number and threshold, and the remedy.
-        remedy: The last part of `message`: what to set.
-        tensor: The dotted name of the parameter or module, if there is one.
-        value: What was measured.
-        threshold: What it was held against.
-        epoch: Counted from 0; `None` where it is not known.
-        batch_idx: The batch of that epoch, of several accumulated ones the last.
-        rank: The rank to look at for the data.
-    """
-
-    step: int
-    monitor: str
-    kind: str
-    severity: Severity
-    message: str
-    remedy: str
-    tensor: str | None = None
-    value: float | None = None
-    threshold: float | None = None
-    epoch: int | None = None
-    batch_idx: int | None = None
-    rank: int | None = None
-
-    @property
-    def place(self) -> str:
-        """Where it happened, as `message` begins."""
-        parts = {"epoch": self.epoch, "batch": self.batch_idx, "rank": self.rank}
-        known = "".join(f", {k} {v}" for k, v in parts.items() if v is not None)
-        return f"Step {self.step}{known}"
-
-
-@dataclass
-class History:
-    """Alarms, curves and heat maps, thinned as they grow: old and new steps stay, evenly spaced.
-
-    A run of 1e6 steps would otherwise take 16 MB for each curve.
-
-    Args:
-        alarms: In the order in which they were raised.
-        curves: Name -> [step, value] pairs in the order of steps.
-        maps: Name -> {"names": rows, "columns": [step, values by row] pairs}; NaN is no value.
-    """
-
-    alarms: list[Alarm] = field(default_factory=list)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    maps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _strides: dict[str, int] = field(default_factory=dict)
-    _seen: dict[str, int] = field(default_factory=dict)
-    _newest: dict[str, int] = field(default_factory=dict)
-
-    def add_alarm(self, alarm: Alarm) -> None:
-        """Remember an alarm; the first and the newest of more than 2000 stay."""
-        self.alarms.append(alarm)
-        if len(self.alarms) > _MAX_ALARMS:
-            del self.alarms[_MAX_ALARMS // 2]
-
-    def add_point(self, name: str, step: int, value: float) -> None:
-        """Add a point to a curve."""
-        points = self.curves.setdefault(name, [])
-        if self._is_due("curve " + name):
-            points.append((step, float(value)))
-            if len(points) >= _MAX_POINTS:
-                del points[1::2]
-                self._strides["curve " + name] *= 2
-
-    def add_column(
-        self, name: str, step: int, tensors: Sequence[str], values: Sequence[float]
-    ) -> None:
-        """Add one step, or to that step, of a heat map; tensors that are new to it get a row.
-
-        Args:
-            name: Of the heat map, such as `"zero_share"`.
-            step: The training step.
-            tensors: Names of the rows.
-            values: One for each of `tensors`.
-        """
-        heat = self.maps.setdefault(name, {"names": [], "columns": []})
-        names: list[str] = heat["names"]
-        columns: list[tuple[int, list[float]]] = heat["columns"]
-        is_other_part = self._newest.get(name) == step  # as of a second optimizer
-        self._newest[name] = step
-        if is_other_part and not (columns and columns[-1][0] == step):
-            return  # the step was left out
-        if not is_other_part and not self._is_due("map " + name):
-            return
-        before = columns.pop()[1] if is_other_part else []
-        known = dict.fromkeys(names, math.nan)
-        known.update(zip(names, before, strict=False))
-        known.update(zip(tensors, map(float, values), strict=True))
-        names[:] = list(known)
-        columns.append((step, list(known.values())))
-        if len(columns) >= _MAX_COLUMNS:
-            del columns[1::2]
-            self._strides["map " + name] *= 2
-
-    def _is_due(self, key: str) -> bool:
-        seen = self._seen[key] = self._seen.get(key, -1) + 1
-        return seen % self._strides.setdefault(key, 1) == 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings, lists and dicts, for JSON or a checkpoint."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> "History":
-        """Make a history of what `to_dict` returned, also after a trip through JSON."""
-        return cls(
-            alarms=[Alarm(**alarm) for alarm in plain["alarms"]],
-            curves={k: [(int(s), float(v)) for s, v in c] for k, c in plain["curves"].items()},
-            maps={
-                name: {
-                    "names": list(heat["names"]),
-                    "columns": [(int(s), [float(v) for v in c]) for s, c in heat["columns"]],
-                }
-                for name, heat in plain["maps"].items()
-            },
-            _strides=dict(plain["_strides"]),
-            _seen=dict(plain["_seen"]),
-            _newest=dict(plain["_newest"]),
-        )
 
 
 class InstabilityWarning(UserWarning):
@@ -212,6 +77,7 @@ class InstabilityMonitor(pl.Callback):
         self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
+        self.batches: BatchKeeper | None = None  # where the batches of alarms are saved
 
     def _check(self, is_good: bool, accepted: str, **value: object) -> None:
         ((name, passed),) = value.items()
@@ -275,6 +141,7 @@ class InstabilityMonitor(pl.Callback):
         if self._is_held_back(kind, tensor, severity, step):
             return None
         self._raised[kind, tensor] = step
+        keeper = self.batches if is_known and severity != "info" else None
         alarm = Alarm(
             step=step,
             monitor=type(self).__name__,
@@ -288,8 +155,11 @@ class InstabilityMonitor(pl.Callback):
             epoch=facts.epoch if is_known else None,
             batch_idx=facts.batch_idx if is_known else None,
             rank=facts.rank if is_known else None,
+            batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
-        alarm = dataclasses.replace(alarm, message=f"{alarm.place}: {message} {remedy}".strip())
+        saved = f"Its batch is in `{alarm.batch_path}`." if alarm.batch_path else ""
+        text = " ".join(part for part in (f"{alarm.place}:", message, remedy, saved) if part)
+        alarm = dataclasses.replace(alarm, message=text)
         self.history.add_alarm(alarm)
         if severity != "info":
             rank_zero_warn(alarm.message, category=InstabilityWarning)

@@ -16,6 +16,7 @@ from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
 from lightning_mp.callbacks._step.recorder import Arrived
@@ -61,6 +62,8 @@ class SpikeGuard(InstabilityMonitor):
         rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
         rewind_lr_factor: What each rewind multiplies learning rates by, also those to come from
             schedules. Default 1.
+        save_batch: Whether alarms save the batches of their step as `bad_batches/*.pt` in the log
+            folder, 20 files at most; see `Alarm.batch_path`. Keeps the newest batches in memory.
         repeat_after_steps: Steps until an alarm of one kind about one tensor is raised again.
 
     Raises:
@@ -88,6 +91,7 @@ class SpikeGuard(InstabilityMonitor):
         rewind_storage: Literal["auto", "memory", "disk"] = "auto",
         rewind_memory_gb: float = 4.0,
         rewind_lr_factor: float = 1.0,
+        save_batch: bool = False,
         repeat_after_steps: int = 1,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
@@ -118,6 +122,9 @@ class SpikeGuard(InstabilityMonitor):
         self.patience = patience
         self.max_rewinds = max_rewinds
         self.rewinds = 0
+        self._check(isinstance(save_batch, bool), "True or False", save_batch=save_batch)
+        self.save_batch = save_batch
+        self.batches = BatchKeeper() if save_batch else None
         self.rewind_storage = rewind_storage
         self.rewind_lr_factor = float(rewind_lr_factor)
         self._rewinder = Rewinder(
@@ -141,11 +148,19 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._inbox = self.recorder.subscribe()
+        if self.batches is not None:
+            self.batches.start(trainer)
         self._add_windows(len(trainer.optimizers))
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
         if self.action == "rewind":
             self._rewinder.start(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, __: int) -> None:
+        if self.batches is not None:
+            newest = self.recorder.newest  # of later ones no alarm has been raised yet
+            self.batches.hold(step_of(trainer), batch, 0 if newest is None else newest.step)
 
     @override
     @torch.no_grad()

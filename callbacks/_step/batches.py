@@ -1,12 +1,21 @@
 """Batches as they came, for a replay or a file."""
 
 import copy
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-__all__ = ["copy_containers"]
+from lightning_mp.callbacks._step.facts import StepFacts
+
+__all__ = ["BatchKeeper", "copy_containers"]
+
+_MOST_FILES = 20  # of a run
 
 
 def copy_containers(value: Any) -> Any:
@@ -30,3 +39,44 @@ def copy_containers(value: Any) -> Any:
     except Exception:  # it forbids that; then it is kept as it is
         return value
     return copied
+
+
+class BatchKeeper:
+    """Holds the batches of the newest steps, and writes those of a step to a file of the run.
+
+    `torch.load(path, weights_only=False)` gives a dict of step, epoch, rank and `batches`, which
+    are the micro-batches of the step, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Any]] = {}
+        self._folder = Path()
+        self._paths: dict[int, str] = {}  # what was written, by step
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Find the folder of the run; call it on all ranks."""
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "bad_batches"
+        self._held.clear()
+
+    def hold(self, step: int, batch: Any, oldest: int) -> None:
+        """Keep a batch of a step, and none of steps before `oldest`."""
+        self._held = {at: each for at, each in self._held.items() if at >= oldest}
+        self._held.setdefault(step, []).append(copy_containers(batch))
+
+    def save(self, trainer: pl.Trainer, facts: StepFacts) -> str | None:
+        """Write the batches of a step on the rank to look at; return the path on all ranks."""
+        if facts.step in self._paths:
+            return self._paths[facts.step]
+        if facts.step not in self._held or len(self._paths) >= _MOST_FILES:
+            return None
+        path = self._folder / f"step={facts.step}-rank={facts.rank}.pt"
+        self._paths[facts.step] = str(path)
+        if trainer.global_rank == facts.rank:
+            batches = move_data_to_device(self._held[facts.step], torch.device("cpu"))
+            content = {"step": facts.step, "epoch": facts.epoch, "rank": facts.rank}
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.save({**content, "batches": batches}, path)
+            except Exception as error:  # no reason to end a run
+                warnings.warn(f"The batch could not be saved: {error!r}", stacklevel=2)
+        return str(path)

@@ -1,7 +1,6 @@
 """Goes back to a checkpoint inside `Trainer.fit`, while the data goes on."""
 
 import dataclasses
-import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lightning_mp.callbacks._rules.spike_sentences import kept_checkpoints
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
-from lightning_mp.callbacks._step.training_state import step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 
 __all__ = ["Rewinder", "scale_rates"]
@@ -68,15 +67,19 @@ class Rewinder:
                 "a `batch` in `training_step`, or pass `action='skip'`."
             )
         self.marks = self.store.start(trainer, self.marks)
-        if not self.marks:
+        # To save states of FSDP2 that are not there, torch makes a step of zero gradients, which
+        # Adam counts: its first update would differ. There the first checkpoint comes after a step.
+        has_states = all(optimizer.state for optimizer in trainer.optimizers)
+        if not self.marks and (has_states or not is_sharded(trainer)):
             progress = trainer.fit_loop.epoch_loop.batch_progress
             self.save(trainer, step_of(trainer), progress.total.completed)
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return, at the end of a batch, whether it is time for a checkpoint."""
         is_between_steps = not trainer.fit_loop._should_accumulate()
-        last = self.marks[-1].global_step if self.marks else -math.inf
-        return is_between_steps and trainer.global_step - last >= self.every_n_steps
+        last = self.marks[-1].global_step // self.every_n_steps if self.marks else -1
+        is_new = trainer.global_step // self.every_n_steps > last
+        return is_between_steps and is_new and trainer.global_step > 0
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
         """Take a checkpoint, and remove those that are older than needed; on all ranks.

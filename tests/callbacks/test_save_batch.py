@@ -1,0 +1,100 @@
+"""Alarms that save the batch that they are about."""
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_mp.callbacks import InstabilityMonitor, NonFiniteLocator, SpikeGuard
+from tests.callbacks.spike_models import PlantedModel, fit, make_batches
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+
+BAD = 40
+MONITORS: dict[str, Any] = {
+    "guard": lambda **options: SpikeGuard(window_steps=32, judge_after_steps=16, **options),
+    "locator": lambda **options: NonFiniteLocator(**options),
+}
+
+
+class Empties(PlantedModel):
+    """Takes its batch apart."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        batch.clear()
+        return loss
+
+
+def saved(monitor: InstabilityMonitor) -> dict[str, Any]:
+    alarm = monitor.alarms[0]
+    assert alarm.batch_path is not None
+    assert f"Its batch is in `{alarm.batch_path}`." in alarm.message
+    content: dict[str, Any] = torch.load(alarm.batch_path, weights_only=False)
+    assert (content["step"], content["epoch"], content["rank"]) == (alarm.step, 0, alarm.rank)
+    return content
+
+
+@pytest.mark.parametrize("make", MONITORS.values(), ids=MONITORS)
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_alarm_saves_the_batches_of_its_step_in_the_folder_of_the_run(
+    tmp_path: Path, make: Any, accumulated: int, action: str
+) -> None:
+    monitor, batches = make(save_batch=True, action=action), make_batches(44)
+    logger = CSVLogger(tmp_path, name="", version="run")
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "logger": logger}
+    fit(Empties({BAD: "nan"}), batches, monitor, default_root_dir=tmp_path, **options)
+    content = saved(monitor)
+    expected = batches[BAD : BAD + accumulated]
+    assert len(content["batches"]) == accumulated
+    for ours, theirs in zip(content["batches"], expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert Path(monitor.alarms[0].batch_path or "").parent == tmp_path / "run" / "bad_batches"
+
+
+@pytest.mark.parametrize("make", MONITORS.values(), ids=MONITORS)
+def test_alarm_saves_no_batch_without_being_asked(tmp_path: Path, make: Any) -> None:
+    monitor = make()
+    fit(PlantedModel({BAD: "nan"}), make_batches(44), monitor, default_root_dir=tmp_path)
+    assert monitor.alarms[0].batch_path is None
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_batch_that_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bad_batches").write_text("in the way")
+    monitor, model = MONITORS["guard"](save_batch=True), PlantedModel({BAD: "nan"})
+    with pytest.warns(UserWarning, match="could not be saved"):
+        fit(model, make_batches(44), monitor, default_root_dir=tmp_path)
+    assert model.seen[-1] == 43
+
+
+class OneRank(PlantedModel):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if batch_idx == BAD and self.global_rank == 1 else loss
+
+
+def train(rank: int, name: str, folder: str) -> Any:
+    warnings.simplefilter("ignore")
+    monitor = MONITORS[name](save_batch=True)
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "default_root_dir": folder}
+    batches = make_batches(90)[rank::2]
+    fit(OneRank(), batches, monitor, **options, use_distributed_sampler=False)
+    return pickle.dumps((saved(monitor)["batches"], batches[BAD])), monitor.alarms[0].rank
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", MONITORS)
+def test_batch_of_the_rank_that_failed_is_saved(tmp_path: Path, name: str) -> None:
+    (_, rank), (second, other) = run_ranks(train, 2, name, str(tmp_path))
+    assert rank == other == 1
+    (batch,), expected = pickle.loads(second)
+    assert all(map(torch.equal, batch, expected))
+    assert len(list(tmp_path.rglob(f"step={BAD}-*.pt"))) == 1
