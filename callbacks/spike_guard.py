@@ -19,6 +19,7 @@ from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
+from lightning_mp.callbacks._step.outputs import tensors_in
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
@@ -138,6 +139,8 @@ class SpikeGuard(InstabilityMonitor):
         self._inbox: deque[Arrived] = deque()
         self._windows: list[RobustWindow] = []
         self._courses: list[CourseRule] = []
+        self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
+        self._size, self._has_stepped = 0, True
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
         self._is_ending = False  # at the step under way
@@ -157,10 +160,23 @@ class SpikeGuard(InstabilityMonitor):
             self._rewinder.start(trainer)
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, __: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, _: int) -> None:
         if self.batches is not None:
             newest = self.recorder.newest  # of later ones no alarm has been raised yet
             self.batches.hold(step_of(trainer), batch, 0 if newest is None else newest.step)
+        if self._has_stepped:
+            self._size, self._has_stepped = 0, False
+        self._size += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
+
+    def _spread(self, trainer: pl.Trainer) -> float:
+        """Return how much noisier than usual a step is, as the last and smaller one of an epoch."""
+        if not self._has_stepped:
+            self._sizes.append(self._size)
+            self._has_stepped = True
+        usual = sorted(self._sizes)[len(self._sizes) // 2]
+        # What ranks decide together must not hang on the batch of one.
+        is_known = trainer.world_size == 1 and self._size > 0
+        return math.sqrt(max(usual / self._size, 1.0)) if is_known else 1.0
 
     @override
     @torch.no_grad()
@@ -171,7 +187,9 @@ class SpikeGuard(InstabilityMonitor):
         if signals is None or now is None:
             return  # `training_step` returned None
         self._add_windows(now.optimizer + 1)
-        report = self._windows[now.optimizer].judge(signals.values, signals.judged)
+        report = self._windows[now.optimizer].judge(
+            signals.values, signals.judged, self._spread(trainer)
+        )
         self.recorder.send_along(self, report.flatten())
         is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
         if self.action == "skip":
@@ -283,6 +301,7 @@ class SpikeGuard(InstabilityMonitor):
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,
+            is_ending=_is_ending(trainer, facts),
             action=self.action,
             is_spent=self.rewinds >= self.max_rewinds,
             window_steps=self.window_steps,
@@ -367,3 +386,9 @@ class SpikeGuard(InstabilityMonitor):
         self._runs = dict(state_dict["runs"])
         self.rewinds = state_dict["rewinds"]
         self._rewinder.load_state_dict(state_dict["rewinder"])
+
+
+def _is_ending(trainer: pl.Trainer, facts: StepFacts) -> bool:
+    """Return whether a schedule has lowered the learning rate to less than a tenth."""
+    group = trainer.optimizers[facts.optimizer].param_groups[0]
+    return facts.lr is not None and facts.lr < 0.1 * float(group.get("initial_lr", 0.0))

@@ -72,6 +72,10 @@ class RobustWindow:
     for more. Where the window holds a value that is not positive, the same is done without
     logarithms, unless MAD is zero: then nothing is a spike.
 
+    A value of exactly 0 is no measurement (no sample of the batch violates its margin): it is not
+    judged, and does not enter. A batch that is smaller than usual may be as much noisier as its
+    `spread` says.
+
     Neither spikes nor non-finite values enter the window, so one NaN cannot poison it. After
     `patience` spikes in a row the level has shifted: the window is emptied, and judges again when
     it has `min_values`. All of this is done on the device, without a host sync.
@@ -103,22 +107,24 @@ class RobustWindow:
             3, len(floors), dtype=torch.long
         ).unbind()
 
-    def judge(self, values_k: Tensor, judged_k: Tensor) -> Tensor:
+    def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> Tensor:
         """Judge a step, and take in what is healthy.
 
         Args:
             values_k: The signals, fp32.
             judged_k: Which of them there are at this step, bool; the others count as healthy.
+            spread: How much noisier this step is than others, 1 or more.
 
         Returns:
             A report of shape [K, F], on the device; `Column` names its columns.
         """
         self._to(values_k.device)
-        report_kf = self._report(values_k, judged_k)
+        judged_k = judged_k & (values_k != 0)
+        report_kf = self._report(values_k, judged_k, spread)
         self._take(values_k, judged_k, report_kf)
         return report_kf
 
-    def _report(self, values_k: Tensor, judged_k: Tensor) -> Tensor:
+    def _report(self, values_k: Tensor, judged_k: Tensor, spread: float) -> Tensor:
         sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
         last_k1 = (self._count_k - 1).clamp(min=0)[:, None]
         is_positive_k = sorted_kn[:, 0] > 0
@@ -130,6 +136,7 @@ class RobustWindow:
         floor_k1 = self._floors_k[:, None] * level_k1
         reach_k1 = _REACH * (highest_k1 - center_k1) / self.z_threshold
         sigma_k1 = torch.maximum(_SIGMA_PER_MAD * mad_k1, torch.maximum(floor_k1, reach_k1))
+        sigma_k1 = sigma_k1 * spread
         # The log of a value that is not positive is -inf or NaN, and such a value is no spike.
         x_k = torch.where(is_positive_k, values_k.log().nan_to_num(nan=-torch.inf), values_k)
         center_k, sigma_k = center_k1[:, 0], sigma_k1[:, 0]

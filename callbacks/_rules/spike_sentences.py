@@ -18,6 +18,7 @@ class Scene:
         facts: The step.
         first_lr: The learning rate some steps before.
         clip_val: Of gradients, as the Trainer has it.
+        is_ending: Whether the learning rate is being lowered to 0 anyway.
         action: Of the guard.
         is_spent: Whether there are no rewinds left.
         window_steps: Size of the window.
@@ -29,6 +30,7 @@ class Scene:
     facts: StepFacts
     first_lr: float | None
     clip_val: float | None
+    is_ending: bool
     action: str
     is_spent: bool
     window_steps: int
@@ -129,7 +131,7 @@ def _non_finite_gradient(scene: Scene, norm: SignalVerdict) -> Verdict:
 
 def _non_finite_remedy(scene: Scene) -> str:
     ways, lr = ["add `NonFiniteLocator()` to see the module that it comes from"], scene.facts.lr
-    if lr:
+    if lr and not scene.is_ending:
         ways.append(f"lower the learning rate from {lr:.3g} to {lr / 2:.2g}")
     return _any_of(ways, scene)
 
@@ -155,7 +157,11 @@ def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
         message += f" The largest is that of `{largest}`, {scene.facts.largest_gradient_norm:.4g}."
     kind, tensor = ("loss_spike", "loss") if is_loss else ("gradient_spike", largest)
     words = (message, _spike_remedy(scene, worse, norm))
-    return Verdict(kind, worse.value, worse.limit, tensor=tensor, words=words)
+    severity: Severity = "warning"
+    if not is_loss and scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
+        words = (f"{message} It is clipped to {scene.clip_val:g}.", "This needs no remedy.")
+        severity = "info"
+    return Verdict(kind, worse.value, worse.limit, severity, tensor, words=words)
 
 
 def _spike_remedy(scene: Scene, worse: SignalVerdict, norm: SignalVerdict) -> str:
@@ -168,7 +174,7 @@ def _spike_remedy(scene: Scene, worse: SignalVerdict, norm: SignalVerdict) -> st
         ways.append("clip updates with `SafeAdamW(clip_update_rms=1.0)`")
     if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
         ways.append(f"lengthen the warm-up from {step} steps or more to {2 * step}")
-    if lr:
+    if lr and not scene.is_ending:
         # As much lower as the value is above what is still fine, within reason.
         factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
         ways.append(f"lower the learning rate from {lr:.3g} to {lr / factor:.2g}")

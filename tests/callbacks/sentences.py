@@ -4,6 +4,7 @@ After a change of words run `python -m tests.callbacks.sentences` and read the d
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def spikes() -> Iterator[str]:
             ),
             first_lr=5e-4,
             clip_val=None,
+            is_ending=False,
             action=action,
             is_spent=False,
             window_steps=128,
@@ -134,6 +136,8 @@ def spikes() -> Iterator[str]:
         pairs = ((bad, fine), (blind, fine), (fine, bad), (high, fine), (fine, high))
         found = [spike_sentences.describe(scene, *pair) for pair in (*pairs, (high, high))]
         found += [spike_sentences.describe(scene, high, bad)] if scale else []
+        clipped = replace(scene, clip_val=1.0, is_ending=True)
+        found += [spike_sentences.describe(clipped, *pair) for pair in ((fine, high), (high, fine))]
         found += [spike_sentences.level_shift(scene, "loss", high)]
         found += [spike_sentences.non_finite_run(scene)]
         for each in found:

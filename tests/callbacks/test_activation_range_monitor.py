@@ -200,6 +200,62 @@ def test_a_module_compiled_in_place_is_left_alone() -> None:
     assert watcher.history.maps["activation_headroom_bits"]["names"] == ["network.1"]
 
 
+class Block(nn.Module):
+    """Adds 0 to a stream that is scaled by a buffer, behind which there is a mask of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mask = nn.LayerNorm(16), Mask()
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        return x + (0 * self.norm(x) + 0 * self.mask(x).softmax(dim=1)).to(x.dtype)
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(torch.arange(16) > 7, -torch.inf)
+
+
+def stream() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.Linear(16, 1))
+
+
+def test_blocks_and_inputs_of_norms_are_watched_and_masks_are_not_blamed() -> None:
+    def grow(module: Any, step: int) -> None:
+        module.network[1].gain.fill_(2.0**step)
+
+    watcher = monitor(every_n_steps=1)
+    watch(Watched(stream, still, steps=15, sabotage=grow), [watcher], BalancedAMP(loss_scale=1.0))
+    alarms = {(alarm.kind, alarm.tensor): alarm for alarm in watcher.alarms}
+    assert {kind for kind, _ in alarms} <= {"activation_headroom", "norm_input_headroom"}
+    assert ("activation_headroom", "network.1") in alarms
+    near = alarms["norm_input_headroom", "network.2.norm"]
+    # Each step adds one bit, so that none is left after as many steps as bits.
+    assert near.value is not None
+    last = float(near.message.partition("by about step ")[2].partition(". ")[0])
+    assert abs(last - (near.step + near.value)) <= 2
+
+
+def test_a_buffer_that_becomes_non_finite_is_named_and_a_mask_in_one_is_not() -> None:
+    def network() -> nn.Module:
+        network = stream()
+        network[1].register_buffer("constant", torch.full((4,), -torch.inf))
+        network[2].register_buffer("kept", torch.zeros(4))
+        return network
+
+    def spoil(module: Any, step: int) -> None:
+        if step == 6:
+            module.network[2].kept[1] = torch.nan
+
+    watcher = monitor(every_n_steps=5)
+    watch(Watched(network, still, steps=16, sabotage=spoil), [watcher])
+    named = [(alarm.kind, alarm.tensor) for alarm in watcher.alarms]
+    assert named == [("buffer_non_finite", "network.2.kept")]
+    assert watcher.alarms[0].step <= 10
+
+
 @pytest.mark.parametrize(
     "argument", [{"min_headroom_bits": -1}, {"calls_per_step": 0}, {"baseline_samples": 0}]
 )

@@ -41,6 +41,7 @@ def expected(planted: Planted) -> Any:
 each = pytest.mark.parametrize("planted", FAILURES, ids=BY_NAME)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("planted", [expected(planted) for planted in FAILURES])
 def test_planted_failure_is_found_in_time_by_its_name(planted: Planted) -> None:
     outcome = failed(planted.name)
@@ -101,6 +102,7 @@ def test_nan_from_one_ranks_data_is_found_by_rank_and_batch() -> None:
         assert f"batch {BAD_STEP}, rank {BAD_RANK}" in alarm.message
 
 
+@pytest.mark.sweep
 @pytest.mark.distributed
 def test_nan_from_one_ranks_data_that_is_taken_out_lets_the_run_learn() -> None:
     assert [is_healthy for is_healthy, _ in run_ranks(_train, 2, True)] == [True, True]

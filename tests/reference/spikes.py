@@ -22,7 +22,7 @@ class SpikeRule:
 
     def judge(self, value: float) -> tuple[bool, float]:
         """Return whether a value is a spike, and its z; take in what is healthy."""
-        if not math.isfinite(value):
+        if not math.isfinite(value) or value == 0:
             return False, math.nan
         z = self._z(value)
         if z > self.z_threshold:

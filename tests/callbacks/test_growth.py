@@ -1,0 +1,41 @@
+"""The step of an overflow: by a line where there is one, and not by noise."""
+
+import json
+import math
+
+import numpy as np
+
+from lightning_mp.callbacks._rules.growth import GrowthRule
+
+
+def forecast(bits: list[float], every: int = 20) -> int | None:
+    rule = GrowthRule()
+    for at, each in enumerate(bits):
+        rule.add("stream", every * at, each)
+    return rule.overflow_step("stream")
+
+
+def test_steady_growth_is_forecast_to_the_step() -> None:
+    # It doubles every 100 steps from 64 on, and passes 65504 after almost 10 doublings.
+    bits = [math.log2(65504 / 64) - 0.2 * at for at in range(10)]
+    assert forecast(bits) == int(100 * math.log2(65504 / 64))
+
+
+def test_shrinking_and_few_samples_have_no_forecast() -> None:
+    assert forecast([5 + 0.1 * at for at in range(10)]) is None
+    assert forecast([5 - 0.1 * at for at in range(4)]) is None
+
+
+def test_noise_has_a_forecast_in_less_than_one_of_two_hundred() -> None:
+    rng = np.random.default_rng(0)
+    found = [forecast((5 + rng.standard_normal(10)).tolist()) for _ in range(1000)]
+    # Beyond 6 errors at 8 degrees of freedom, one side: 1.6e-4.
+    assert sum(each is not None for each in found) <= 5
+
+
+def test_growth_survives_its_state() -> None:
+    first, second = GrowthRule(), GrowthRule()
+    for at in range(6):
+        first.add("a", at, 9.0 - at)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.overflow_step("a") == first.overflow_step("a") == 9
