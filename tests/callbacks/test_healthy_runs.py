@@ -1,6 +1,6 @@
 """Two thousand healthy steps: no monitor says a word, whatever the precision.
 
-`make test` takes 400 of them, and samples as often; `make sweep` all.
+`make test` takes 400 of them, but for the demo, and samples as often; `make sweep` all.
 """
 
 from collections.abc import Callable
@@ -76,8 +76,8 @@ def test_monitors_in_a_healthy_run_raise_no_alarm(
     check_silence(watching)
 
 
-@pytest.mark.slow
-@each_length
+@pytest.mark.sweep
+@pytest.mark.parametrize("steps", [2000])
 def test_monitors_in_the_demo_raise_no_alarm(glyph_cache: Path, steps: int) -> None:
     torch.manual_seed(0)
     data = GlyphData(batch_size=32, cache_dir=str(glyph_cache), progress=False)
