@@ -28,9 +28,9 @@ class GrowthRule:
         if len(samples) < _LEAST:
             return None
         steps, bits = zip(*samples, strict=True)
-        slope, start = statistics.linear_regression(steps, bits)
+        slope, start = map(float, statistics.linear_regression(steps, bits))
         mean = statistics.fmean(steps)
-        left = sum((b - start - slope * s) ** 2 for s, b in samples) / (len(samples) - 2)
+        left: float = sum((b - start - slope * s) ** 2 for s, b in samples) / (len(samples) - 2)
         error = (left / sum((s - mean) ** 2 for s in steps)) ** 0.5
         if not slope < -_SIGNIFICANT * error:
             return None
