@@ -34,7 +34,8 @@ class GrowthRule:
         error = (left / sum((s - mean) ** 2 for s in steps)) ** 0.5
         if not slope < -_SIGNIFICANT * error:
             return None
-        return max(int(steps[-1] - bits[-1] / slope), steps[-1])
+        last, headroom = samples[-1]
+        return max(int(last - headroom / slope), last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the samples."""
