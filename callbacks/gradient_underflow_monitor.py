@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.underflow import Underflow, UnderflowJudge
+from lightning_mp.callbacks._rules.underflow import ROUNDING, Underflow, UnderflowJudge
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
@@ -126,9 +126,14 @@ class GradientUnderflowMonitor(SamplingMonitor):
         is_gone = zeros == 1 and bool(np.isfinite(losses).all()) and _passes_through_fp16(trainer)
         judge, prefix = functools.partial(self._rule.judge, is_gone=is_gone), f"{facts.optimizer}:"
         verdicts = [judge(prefix + _ALL, zeros, subnormals)]
+        squares = stats.column(StatField.SUM_OF_SQUARES)
+        rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
+        is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
         verdicts += [
-            judge(prefix + name, share, stats.subnormal_share[name])
-            for name, share in stats.zero_share.items()
+            judge(
+                prefix + name, share, stats.subnormal_share[name], is_rounding=bool(is_rounding[at])
+            )
+            for at, (name, share) in enumerate(stats.zero_share.items())
         ]
         found = [v for v in verdicts if v is not None]
         found.sort(key=lambda v: v.zero_share - v.usual_share, reverse=True)

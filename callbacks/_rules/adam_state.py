@@ -6,14 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_mp.callbacks._rules.underflow import ROUNDING
 from lightning_mp.callbacks._rules.verdict import Verdict
 
 __all__ = ["AdamNumbers", "AdamStateRule"]
 
 _ALL = 0.99  # of a tensor: what is too much without any knowledge of what is usual
-# A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
-# is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
-_ROUNDING = 2.0**-9
 _MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
 _ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
 
@@ -109,7 +107,7 @@ class AdamStateRule:
         is_rising, self._last_rate = (rate or 0.0) > self._last_rate, rate or 0.0
         is_silent = all(numbers.is_zero for numbers in tensors)
         moving = [numbers.gradient_rms for numbers in tensors if not numbers.is_zero]
-        rounding = _ROUNDING * statistics.median(moving) if moving else 0.0
+        rounding = ROUNDING * statistics.median(moving) if moving else 0.0
         verdicts: list[Verdict] = []
         high: list[Verdict] = []
         for numbers in tensors:

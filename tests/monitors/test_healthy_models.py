@@ -32,20 +32,10 @@ COVERING = {
     "hinge": "fp32",
     "short last batch": "fp32",
 }
-# What today's rules raise, in precisions of every kind.
-LOUD_IN_SHORT = {
-    "BERT": "update RMS is judged by the first samples, while gradients still change fast",
-    "MoE": "update RMS is judged by the first samples, in which rare experts had none",
-    "ViT": "update RMS is judged by the first samples, while gradients still change fast",
-    "hinge": "a batch with a loss of 0 has gradients of 0, which is taken for an underflow",
-}
-LOUD_IN_LONG = {
-    "MoE": "zero runs are judged by their length, and rare experts have long ones",
-    "hinge": "zero runs are judged by their length, and a loss of 0 makes long ones",
-}
+LOUD_IN_SHORT: dict[str, str] = {}
+LOUD_IN_LONG: dict[str, str] = {}
 # Two at a time on one machine, which rounding decides.
 NOW_AND_THEN = {
-    ("conv + BN", "fp32"): "biases in front of BatchNorm have no gradient but rounding",
     ("ViT", "16-mixed"): "a loss close to 0 has outliers of 30 times its median",
 }
 
