@@ -161,7 +161,7 @@ def test_cli_fit_with_all_callbacks_and_report_of_the_run(
         {"class_path": name, "init_args": arguments} for name, arguments in CALLBACKS.items()
     ]
     # What is exported can be used, but for what is none.
-    others = {"Alarm", "InstabilityMonitor", "InstabilityWarning"}
+    others = {"Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"}
     assert set(CALLBACKS) == set(lightning_mp.callbacks.__all__) - others
     plugin = {"class_path": "BalancedAMP"}
     run = tmp_path / "run"

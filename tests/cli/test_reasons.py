@@ -52,7 +52,8 @@ def _spec(name: str, **arguments: Any) -> dict[str, Any]:
         ),
         (
             {"callbacks": [_spec("SpikeGuard", action="explode")]},
-            "action -> Expected a Literal['warn', 'skip', 'stop', 'rewind']. Got value: explode",
+            "action -> Expected a Literal['warn', 'skip', 'stop', 'raise', 'rewind']. "
+            "Got value: explode",
         ),
         ({"callbacks": [_spec("SpikGuard")]}, "Did you mean `SpikeGuard`?"),
         (

@@ -16,7 +16,12 @@ from typing import get_args
 import pytest
 import torch
 
-from lightning_mp.contrastive.triton_tiles.configs import TileConfig, all_configs, find_configs
+from lightning_mp.contrastive.triton_tiles.configs import (
+    Kernel,
+    TileConfig,
+    all_configs,
+    find_configs,
+)
 from lightning_mp.contrastive.triton_tiles.operands import Precision, TileDtype
 from tests.contrastive.triton_tiles.compiling import (
     Chip,
@@ -124,15 +129,20 @@ SPILLING = [
     changed("softmax_wide", 90, BF16, tile=(128, 256, 64)),
     changed("softmax", 80, BF16_LOW, tile=(128, 256, 32), stages=3),
 ]
-# The chips of the same kind that PTX for 80 is compiled for, and those few people have.
+# What is used on chips that share the rows of 80, or of which few people have one yet.
+FIRST = [
+    bare(rows_of(kernel, arch, torch.bfloat16)[1]) for kernel in get_args(Kernel) for arch in CHIPS
+]
+USED = [r for r in TILES if r.config in FIRST and r.precision == BF16 and not r.ragged]
 RELATED = [
     dataclasses.replace(request, arch=arch)
     for arch in (86, 89)
-    for request in gate_of([r for r in TILES if r.config.arch == 80 and r.precision == BF16])
+    for request in USED
+    if request.config.arch == 80
 ]
 GATE = [
     *gate_of([r for r in TILES if r.config.arch in (80, 90)]),
-    *(r for r in TILES if r.config.arch in (100, 120) and r.precision == BF16 and not r.ragged),
+    *(r for r in USED if r.config.arch in (100, 120)),
     *RELATED,
     *MERGES,
     SPILLING[1],
