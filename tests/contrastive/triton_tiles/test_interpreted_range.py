@@ -83,6 +83,10 @@ def test_logits_up_to_ten_thousand_are_as_exact_as_fp32_is_there(
 
 
 # Logits lie within 3 of 0 in powers of two, and sums of up to 128 of them below 2^9.
+# How many tiles 257 columns take: they are of 128 rows, and of 256 columns on 80, 128 on 90.
+ACROSS = {80: 2, 90: 3}
+
+
 @pytest.mark.parametrize(
     ("dtype", "arch", "reference", "is_redone"),
     [
@@ -106,8 +110,8 @@ def test_tiles_that_are_all_redone_equal_float64_and_the_fast_path(
     shard, tiles = make_shard(130, 257, 72, dtype, scale=5.0), TritonTiles(arch=arch)
     _set_reference(monkeypatch, reference)
     lses = shard.lse_sweep(tiles)
-    # Six tiles are more than there are programs to redo them.
-    assert redone.tiles(3) == [[is_redone] * 3] * 2
+    # On 90, six tiles are more than there are programs to redo them.
+    assert redone.tiles(ACROSS[arch]) == [[is_redone] * ACROSS[arch]] * 2
     assert shard.lse_error(lses) < LSE_ERROR
     monkeypatch.undo()
     for slow, fast in zip(lses, shard.lse_sweep(tiles), strict=True):
@@ -161,8 +165,10 @@ def test_rows_and_columns_of_plain_and_redone_tiles_equal_float64(
 ) -> None:
     shard = _outliers(dtype, row, column)
     lses = shard.lse_sweep(TritonTiles(arch=arch))
-    # Tiles are 128 x 128. In a redone one, all rows and columns count as much as elsewhere.
-    assert redone.tiles(3) == expected
+    # In a redone tile, all rows and columns count as much as elsewhere.
+    if ACROSS[arch] == 2:  # the first two tiles of a row are one
+        expected = [[max(first, second), third] for first, second, third in expected]
+    assert redone.tiles(ACROSS[arch]) == expected
     assert shard.lse_error(lses) < 2 * LSE_ERROR  # logits near -200
     assert shard.grad_error(shard.grad_sweep(TritonTiles(arch=arch))) < 2 * GRADIENT_ERROR[dtype]
 
