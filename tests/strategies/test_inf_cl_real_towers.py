@@ -192,6 +192,7 @@ def test_inf_cl_averaged_weights_are_those_without_the_cache(average: str) -> No
     )
 
 
+@pytest.mark.slow
 @UNUSED
 def test_inf_cl_cache_costs_one_forward_of_the_towers() -> None:
     """So 4/3 of the FLOPs, where a backward costs two forwards."""
