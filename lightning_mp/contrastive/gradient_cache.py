@@ -59,6 +59,8 @@ class GradientCache:
         device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
             `None` leaves them where they are.
         prefetch: Micro-batches to copy ahead when arguments are on the host.
+            Copies run beside the towers from 2 on; `max(prefetch + 1, 2)` are on the device at
+            most.
         rows: Names of arguments of towers that have one row, or element, for each of the batch,
             where that cannot be told by their shapes.
         whole: Names of arguments that all rows share, such as a prompt with as many rows as the
