@@ -1,4 +1,4 @@
-"""What the ring and the loss ask of the code that multiplies tiles.
+"""What the loss asks of the code that multiplies tiles.
 
 Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
@@ -6,6 +6,7 @@ Shapes:
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["TileBackend"]
@@ -15,10 +16,15 @@ class TileBackend(Protocol):
     """Two sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
 
     The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
-    `diagonal=None` says that the shard holds no positives. Log-sum-exps are natural logarithms in
+    `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
+    alone have theirs there. Log-sum-exps are natural logarithms in
     `state_dtype`, gradients are in `accumulation_dtype`; both sweeps add to what they are given,
     in an order that does not depend on the run.
     """
+
+    def budget(self, device: torch.device) -> int:
+        """Return how many bytes the sweeps may take at a time on a device."""
+        ...
 
     def lse_sweep(
         self,
@@ -28,6 +34,7 @@ class TileBackend(Protocol):
         row_lse_b: Tensor,
         column_lse_m: Tensor,
         diagonal: int | None,
+        positive_rows: slice | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
@@ -46,6 +53,7 @@ class TileBackend(Protocol):
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
         diagonal: int | None,
+        positive_rows: slice | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 

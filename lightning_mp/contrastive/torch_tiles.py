@@ -54,10 +54,11 @@ class TorchTiles:
         row_lse_b: Tensor,
         column_lse_m: Tensor,
         diagonal: int | None,
+        positive_rows: slice | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
-        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal):
-            _diagonal(tile.logits_rc, tile.diagonal).fill_(-torch.inf)
+        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows):
+            tile.positives(tile.logits_rc).fill_(-torch.inf)
             parts = _log2_sums_exp2(tile.logits_rc, row_lse_b.dtype, spare_rc=tile.spare_rc)
             totals = (row_lse_b[tile.rows], column_lse_m[tile.columns])
             for total, part in zip(totals, parts, strict=True):
@@ -73,18 +74,19 @@ class TorchTiles:
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
         diagonal: int | None,
+        positive_rows: slice | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         dtype = accumulation_dtype(rows_bD.dtype)
         row_b = (row_lse_b * _LOG2_E).to(dtype)
         column_m = (column_lse_m * _LOG2_E).to(dtype)
-        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal):
+        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows):
             by_row_rc = torch.sub(tile.logits_rc, row_b[tile.rows, None], out=tile.spare_rc)
             by_row_rc.clamp_(min=_MIN_EXPONENT[dtype]).exp2_()
             by_column_rc = tile.logits_rc.sub_(column_m[None, tile.columns])
             by_column_rc.clamp_(min=_MIN_EXPONENT[dtype]).exp2_()
             softmax_rc = by_row_rc.add_(by_column_rc)
-            _diagonal(softmax_rc, tile.diagonal).zero_()
+            tile.positives(softmax_rc).zero_()
             if d_rows_bD is not None:
                 d_rows_bD[tile.rows].addmm_(softmax_rc, tile.columns_cD)
             if d_columns_mD is not None:
@@ -92,20 +94,27 @@ class TorchTiles:
 
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
-        values = self._budget(device) // accumulation_dtype(dtype).itemsize
+        values = self.budget(device) // accumulation_dtype(dtype).itemsize
         columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
         return max(64, columns // 64 * 64)
 
-    def _budget(self, device: torch.device) -> int:
+    def budget(self, device: torch.device) -> int:
+        """Return the workspace on a device, see `TileBackend.budget`."""
         if self.workspace_bytes is not None:
             return self.workspace_bytes
         return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
 
     def _tiles(
-        self, rows_bD: Tensor, columns_mD: Tensor, scale: Tensor, diagonal: int | None
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        diagonal: int | None,
+        positive_rows: slice | None,
     ) -> Iterator["_Tile"]:
         """Yield every tile of the logits, row by row; each overwrites the one before."""
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
+        have = slice(0, b) if positive_rows is None else positive_rows
         dtype = accumulation_dtype(rows_bD.dtype)
         limit = self.tile_size(width, dtype, rows_bD.device)
         height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
@@ -126,12 +135,13 @@ class TorchTiles:
                 columns_cD = columns_mD[columns].to(dtype)
                 torch.mm(scaled_rD, columns_cD.T, out=logits_rc)
                 offset = None if diagonal is None else diagonal + top - left
-                yield _Tile(rows, columns, columns_cD, logits_rc, spare_rc, offset)
+                having = slice(max(have.start - top, 0), max(have.stop - top, 0))
+                yield _Tile(rows, columns, columns_cD, logits_rc, spare_rc, offset, having)
 
 
 @dataclasses.dataclass
 class _Tile:
-    """One tile: its place, the columns in the accumulation dtype, its logits and a spare buffer."""
+    """One tile: its place, columns in the accumulation dtype, logits, a spare buffer, positives."""
 
     rows: slice
     columns: slice
@@ -139,18 +149,22 @@ class _Tile:
     logits_rc: Tensor
     spare_rc: Tensor
     diagonal: int | None
+    positive_rows: slice
+
+    def positives(self, tile_rc: Tensor) -> Tensor:
+        """Return the view of the positives, empty if the tile holds none."""
+        part_rc = tile_rc[self.positive_rows]
+        if self.diagonal is None:
+            return tile_rc.new_empty(0)
+        offset = self.diagonal + min(self.positive_rows.start, tile_rc.shape[0])
+        if not -part_rc.shape[0] < offset < part_rc.shape[1]:
+            return tile_rc.new_empty(0)
+        return part_rc.diagonal(offset)
 
 
 def _even_step(length: int, limit: int) -> int:
     """Return a step of at most `limit` that cuts `length` into steps of nearly the same size."""
     return -(-length // -(-length // limit))
-
-
-def _diagonal(tile_rc: Tensor, offset: int | None) -> Tensor:
-    """Return the view of the positives in a tile, empty if it holds none."""
-    if offset is None or not -tile_rc.shape[0] < offset < tile_rc.shape[1]:
-        return tile_rc.new_empty(0)
-    return tile_rc.diagonal(offset)
 
 
 def _log2_sums_exp2(
