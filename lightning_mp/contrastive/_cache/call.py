@@ -21,6 +21,7 @@ from lightning_mp.contrastive._cache.graph import (
 )
 from lightning_mp.contrastive._cache.micro_batches import MicroBatches, WrittenError
 from lightning_mp.contrastive._cache.outputs import Outputs, check_no_tangents
+from lightning_mp.contrastive._cache.sharding import sharded_modules
 from lightning_mp.contrastive._cache.verification import Sketch, rounding_noise
 from lightning_mp.numerics.replay_state import AutocastState, BufferState, RngState, version_of
 
@@ -31,7 +32,6 @@ __all__ = ["Call", "Replayed", "Settings"]
 class Settings:
     """What all calls of a cache share; see `GradientCache`."""
 
-    micro_batch_size: int
     device: torch.device | None
     prefetch: int
     rows: tuple[str, ...]
@@ -102,7 +102,6 @@ class Call:
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             arguments.is_cut,
             batch_size=arguments.batch_size,
-            micro_batch_size=settings.micro_batch_size,
             device=settings.device,
             prefetch=settings.prefetch,
         )
@@ -117,18 +116,55 @@ class Call:
         self.leaves: dict[int, Tensor] = {}
         self.is_reentrant = False
         self.outputs = Outputs(tower, arguments, settings.leave_out)
+        self.is_sharded = bool(sharded_modules(module))
+
+    @property
+    def batch_size(self) -> int:
+        """How many rows it is for."""
+        return self._arguments.batch_size
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters of its module that are trained."""
+        parameters = () if self._module is None else self._module.parameters()
+        return [p for p in parameters if p.requires_grad]
 
     @property
     def needs_grad(self) -> bool:
         """Whether anything is trained through the call."""
         return bool(self.leaves or self.is_reentrant) or any(facts[2] for facts in self._facts)
 
-    def run(self) -> list[Tensor]:
+    def probe(self, rows: int) -> int:
+        """Run the first rows and differentiate them, without a trace; return the bytes of a row.
+
+        The gradients are of zeros, so that nothing that watches them sees an overflow.
+        """
+        with self._undisturbed():
+            since = _sequence_number()
+            samples = self._batches.samples(rows)
+            returned, inputs = self._run(samples[0])
+            outputs = self.outputs.open(returned, slice(0, rows))
+            size = sum(x.numel() * x.element_size() for x in outputs) // rows
+            roots = [x for x in outputs if x.requires_grad]
+            del returned, outputs
+            if roots:
+                graph = explore(roots, since)
+                gradients_aside(
+                    roots,
+                    [torch.zeros_like(x) for x in roots],
+                    [*inputs, *graph.leaves.values()],
+                    is_reentrant=graph.is_reentrant,
+                    retain_graph=graph.goes_outside,
+                )
+        return size
+
+    def run(self, micro_batch_size: int) -> list[Tensor]:
         """Run every micro-batch, and return the outputs for the whole batch.
 
         Each runs as it will be replayed, with a graph, so that the same kernels are chosen and
         what it trains is seen; the graph is let go at once.
         """
+        self._batches.micro_batch_size = micro_batch_size
         needs_grad: list[bool] = []
         try:
             for rows, leaves in self._batches.first_run():
