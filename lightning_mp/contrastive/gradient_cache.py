@@ -23,6 +23,7 @@ from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
 from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
 from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
 from lightning_mp.contrastive._cache.node import attach
+from lightning_mp.contrastive._cache.sharding import set_reduction
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive._cache.verification import difference_error
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -135,6 +136,7 @@ class GradientCache:
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._told_of: set[str] = set()
+        self._pending: list[tuple[Call, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
         self.calls = 0
         """How many calls of towers were served."""
@@ -159,6 +161,12 @@ class GradientCache:
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
+        if self._pending:
+            raise RuntimeError(
+                f"The sharded tower `{self._pending[0][0].tower}` was called, and its replay never "
+                "run, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
+                "with `InfCLModelParallelStrategy`, `self.manual_backward(loss)` does both."
+            )
         found = [find_tower(model, name) for name in towers]
         before, self._expected_rows = self._expected_rows, rows_of(batch)
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -196,6 +204,27 @@ class GradientCache:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned; without `micro_batch_size="auto"` it has no effect."""
         self.micro_batch_sizes = dict(state["micro_batch_sizes"])
+
+    def finish(self, *, reduce: bool = True) -> None:
+        """Replay what the backward of the loss has left: calls of towers under `fully_shard`.
+
+        Gathered parameters get their gradients through FSDP's own hooks only, which a backward
+        inside another cannot run. Call it after `loss.backward()`; without such towers it does
+        nothing. Until the end, whole gradients stay on each rank, as in FSDP's own accumulation.
+
+        Args:
+            reduce: Whether to reduce and scatter the gradients with the last micro-batch; False
+                where another backward follows before the step.
+        """
+        pending, self._pending = self._pending, []
+        for index, (call, cotangents) in enumerate(pending):
+            following = {id(part) for other, _ in pending[index + 1 :] for part in other.sharded}
+            set_reduction(call.sharded, False)
+            last = [part for part in call.sharded if id(part) not in following]
+            gradients = self._replay_now(call, cotangents, last if reduce else ())
+            for leaf, gradient in zip(call.leaves.values(), gradients, strict=True):
+                if gradient is not None:
+                    torch.autograd.backward([leaf], [gradient])
 
     def check(self) -> None:
         """Wait for the comparisons of all replays so far.
@@ -259,7 +288,15 @@ class GradientCache:
         return self.micro_batch_sizes[name]
 
     def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        replayed = call.replay(cotangents)
+        if call.is_sharded:
+            self._pending.append((call, cotangents))
+            return [None] * (len(call.leaves) + 1)
+        return self._replay_now(call, cotangents)
+
+    def _replay_now(
+        self, call: Call, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
+    ) -> list[Tensor | None]:
+        replayed = call.replay(cotangents, to_reduce)
         self._tell_of_unused(call.tower, replayed)
         if replayed.difference is not None and replayed.tolerance < float("inf"):
             self._differences.submit(

@@ -30,7 +30,7 @@ def make(batch: Tensor, prefetch: int) -> MicroBatches:
     batches = MicroBatches(
         [batch, "flag"], [True, False], batch_size=len(batch), device=DEVICE, prefetch=prefetch
     )
-    batches.micro_batch_size = ROWS
+    batches.cut(ROWS)
     return batches
 
 

@@ -7,6 +7,7 @@ Shapes:
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,6 @@ class MicroBatches:
         device: Where the function runs; `None` leaves everything where it is.
         prefetch: Micro-batches to copy ahead.
 
-    Attributes:
-        micro_batch_size: Rows in a micro-batch; the last one may have fewer.
     """
 
     def __init__(
@@ -54,7 +53,8 @@ class MicroBatches:
         device: torch.device | None,
         prefetch: int,
     ) -> None:
-        self.batch_size = self.micro_batch_size = batch_size
+        self.batch_size = batch_size
+        self._slices = [slice(0, batch_size)]
         self._device = device
         self._prefetch = prefetch
         self._is_cut = is_cut
@@ -72,18 +72,26 @@ class MicroBatches:
         }
         self._kept: dict[tuple[int, int], Tensor] = {}
 
+    def cut(self, rows: int, parts: int | None = None) -> None:
+        """Cut the batch; until then it is one micro-batch.
+
+        Args:
+            rows: In a micro-batch; the last one may have fewer.
+            parts: How many to make, as even as can be, with up to that many rows.
+        """
+        count = parts or 1
+        even = [self.batch_size * part // count for part in range(count + 1)]
+        bounds = even if parts else [*range(0, self.batch_size, rows), self.batch_size]
+        self._slices = [slice(start, stop) for start, stop in pairwise(bounds)]
+
     def __len__(self) -> int:
-        return -(-self.batch_size // self.micro_batch_size)
+        return len(self._slices)
 
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
         """Yield the rows and the leaves of every micro-batch, in order."""
-        starts = range(0, self.batch_size, self.micro_batch_size)
-        slices = [
-            slice(start, min(start + self.micro_batch_size, self.batch_size)) for start in starts
-        ]
         if self._copies_ahead():
-            return self._copied_ahead(slices)
-        return ((rows, self._take(rows)) for rows in slices)
+            return self._copied_ahead(self._slices)
+        return ((rows, self._take(rows)) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
         """Iterate for the first time, and note what the function writes to."""
