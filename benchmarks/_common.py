@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -226,22 +226,25 @@ def _version(distribution: str) -> str:
 
 
 class CsvTable:
-    """A CSV file that rows are appended to, over many runs and machines.
+    """A CSV file of rows from many runs and machines; what is measured again replaces the old row.
 
     Args:
         path: The file; made with its header when it is not there.
         columns: The header.
+        measured: Columns that a run finds out. The others say what was measured where: rows that
+            have all of these in common are of one thing, and the last one stays.
 
     Raises:
         ValueError: The file has another header. Rows under the wrong header would be read as what
             they are not, so this is checked before anything is measured.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], measured: Collection[str] = ()) -> None:
         self.path = path
         self.columns = list(columns)
-        found = self._header()
-        if found is not None and found != self.columns:
+        self._key = [name for name in self.columns if name not in {"date", *measured}]
+        found = self._read()[0]
+        if found and found != self.columns:
             raise ValueError(
                 f"Passed the CSV file {str(path)!r} with the header {','.join(found)!r}. Rows of "
                 f"this benchmark need {','.join(self.columns)!r}. Pass another path, or move that "
@@ -249,20 +252,25 @@ class CsvTable:
             )
 
     def append(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add rows at the end; each has a value for every column."""
+        """Add rows at the end, each with a value for every column, in place of older ones."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = self._header() is None
-        with self.path.open("a", newline="") as file:
+        _, found = self._read()
+        new = [{n: "" if row[n] is None else str(row[n]) for n in self.columns} for row in rows]
+        by_key = {tuple(row[name] for name in self._key): row for row in [*found, *new]}
+        part = self.path.with_suffix(".part")  # whoever is killed leaves the whole file or the old
+        with part.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerows(rows)
+            writer.writeheader()
+            writer.writerows(by_key.values())
+        part.replace(self.path)
 
-    def _header(self) -> list[str] | None:
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Return the header and the rows of the file."""
         if not self.path.exists():
-            return None
+            return [], []
         with self.path.open(newline="") as file:
-            return next(csv.reader(file), None)
+            reader = csv.DictReader(file)
+            return list(reader.fieldnames or []), list(reader)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -36,6 +36,20 @@ from benchmarks._inputs import DTYPES, Case, Inputs  # noqa: E402
 __all__ = ["main"]
 
 DEFAULT_CSV = Path("benchmarks/results/million.csv")
+MEASURED = (
+    "seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "tflops",
+    "peak_extra_bytes",
+    "peak_total_bytes",
+    "loss",
+    "theory_loss",
+    "mean_error",
+    "term_error",
+    "image_gradient_error",
+    "text_gradient_error",
+)
 # Of a loss term, absolute: log-sum-exps of fp32 logits near 100 are off by about 2e-5.
 TERM_TOLERANCE = 5e-4
 # Of a gradient, relative to its norm: the softmax and the result are stored in this dtype.
@@ -211,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = pick_device(args.device)
         path = ROOT / DEFAULT_CSV if args.csv == DEFAULT_CSV else args.csv
-        csv_table = None if path is None else CsvTable(path, [each.name for each in fields(Row)])
+        csv_table = (
+            None if path is None else CsvTable(path, [each.name for each in fields(Row)], MEASURED)
+        )
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     case = Case(args.batch, args.width, args.dtype, args.scale, device)

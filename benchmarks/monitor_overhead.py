@@ -58,6 +58,12 @@ from lightning_mp.callbacks import (  # noqa: E402
 from lightning_mp.callbacks._step.outputs import OutputSampler  # noqa: E402
 
 DEFAULT_CSV = Path("benchmarks/results/monitor_overhead.csv")
+MEASURED = (
+    "step_ms",
+    "monitor_ms_per_step",
+    "share_of_step",
+    "windows",
+)
 GOALS = {"cpu": 0.02, "cuda": 0.01}  # of a step, at the default cadence
 COLUMNS = [
     "monitor",
@@ -288,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = pick_device(args.device)
         path = ROOT / DEFAULT_CSV if args.csv == DEFAULT_CSV else args.csv
         facts = {**environment(torch.device(device)), "lightning": lightning.__version__}
-        table = None if path is None else CsvTable(path, [*COLUMNS, *facts])
+        table = None if path is None else CsvTable(path, [*COLUMNS, *facts], MEASURED)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     warning = load_warning()

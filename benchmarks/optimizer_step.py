@@ -54,6 +54,17 @@ from lightning_mp.optim.safe_adamw import SafeAdamW  # noqa: E402
 __all__ = ["CONTENDERS", "Contender", "Row", "main"]
 
 DEFAULT_CSV = Path("benchmarks/results/optimizer_step.csv")
+MEASURED = (
+    "rounds",
+    "ms_median",
+    "ms_min",
+    "ms_max",
+    "speedup",
+    "gb_per_second",
+    "copy_gb_per_second",
+    "copy_fraction",
+    "error",
+)
 BASE, COPY = "torch fused fp32", "copy"
 # Of the bandwidth of a copy, on CUDA.
 TARGET_FRACTION = 0.85
@@ -372,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = torch.device(pick_device(args.device))
         path = ROOT / DEFAULT_CSV if args.csv == DEFAULT_CSV else args.csv
-        csv_table = None if path is None else CsvTable(path, list(Row.__annotations__))
+        csv_table = None if path is None else CsvTable(path, list(Row.__annotations__), MEASURED)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     warning = load_warning()

@@ -68,6 +68,19 @@ from lightning_mp import BalancedAMP, PureFP16  # noqa: E402
 __all__ = ["main"]
 
 DEFAULT_CSV = Path("benchmarks/results/precision.csv")
+MEASURED = (
+    "rounds",
+    "ms_median",
+    "ms_min",
+    "ms_max",
+    "speedup",
+    "images_per_second",
+    "peak_bytes",
+    "final_loss",
+    "loss_difference",
+    "loss_scale",
+    "skipped_steps",
+)
 PRECISIONS: dict[str, Callable[[str], Precision]] = {
     "32-true": lambda device: Precision(),
     "16-mixed": lambda device: MixedPrecision("16-mixed", device),
@@ -364,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in args.size:
             SIZES[size].patches(args.image)
         path = ROOT / DEFAULT_CSV if args.csv == DEFAULT_CSV else args.csv
-        csv_table = None if path is None else CsvTable(path, list(Row.__annotations__))
+        csv_table = None if path is None else CsvTable(path, list(Row.__annotations__), MEASURED)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     warning = load_warning()

@@ -74,3 +74,12 @@ def test_table_keeps_its_header_over_runs(tmp_path):
     for value in (1, None):
         CsvTable(path, ["name", "value"]).append([{"name": "a", "value": value}])
     assert path.read_text() == "name,value\na,1\na,\n"
+
+
+def test_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path):
+    table = CsvTable(tmp_path / "table.csv", ["date", "name", "chip", "ms"], ["ms"])
+    for date, name, chip, ms in [(1, "a", "x", 5), (2, "a", "y", 4), (3, "b", "x", 3)]:
+        table.append([{"date": date, "name": name, "chip": chip, "ms": ms}])
+    table.append([{"date": 4, "name": "a", "chip": "x", "ms": 2}])
+    assert table.path.read_text() == "date,name,chip,ms\n4,a,x,2\n2,a,y,4\n3,b,x,3\n"
+    assert list(tmp_path.iterdir()) == [table.path]

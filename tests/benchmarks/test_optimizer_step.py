@@ -54,7 +54,7 @@ def rehearsal(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("results") / "new" / "figures.csv"
     assert main([*QUICK, "--rounds", "1", "--csv", str(path)]) == 0
     other = ["--contenders", "SafeAdamW foreach fp16", "--rounds", "2", "--csv", str(path)]
-    assert main([*QUICK, *other]) == 0
+    assert main([*QUICK, *other, "--threads", "2"]) == 0
     return path
 
 
