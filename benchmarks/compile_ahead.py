@@ -37,8 +37,6 @@ from lightning_mp.contrastive.triton_tiles.configs import _ARCHS  # noqa: E402
 from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
 from lightning_mp.optim.fused_adamw import fused_adamw_step  # noqa: E402
 
-__all__ = ["GROUPS", "main", "pretend", "settle"]
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 4096  # counts of tiles are multiples of 16, as at all larger batches of the suite
 WIDTHS = 512, 768, 1024

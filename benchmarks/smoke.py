@@ -19,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-__all__ = ["BENCHMARKS", "main"]
-
 DTYPES = "--dtype", "bf16", "fp16", "fp32"
 BENCHMARKS = {
     "contrastive_loss": ("--no-memory", *DTYPES),
