@@ -1,5 +1,6 @@
 """Keeps apart what cannot run together, and skips what the machine cannot run."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 # do only one of both.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+
+gc.disable()  # until all is imported, which makes much that stays and little garbage
 
 # Lightning's advice about data loaders and loops, which tiny test set-ups do not follow.
 ADVICE = "lightning.fabric.utilities.warnings.PossibleUserWarning"
@@ -23,6 +26,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     if "lightning.fabric" in sys.modules:
         session.config.addinivalue_line("filterwarnings", f"ignore::{ADVICE}")
+    gc.collect()
+    gc.freeze()  # what stays for good need not be looked through again and again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
