@@ -73,8 +73,8 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 		--constraint constraints.txt --requirement $(DOCS)/requirements.txt
 	@touch $@
 
-demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it retrieves
-	$(BIN)/python examples/glyph_clip/run.py
+demo: $(STAMP)  ## Train a CLIP on glyphs, test it, draw what it finds; ARGS=--fast for two minutes
+	$(BIN)/python examples/glyph_clip/run.py $(ARGS)
 
 bench: $(STAMP)  ## Time and weigh the contrastive loss against its peers
 	$(BIN)/python benchmarks/contrastive_loss.py
