@@ -37,6 +37,7 @@ from lightning_mp.contrastive import infonce  # noqa: E402
 from lightning_mp.contrastive.agreement import make_plan  # noqa: E402
 from lightning_mp.contrastive.triton_tiles import lse_kernels, softmax_kernels, tiles  # noqa: E402
 from lightning_mp.contrastive.triton_tiles.tiles import TritonTiles  # noqa: E402
+from lightning_mp.numerics import row_dots, row_dots_kernels  # noqa: E402
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
 
@@ -139,6 +140,7 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
     kernels = {
         lse_kernels: ("lse_kernel", "lse_redo_kernel", "merge_kernel"),
         softmax_kernels: ("softmax_kernel",),
+        row_dots_kernels: ("row_dots_kernel",),
     }
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
@@ -147,8 +149,8 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
                 for name in names:
                     stack.enter_context(mock.patch.object(module, name, _Kernel(counts)))
             stack.enter_context(mock.patch.object(tiles, "add_product", product))
-            chunks = {"cpu": infonce._CHUNK_VALUES["cuda"]}
-            stack.enter_context(mock.patch.dict(infonce._CHUNK_VALUES, chunks))
+            fused = lambda left, right, dtype: row_dots.fused_row_dots(left, right)  # noqa: E731
+            stack.enter_context(mock.patch.object(infonce, "row_dots", fused))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", return_value=4096))
             stack.enter_context(FakeTensorMode())
             yield

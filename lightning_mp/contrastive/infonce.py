@@ -31,6 +31,7 @@ from lightning_mp.contrastive.exchange import Exchange, Visit
 from lightning_mp.contrastive.tile_backend import Kept, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["NO_SECOND_DERIVATIVE", "InfoNCE", "Plan", "Swept", "differentiate", "sweep"]
 
@@ -38,10 +39,6 @@ NO_SECOND_DERIVATIVE = (
     "Called a second derivative through `ContrastiveLoss`, which has a first one only. Write a "
     "gradient penalty on something else, or use a dense loss for it."
 )
-
-# Rows are taken in chunks of about this many values where a float64 copy is made: 2 MiB a copy on
-# a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should take longer than its launch.
-_CHUNK_VALUES = {"cpu": 2**18, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def sweep(
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = _memory_for_tiles(image_bD, plan)
         row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, kept, plan)
-        pos_b = _row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
+        pos_b = row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.
     margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
@@ -155,9 +152,9 @@ def differentiate(
             total = swept.weight_b.new_zeros(())
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             if d_image_bD is not None:
-                total = _row_dots(image_bD, d_image_bD, total.dtype).sum()
+                total = row_dots(image_bD, d_image_bD, total.dtype).sum()
             elif d_text_bD is not None:
-                total = _row_dots(text_bD, d_text_bD, total.dtype).sum()
+                total = row_dots(text_bD, d_text_bD, total.dtype).sum()
             total = plan.exchange.all_reduce(total)
             d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
         factor = scale.to(unit.dtype).reshape(()) * unit * plan.exchange.world_size
@@ -233,15 +230,3 @@ def _gradient_sweep(
         if grad_bD is not None:
             grad_bD.addcmul_(other_bD, weight_b1, value=-1.0)
     return d_image_bD, d_text_bD
-
-
-def _row_dots(left_bD: Tensor, right_bD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inner products of the rows, multiplied and summed in `dtype`."""
-    chunk_values = _CHUNK_VALUES.get(left_bD.device.type, _CHUNK_VALUES["cpu"])
-    rows = max(1, chunk_values // left_bD.shape[1])
-    return torch.cat(
-        [
-            (left_cD.to(dtype) * right_cD.to(dtype)).sum(1)
-            for left_cD, right_cD in zip(left_bD.split(rows), right_bD.split(rows), strict=True)
-        ]
-    )
