@@ -51,7 +51,9 @@ class ContrastiveLoss(nn.Module):
         \qquad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
-    backward (a dense loss: six). A locked tower (LiT) saves its product.
+    backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep what
+    fits half of the workspace (the rest of it past 64 MiB, on CUDA 1 GiB) until the backward: where
+    all tiles fit, three products. Triton tiles are not kept.
 
     Features of two dtypes, as those of a locked tower that were kept in fp32, are taken in the
     wider one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
@@ -220,7 +222,10 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(problem)
         scale = _as_tensor(logit_scale, image_bD)
         bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
-        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options)[0]
+        keeps = torch.is_grad_enabled() and (
+            image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
+        )
+        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options, keeps=keeps)[0]
         return loss
 
     @torch.compiler.disable
