@@ -32,7 +32,7 @@ def _history() -> History:
     for step in range(STEPS):
         history.add_point("loss", step, 2 + math.cos(step / 30))
         history.add_point("gradient_norm", step, 10.0 ** (step / 100))
-        history.add_point("loss_scale", step, 2.0 ** (16 - step // 10))  # to 2^-23
+        history.add_point("loss_scale", step, 2.0 ** (16 - step // 5))  # to 2^-63
     history.add_point("loss_not_finite", 101, math.nan)
     names = [
         f"model.transformer.encoder.layers.{layer}.attention.self.{part}.weight"
