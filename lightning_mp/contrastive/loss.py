@@ -27,7 +27,7 @@ from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.library import infonce
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["ContrastiveLoss"]
+__all__ = ["ContrastiveLoss", "as_tensor"]
 
 
 @explains_arguments(
@@ -118,6 +118,8 @@ class ContrastiveLoss(nn.Module):
         loss_fn = ContrastiveLoss()
         loss = loss_fn(image_features, text_features, self.logit_scale.exp())
     """
+
+    _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
 
     def __init__(
         self,
@@ -220,8 +222,8 @@ class ContrastiveLoss(nn.Module):
         problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
         if problem is not None:
             raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
@@ -243,13 +245,13 @@ class ContrastiveLoss(nn.Module):
         if problem is not None:
             report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         plan = agree(
-            image_bD, text_bD, scale,
+            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None,
             exchange=self.exchange, options=self._options, group=self.process_group,
         )  # fmt: skip
-        loss: Tensor = InfoNCE.apply(image_bD, text_bD, scale, bias, plan)
+        loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         return loss
 
     def _world_size(self) -> int:
@@ -264,7 +266,7 @@ class ContrastiveLoss(nn.Module):
         return size
 
 
-def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
     if isinstance(value, Tensor):
         return value.to(like.device)

@@ -33,7 +33,7 @@ class Kept:
 
 
 class TileBackend(Protocol):
-    """Two sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
+    """Sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
 
     The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
     `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
@@ -95,5 +95,25 @@ class TileBackend(Protocol):
         `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
         include the positives. `None` skips a gradient and its unit of work; `kept`, as the first
         sweep left it, takes up to one more off.
+        """
+        ...
+
+    def sigmoid_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        totals_2: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        diagonal: int | None,
+        positive_rows: slice | None = None,
+    ) -> None:
+        """Add one shard's negatives to the sigmoid loss and its gradients, in place.
+
+        With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
+        `totals_2 += [sum softplus(x_ij), sum P_ij]`, `d_rows_bD += P @ columns_mD` and
+        `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient.
         """
         ...

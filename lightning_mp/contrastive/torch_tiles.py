@@ -9,7 +9,7 @@ results below fp32's smallest normal number, and a GEMM over such results 200 ti
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -96,15 +96,36 @@ class TorchTiles:
         kept: Kept | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
-        dtype = accumulation_dtype(rows_bD.dtype)
         row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
-        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept):
-            softmax_rc = _softmax(tile, row_b[tile.rows], column_m[tile.columns])
-            tile.positives(softmax_rc).zero_()
-            if d_rows_bD is not None:
-                d_rows_bD[tile.rows].addmm_(softmax_rc, tile.columns_cD)
-            if d_columns_mD is not None:
-                d_columns_mD[tile.columns].addmm_(softmax_rc.T, rows_bD[tile.rows].to(dtype))
+
+        def weights_of(tile: _Tile) -> Tensor:
+            return _softmax(tile, row_b[tile.rows], column_m[tile.columns])
+
+        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept)
+        _multiply(tiles, weights_of, rows_bD, d_rows_bD, d_columns_mD)
+
+    def sigmoid_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        totals_2: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        diagonal: int | None,
+        positive_rows: slice | None = None,
+    ) -> None:
+        """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
+        log2_bias = bias * _LOG2_E
+
+        def weights_of(tile: _Tile) -> Tensor:
+            weights_rc, losses = _sigmoid(tile, log2_bias)
+            totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
+            return weights_rc
+
+        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, None)
+        _multiply(tiles, weights_of, rows_bD, d_rows_bD, d_columns_mD)
 
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
@@ -254,6 +275,31 @@ class _Tile:
         return part_rc.diagonal(offset)
 
 
+def _multiply(
+    tiles: Iterator[_Tile],
+    weights_of: Callable[[_Tile], Tensor],
+    rows_bD: Tensor,
+    d_rows_bD: Tensor | None,
+    d_columns_mD: Tensor | None,
+) -> None:
+    """Add the negatives of every tile to the gradients: what all losses share.
+
+    Args:
+        tiles: The tiles of a sweep.
+        weights_of: What a loss gives the pairs of a tile, `B dL/dS`.
+        rows_bD: The rows.
+        d_rows_bD: Gets `weights @ columns`; `None` for no product.
+        d_columns_mD: Gets `weights.T @ rows`; likewise.
+    """
+    for tile in tiles:
+        weights_rc = weights_of(tile)
+        tile.positives(weights_rc).zero_()
+        if d_rows_bD is not None:
+            d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
+        if d_columns_mD is not None:
+            d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_bD[tile.rows].to(weights_rc.dtype))
+
+
 def _even_step(length: int, limit: int) -> int:
     """Return a step of at most `limit` that cuts `length` into steps of nearly the same size."""
     return -(-length // -(-length // limit))
@@ -341,3 +387,13 @@ def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
     least = both.amin()
     is_near = bool(both.amax() - least <= _LARGEST_SPREAD)  # NaN and infinities fail this
     return least.float() if is_near else None
+
+
+def _sigmoid(tile: _Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`."""
+    dtype = tile.spare_rc.dtype
+    x_rc = tile.logits().add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
+    tile.positives(x_rc).fill_(-torch.inf)
+    x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
+    losses = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc).sum()
+    return x_rc.sigmoid_(), losses
