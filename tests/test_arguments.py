@@ -37,6 +37,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "SafeAdamW": ([PARAMETERS], "weight_decya", "weight_decay"),
     "SpikeGuard": ([], "acton", "action"),
     "TensorCollector": ([], "reduction", "reductions"),
+    "ZeroShotAccuracy": ([], "num_class", "num_classes"),
 }
 # Nobody calls their constructors, or they only pass on.
 OTHERS = {"Alarm", "EpsilonReport", "InstabilityError", "InstabilityWarning", "LightningMPCLI"}
