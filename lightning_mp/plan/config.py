@@ -1,0 +1,208 @@
+"""Subjects from a LightningCLI config: the run's own model, towers and data."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_mp.contrastive._cache.towers import find_tower
+from lightning_mp.plan.precisions import PRECISIONS
+from lightning_mp.plan.subject import Subject
+from lightning_mp.plan.tower_bytes import TowerBytes, computing_in, measure_towers
+
+__all__ = ["pairs_per_second", "subject_of_config"]
+
+
+def subject_of_config(
+    path: str,
+    *,
+    precision: str | None,
+    micro_batch: int | None,
+    offload: bool | None,
+    loader_batches: int | None,
+) -> Subject:
+    """Make model and data of a config, and measure its towers in one training step.
+
+    The Trainer is not made, so a config for 256 GPUs can be planned on a laptop. The data module
+    is: its first batch says how many bytes a pair has.
+
+    Args:
+        path: Of the YAML file.
+        precision: In place of the config's.
+        micro_batch: In place of the strategy's.
+        offload: In place of the strategy's.
+        loader_batches: In place of the strategy's.
+
+    Raises:
+        ValueError: The config names a precision that is not among `PRECISIONS`, or its model has
+            no batch to be measured on.
+    """
+    settings = _settings(path)
+    trainer = settings.get("trainer") or {}
+    strategy = _arguments(trainer.get("strategy"))
+    chosen = precision or _precision(trainer)
+    if chosen not in PRECISIONS:
+        raise ValueError(
+            f"Passed a config with the precision {chosen!r}. `plan` knows "
+            f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
+        )
+    data, batch = _data(settings)
+    pairs = _pairs(batch)
+    one = tree_leaves(_rows(batch, pairs, 1, fake=False))
+    model, towers, found = _measured(settings, strategy, batch, pairs, chosen)
+    parameters = list(model.parameters())
+    return Subject(
+        name=type(model).__name__,
+        parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        frozen_parameters=sum(p.numel() for p in parameters if not p.requires_grad),
+        towers=towers,
+        pair_bytes=sum(leaf.nbytes for leaf in one if isinstance(leaf, Tensor)),
+        precision=chosen,
+        micro_batch=micro_batch or strategy.get("micro_batch_size", 256),
+        offload=strategy.get("offload") == "host" if offload is None else offload,
+        prefetch=strategy.get("prefetch", 2),
+        loader_batches=loader_batches or strategy.get("loader_batches_per_step", 1),
+        batch=getattr(data, "batch_size", None),
+        found=found,
+    )
+
+
+def _settings(path: str) -> dict[str, Any]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a `class_path` may lead to code beside the config
+    settings: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return settings
+
+
+def _measured(
+    settings: dict[str, Any], strategy: dict[str, Any], batch: Any, pairs: int, precision: str
+) -> tuple[LightningModule, dict[str, TowerBytes], str]:
+    """Measure on tensors without memory, or really where a model looks at its values."""
+    names = strategy.get("towers", ["visual", "text"])
+
+    def measure(fake: bool) -> tuple[LightningModule, dict[str, TowerBytes]]:
+        with computing_in(PRECISIONS[precision]):
+            model = _model(settings)
+        towers = [find_tower(model, name) for name in names]
+
+        def step(size: int) -> None:
+            model.training_step(_rows(batch, pairs, size, fake), 0)
+
+        return model, measure_towers(model, towers, step, PRECISIONS[precision])
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model, towers = measure(fake=True)
+        return model, towers, "on tensors without memory"
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError):
+        # Data-dependent code, or an operator without a shape function.
+        model, towers = measure(fake=False)
+        return model, towers, "really, as the model looks at values"
+
+
+def pairs_per_second(path: str, micro_batch: int) -> float:
+    """Time a micro-batch of a config's towers on this machine, with gradient caching's replay.
+
+    Args:
+        path: Of the YAML file.
+        micro_batch: Pairs of the call.
+    """
+    settings = _settings(path)
+    _, batch = _data(settings)
+    pairs = _pairs(batch)
+    model, rows = _model(settings), _rows(batch, pairs, micro_batch, fake=False)
+    seconds = []
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        with torch.no_grad():
+            model.training_step(rows, 0)
+        loss = model.training_step(rows, 0)
+        (loss if isinstance(loss, Tensor) else loss["loss"]).backward()  # type: ignore[index]
+        seconds.append(time.perf_counter() - start)
+    return micro_batch / sorted(seconds[1:])[1]
+
+
+def _model(settings: dict[str, Any]) -> LightningModule:
+    model: LightningModule = _made(settings, "model")
+    for name in ("log", "log_dict"):  # there is no Trainer to log to
+        setattr(model, name, lambda *args, **kwargs: None)
+    return model
+
+
+def _pairs(batch: Any) -> int:
+    """Return the rows of a batch: most tensors' first dimension, and the largest."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not leaves:
+        raise ValueError(
+            f"Passed a config whose loader yields {type(batch).__name__} without tensors of rows. "
+            "The bytes of a pair are then unknown; pass `--model` in place of the config."
+        )
+    return max(len(leaf) for leaf in leaves)
+
+
+def _rows(batch: Any, pairs: int, size: int, fake: bool) -> Any:
+    """Return a batch of another size; without memory its values do not matter."""
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != pairs:
+            return leaf
+        if fake:
+            return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype)
+        return leaf[torch.arange(size) % pairs]
+
+    return tree_map(resize, batch)
+
+
+def _made(settings: dict[str, Any], part: str) -> Any:
+    """Make one part of a config alone."""
+    kind = {"model": LightningModule, "data": LightningDataModule}[part]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(kind, part)
+    try:
+        parsed = parser.parse_object({part: settings.get(part)})
+    except ArgumentError as error:
+        raise ValueError(f"Passed a config whose `{part}` cannot be made: {error}") from error
+    return parser.instantiate_classes(parsed)[part]
+
+
+def _data(settings: dict[str, Any]) -> tuple[LightningDataModule, Any]:
+    if "data" not in settings:
+        raise ValueError(
+            "Passed a config without `data`, so the bytes of a pair are unknown. Add the data "
+            "module that the run will have."
+        )
+    data = _made(settings, "data")
+    data.prepare_data()
+    data.setup("fit")
+    return data, next(iter(data.train_dataloader()))
+
+
+def _arguments(described: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = (
+        described.get("init_args") or {} if isinstance(described, dict) else {}
+    )
+    return arguments
+
+
+def _precision(trainer: dict[str, Any]) -> str:
+    """Return the key of `PRECISIONS` that a Trainer's settings come to."""
+    plugins = trainer.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+        path = plugin["class_path"] if isinstance(plugin, dict) else plugin
+        name = str(path).rpartition(".")[2]
+        if name in PRECISIONS:
+            return name
+    return {"32": "32-true", "None": "32-true"}.get(
+        str(trainer.get("precision")), str(trainer.get("precision"))
+    )

@@ -1,0 +1,244 @@
+"""What every method of a contrastive loss needs of a machine, for one subject.
+
+Legend: ``B`` global batch, ``b`` batch of a rank, ``W`` ranks, ``D`` feature width, ``m``
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.plan import formulas
+from lightning_mp.plan.subject import Subject
+
+__all__ = ["METHODS", "OURS", "Machine", "Memory", "Method", "Rate", "Seconds", "largest", "memory"]
+
+OURS = "lightning-mp"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is to be rented.
+
+    Args:
+        gpus: Ranks W.
+        gpu_bytes: Memory of each.
+        host_bytes: Memory of a node.
+        gpus_per_node: Ranks that share it.
+        workers: Of the loader of a rank.
+        device: `"cuda"` or `"cpu"`, which sizes the loss's workspace.
+    """
+
+    gpus: int
+    gpu_bytes: float
+    host_bytes: float
+    gpus_per_node: int
+    workers: int
+    device: str = "cuda"
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on one node."""
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of `ContrastiveLoss`."""
+        return DEFAULT_WORKSPACE_BYTES[self.device]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to compute the loss.
+
+    Args:
+        name: For tables.
+        loss: Bytes by global batch, subject and machine.
+        products: Matrix products of `2 b B D` FLOPs.
+        cached: Whether towers see micro-batches.
+    """
+
+    name: str
+    loss: Callable[[int, Subject, Machine], float]
+    products: int
+    cached: bool = True
+
+
+def _ours(batch: int, subject: Subject, machine: Machine) -> float:
+    return formulas.our_loss_bytes(
+        batch / machine.gpus,
+        machine.gpus,
+        subject.width,
+        machine.workspace_bytes,
+        subject.feature_itemsize,
+    )
+
+
+def _dense(batch: int, subject: Subject, _: Machine) -> float:
+    return formulas.dense_loss_bytes(batch, subject.width)
+
+
+def _local(batch: int, subject: Subject, machine: Machine) -> float:
+    return formulas.local_loss_bytes(batch, machine.gpus, subject.width)
+
+
+def _inf_cl(batch: int, subject: Subject, machine: Machine) -> float:
+    return formulas.inf_cl_loss_bytes(batch / machine.gpus, subject.width)
+
+
+METHODS = (
+    Method("dense, towers at once", _dense, formulas.CLIP_PRODUCTS, cached=False),
+    Method("dense (CLIP)", _dense, formulas.CLIP_PRODUCTS),
+    Method("local (OpenCLIP)", _local, formulas.CLIP_PRODUCTS),
+    Method("Inf-CL", _inf_cl, formulas.INF_CL_PRODUCTS),
+    Method(OURS, _ours, formulas.OUR_PRODUCTS),
+)
+"""The first is plain DDP; all others have gradient caching, as in the paper."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank at its peak, and of its node's host."""
+
+    static: float
+    data: float
+    features: float
+    loss: float
+    backbone: float
+    host: float
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device."""
+        return formulas.peak_bytes(
+            data=self.data,
+            features=self.features,
+            static=self.static,
+            loss=self.loss,
+            backbone=self.backbone,
+        )
+
+
+def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Memory:
+    """Return what a method needs.
+
+    Args:
+        method: One of `METHODS`.
+        batch: Global batch B.
+        subject: The model and its data.
+        machine: Where it is to run.
+    """
+    rank_batch = batch / machine.gpus
+    seen = min(subject.micro_batch, rank_batch) if method.cached else rank_batch
+    staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
+    features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
+    towers = subject.towers.values()
+    saved = [seen * tower.saved_per_pair for tower in towers]
+    gradients = subject.static.gradient * subject.parameters
+    if method.cached:
+        # Gradients are summed aside; the running tower's for this micro-batch come on top, and
+        # features have their gradients by now.
+        running = max(
+            bytes_ + formulas.FP32 * tower.parameters
+            for bytes_, tower in zip(saved, towers, strict=True)
+        )
+        backbone = gradients + running + features / 2
+    else:
+        backbone = gradients + sum(saved)
+    return Memory(
+        static=subject.static.at_rest(subject.parameters, subject.optimizer_bytes)
+        + formulas.FP32 * subject.frozen_parameters,
+        data=min(staged, rank_batch) * subject.pair_bytes,
+        features=features,
+        loss=method.loss(batch, subject, machine) + (0 if method.cached else sum(saved)),
+        backbone=backbone,
+        host=formulas.host_bytes(
+            rank_batch=rank_batch,
+            pair_bytes=subject.pair_bytes,
+            ranks=machine.ranks_per_node,
+            workers=machine.workers,
+            loader_batches=subject.loader_batches,
+        ),
+    )
+
+
+def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, int]:
+    """Return the largest global batches that fit the device and the host.
+
+    Args:
+        method: One of `METHODS`.
+        subject: The model and its data.
+        machine: Where it is to run.
+    """
+    return (
+        formulas.largest_batch(
+            lambda batch: memory(method, batch, subject, machine).peak,
+            machine.gpu_bytes,
+            machine.gpus,
+        ),
+        formulas.largest_batch(
+            lambda batch: memory(method, batch, subject, machine).host,
+            machine.host_bytes,
+            machine.gpus,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a rank is.
+
+    Args:
+        pairs_per_second: Through the towers, with gradient caching's replay.
+        flops_per_second: In the loss's products.
+        bytes_per_second: That a rank sends.
+        source: Where the figures come from, for the table.
+    """
+
+    pairs_per_second: float
+    flops_per_second: float
+    bytes_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step."""
+
+    towers: float
+    loss: float
+    exchange: float
+
+    @classmethod
+    def of(
+        cls, method: Method, batch: int, subject: Subject, machine: Machine, rate: Rate
+    ) -> Seconds:
+        """Return what a step of a method takes.
+
+        Args:
+            method: One of `METHODS`.
+            batch: Global batch B.
+            subject: The model and its data.
+            machine: Where it is to run.
+            rate: Of one rank.
+        """
+        # CLIP's dense loss is computed whole on every rank.
+        shared = 1 if method.loss is _dense else machine.gpus
+        flops = formulas.loss_flops(batch, shared, subject.width, method.products)
+        rank_batch = batch / machine.gpus
+        sent = formulas.exchange_bytes(
+            rank_batch, machine.gpus, subject.width, subject.feature_itemsize
+        )
+        replay = 1.0 if method.cached else 0.75  # one forward of four units less
+        return cls(
+            towers=replay * rank_batch / rate.pairs_per_second,
+            loss=flops / rate.flops_per_second,
+            exchange=sent / rate.bytes_per_second,
+        )
+
+    @property
+    def step(self) -> float:
+        """Transfers run beside the products."""
+        return self.towers + max(self.loss, self.exchange)

@@ -1,0 +1,247 @@
+"""Memory and time of a contrastive training step, as functions of numbers: bytes in, bytes out.
+
+Legend: ``B`` global batch, ``b`` batch of a rank, ``W`` ranks, ``D`` feature width, ``m``
+micro-batch. GB of the paper are GiB: its four matrices of 65,536^2 fp32 values are "66.11 GB".
+
+What a rank holds at its peak, after the paper's Eq. 10 (M_data + max(M_loss, M_backbone)), with the
+two terms that Eq. 10 leaves out, namely the features that gradient caching keeps and the weights
+beside the loss:
+
+    peak = data + features + static + max(loss, backbone)
+
+The loss needs no activations of the towers, as gradient caching has dropped them, and while the
+towers are replayed the loss is gone: so one or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = [
+    "CLIP_PRODUCTS",
+    "FP32",
+    "GIB",
+    "INF_CL_PRODUCTS",
+    "OUR_PRODUCTS",
+    "cross_gpu_loss_bytes",
+    "dense_loss_bytes",
+    "epoch_hours",
+    "exchange_bytes",
+    "host_bytes",
+    "inf_cl_loss_bytes",
+    "largest_batch",
+    "local_loss_bytes",
+    "loss_flops",
+    "our_features_bytes",
+    "our_loss_bytes",
+    "peak_bytes",
+]
+
+GIB = 2**30
+FP32 = 4
+FP64 = 8
+
+# Matrix products of `2 b B D` FLOPs that a loss takes with its backward. CLIP's code makes the
+# logits of both directions; Inf-CL's kernels recompute them for each gradient; ours swaps none.
+CLIP_PRODUCTS = 6
+INF_CL_PRODUCTS = 10
+OUR_PRODUCTS = 4
+
+# Coefficients of the peers' losses. Each is fitted to cells of the paper's Table 1, in units of
+# fp32 values, and predicts all others; tests solve for them again from those cells.
+DENSE_MATRICES, DENSE_FEATURES = 4.096, 3.04  # CLIP at 32k and 64k on 8 GPUs
+LOCAL_MATRICES, LOCAL_OWN_FEATURES = 4.095, 2.8  # OpenCLIP at 64k and 128k on 8 GPUs
+LOCAL_GATHERED_FEATURES = 2.0  # counted: the features of all ranks, both sides
+CROSS_GPU_MATRICES = 4.0  # Table 4's cross-GPU cell less the one below it, at 64k on 4 GPUs
+INF_CL_FEATURES = 15.4  # Inf-CL at 128k on 8 GPUs
+# From 128k pairs a rank on, every cell has two copies of the features more.
+INF_CL_FEATURES_LARGE = 17.41  # Inf-CL with offload at 1024k on 8 GPUs
+INF_CL_LARGE_RANK_BATCH = 131072
+
+# Ours. Vectors of length b in float64: positives, log-sum-exps of rows and columns with their
+# partial sums, both margins, softplus, sigmoid and the sums' temporaries.
+OUR_VECTORS = 16
+
+
+def dense_loss_bytes(batch: int, width: int) -> float:
+    """Return what CLIP's loss holds on every rank: logits and softmax of both directions.
+
+    Args:
+        batch: Global batch B.
+        width: Feature width D.
+    """
+    return FP32 * (DENSE_MATRICES * batch**2 + DENSE_FEATURES * batch * width)
+
+
+def local_loss_bytes(batch: int, ranks: int, width: int) -> float:
+    """Return what OpenCLIP's `local_loss` holds on a rank: the rows of its own pairs.
+
+    Args:
+        batch: Global batch B.
+        ranks: Number of ranks W.
+        width: Feature width D; the features of all ranks are gathered.
+    """
+    features = LOCAL_GATHERED_FEATURES + LOCAL_OWN_FEATURES / ranks
+    return FP32 * (LOCAL_MATRICES * batch**2 / ranks + features * batch * width)
+
+
+def cross_gpu_loss_bytes(batch: int, ranks: int, width: int) -> float:
+    """Return what a ring without tiles on a GPU holds: the logits of one shard.
+
+    Args:
+        batch: Global batch B.
+        ranks: Number of ranks W.
+        width: Feature width D.
+    """
+    rank_batch = batch / ranks
+    matrices = FP32 * CROSS_GPU_MATRICES * rank_batch**2
+    return matrices + inf_cl_loss_bytes(rank_batch, width)
+
+
+def inf_cl_loss_bytes(rank_batch: float, width: int) -> float:
+    """Return what Inf-CL's loss holds on a rank: copies of its features.
+
+    Args:
+        rank_batch: Pairs on a rank, b.
+        width: Feature width D.
+    """
+    large = rank_batch >= INF_CL_LARGE_RANK_BATCH
+    return FP32 * (INF_CL_FEATURES_LARGE if large else INF_CL_FEATURES) * rank_batch * width
+
+
+def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> float:
+    """Return the features of both towers, as towers return them and normalised.
+
+    They live from the first tower's call to the end of the loss's backward; their gradients, of
+    which there are as many, from there on.
+
+    Args:
+        rank_batch: Pairs on a rank, b.
+        width: Feature width D.
+        itemsize: Bytes of a value in the dtype that the towers return.
+    """
+    return 4.0 * rank_batch * width * itemsize
+
+
+def our_loss_bytes(
+    rank_batch: float, ranks: int, width: int, workspace_bytes: int, itemsize: int = FP32
+) -> float:
+    """Return what `ContrastiveLoss` holds on a rank beyond the features.
+
+    Gradients of both sides in fp32; on several ranks a shard in use and the next one under way,
+    and of the text gradients the part, the sum that arrives and the sum that leaves.
+
+    Args:
+        rank_batch: Pairs on a rank, b.
+        ranks: Number of ranks W.
+        width: Feature width D.
+        workspace_bytes: Of the tiles, which take no more, and less where the batch is small.
+        itemsize: Bytes of a feature value.
+    """
+    copies = 2.0 * FP32
+    if ranks > 1:
+        copies += 2 * itemsize + 2 * FP32
+    vectors = OUR_VECTORS * FP64 * rank_batch
+    tiles = 2 * FP32 * rank_batch**2  # logits and softmax of one tile that takes all
+    return copies * rank_batch * width + vectors + min(workspace_bytes, tiles)
+
+
+def peak_bytes(
+    *, data: float, features: float, static: float, loss: float, backbone: float
+) -> float:
+    """Return what a rank holds at its peak.
+
+    Args:
+        data: Of the batch, on the device.
+        features: That gradient caching keeps.
+        static: Weights, gradients, optimizer states, copies, buckets.
+        loss: Of the loss beyond the features.
+        backbone: Of one micro-batch's replay beyond the static part.
+    """
+    return data + features + static + max(loss, backbone)
+
+
+def host_bytes(
+    *,
+    rank_batch: float,
+    pair_bytes: float,
+    ranks: int,
+    workers: int,
+    loader_batches: int = 1,
+    prefetch_factor: int = 2,
+) -> float:
+    """Return the data that the ranks of a node hold in host memory.
+
+    Every worker of a `DataLoader` has `prefetch_factor` batches ready, besides the batch in use.
+    With several loader batches a step, workers hold those and the host one whole batch.
+
+    Args:
+        rank_batch: Pairs of a rank's step, b.
+        pair_bytes: Of one pair as the loader yields it.
+        ranks: On this node.
+        workers: Of the loader of a rank.
+        loader_batches: Batches of the loader that make a step.
+        prefetch_factor: Of the `DataLoader`.
+    """
+    ready = workers * prefetch_factor * rank_batch / loader_batches
+    return ranks * pair_bytes * (rank_batch + ready)
+
+
+def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int:
+    """Return the largest multiple of `step` whose peak fits the budget; 0 if none does.
+
+    Args:
+        peak: Bytes by batch; must not fall as the batch grows.
+        budget: In bytes.
+        step: Batches are multiples of it.
+    """
+    if peak(step) > budget:
+        return 0
+    fits = 1
+    while peak(2 * fits * step) <= budget:
+        fits *= 2
+        if fits * step > 2**50:  # a method whose memory does not grow
+            return fits * step
+    fails = 2 * fits
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if peak(middle * step) <= budget else (fits, middle)
+    return fits * step
+
+
+def loss_flops(batch: int, ranks: int, width: int, products: int) -> float:
+    """Return the FLOPs of a rank in the loss and its backward.
+
+    Args:
+        batch: Global batch B.
+        ranks: Number of ranks W.
+        width: Feature width D.
+        products: Matrix products of `2 b B D`.
+    """
+    return 2.0 * products * batch * batch / ranks * width
+
+
+def exchange_bytes(rank_batch: float, ranks: int, width: int, itemsize: int = FP32) -> float:
+    """Return what a rank sends for the loss: a ring and an exchange by slices send the same.
+
+    Forward, the texts of a shard to every other rank, and its columns' sums; backward the same
+    texts once more with their log-sum-exps, and their gradients in fp32.
+
+    Args:
+        rank_batch: Pairs on a rank, b.
+        ranks: Number of ranks W.
+        width: Feature width D.
+        itemsize: Bytes of a feature value.
+    """
+    return (ranks - 1) * rank_batch * (2 * width * itemsize + width * FP32 + 2 * FP64)
+
+
+def epoch_hours(pairs: int, batch: int, step_seconds: float) -> float:
+    """Return the hours of an epoch.
+
+    Args:
+        pairs: In the data set.
+        batch: Global batch B.
+        step_seconds: Of one step.
+    """
+    return pairs / batch * step_seconds / 3600

@@ -1,0 +1,246 @@
+"""The formulas held against every figure of Inf-CL's paper (arXiv 2410.17243v1).
+
+Fitted are eight numbers, each to the cells that `FITTED` names; everything else is predicted. The
+four coefficients of the peak are least squares over the peaks of Inf-CL's own rows; that of the
+weights beside a dense loss is not fitted but counted: 16 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from lightning_mp.plan import formulas
+from lightning_mp.plan.formulas import GIB
+
+__all__ = ["FITTED", "SLIPS", "Cell", "all_cells", "figures", "loss_gib", "peak_gib"]
+
+K = 1024
+PAIR_BYTES = (
+    3 * 224 * 224 * 4 + 77 * 8
+)  # an fp32 image and int64 tokens, as the paper's code has it
+# ViT-L/14 in micro-batches of 128, weights and states included.
+BACKBONE_GIB = 41.98
+CACHED_FEATURES = 4.6  # times both features in fp32, which gradient caching keeps
+L14_WIDTH, B16_WIDTH = 768, 512
+# What `plan --model` counts in fp16 autocast: parameters, and bytes saved of a pair by both towers.
+L14_PARAMETERS, L14_SAVED = 427_616_513, 284_228_976
+B16_PARAMETERS, B16_SAVED = 149_620_737, 93_415_652
+USABLE_GIB = 79.35  # what the driver gives of an A800's 80
+SECONDS_PER_PAIR = 25.0 / (32 * K)  # of 8 GPUs, from Inf-CL's 32k
+
+FITTED = {
+    "4.096 b^2 + 3.04 bD (CLIP)": "Table 1, CLIP, loss at 32k and 64k on 8 GPUs",
+    "4.095 b^2/n + (2 + 2.8/n) bD (OpenCLIP)": "Table 1, OpenCLIP, loss at 64k and 128k on 8 GPUs",
+    "15.4 (b/n)D (Inf-CL)": "Table 1, Inf-CL, loss at 128k on 8 GPUs",
+    "17.41 (b/n)D (Inf-CL, 128k pairs a rank or more)": "Table 1, offload, 1024k on 8 GPUs",
+    "backbone 41.98 GiB, 4.6 copies of both features": "Table 1, peaks of all 14 Inf-CL rows",
+    "0.763 ms a pair on 8 GPUs": "Figure 4, Inf-CL, iteration at 32k",
+}
+"""Coefficients, and the cells they are fitted to."""
+
+SLIPS = (
+    '"1.44 GB a GPU for over 10M" is Table 1\'s cell at 1024k; Table 2 has 19.59 at 12288k.',
+    "The text divides 220.3 s by 49.4 s and calls it 4; Figure 4 has 200.3 s, and that is 4.05.",
+    "Eq. 4 starts from l0 = 0; that adds exp(0) to every sum: l comes out as log(1 + exp(l)).",
+    "Memory is said to be O(b/n^2); its cells are O(b/n): 0.72 on 8 and 0.18 on 32 GPUs at 128k.",
+    "281x at 1024k on 128 GPUs does not follow from its cells, whose fits give 380x (92x for 78x).",
+    "Table 2 has 64.13 GB for OpenCLIP both at 352k and at 368k on 32 GPUs.",
+    "Table 1's 0.35 GB at 256k on 32 GPUs is 8k pairs a rank, as 64k on 8 GPUs, which has 0.36.",
+    "Table 4's 0.81 GB is 25.9 copies of the features, where Tables 1 and 2 have 15.4.",
+    "Table 4's data, 1.96 GB, are 128 kB a pair; Table 1's offload saves 592 kB, an fp32 image.",
+)
+"""What the paper's own figures contradict."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of the paper.
+
+    Args:
+        table: Where it stands.
+        label: Its row and column.
+        paper: As printed.
+        predicted: By the formulas; `None` where they say nothing.
+        note: `"fitted"`, or why it is as it is.
+    """
+
+    table: str
+    label: str
+    paper: float
+    predicted: float | None
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction."""
+        return None if self.predicted is None else self.predicted / self.paper - 1
+
+
+@functools.cache
+def figures() -> dict[str, Any]:
+    """Return the paper's figures, which the package carries."""
+    text = resources.files(__package__).joinpath("inf_cl_paper.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def loss_gib(method: str, batch: int, ranks: int, width: int) -> float:
+    """Return M_loss of a method as the paper names it, in GiB."""
+    if method == "CLIP":
+        return formulas.dense_loss_bytes(batch, width) / GIB
+    if method == "OpenCLIP":
+        return formulas.local_loss_bytes(batch, ranks, width) / GIB
+    return formulas.inf_cl_loss_bytes(batch / ranks, width) / GIB
+
+
+def counted_backbone_gib(parameters: int, saved_per_pair: int, micro_batch: int) -> float:
+    """Return a backbone without any fit, in GiB: both towers of a micro-batch at once.
+
+    Weights, gradients and AdamW's states are 16 bytes a parameter, DDP's buckets 4, half copies 2.
+    """
+    return (22 * parameters + micro_batch * saved_per_pair) / GIB
+
+
+def peak_gib(
+    method: str, batch: int, ranks: int, *, offload: bool, model: str = "ViT-L/14"
+) -> float:
+    """Return M_peak in GiB.
+
+    Gradient caching keeps the features of all pairs; beside the loss there are weights, gradients
+    and AdamW's states, and beside them the batch, unless it stays on the host.
+    """
+    rank_batch = batch / ranks
+    large = model == "ViT-L/14"
+    width = L14_WIDTH if large else B16_WIDTH
+    backbone = BACKBONE_GIB if large else counted_backbone_gib(B16_PARAMETERS, B16_SAVED, 128)
+    static = 16 * (L14_PARAMETERS if large else B16_PARAMETERS) / GIB
+    features = CACHED_FEATURES * 2 * formulas.FP32 * width * rank_batch
+    return formulas.peak_bytes(
+        data=0 if offload else rank_batch * PAIR_BYTES / GIB,
+        features=features / GIB,
+        static=static,
+        loss=loss_gib(method, batch, ranks, width),
+        backbone=backbone - static,
+    )
+
+
+def _batch(label: str) -> int:
+    return int(label.rstrip("k")) * K
+
+
+FITTED_LOSSES = {
+    ("8xA800", "CLIP", "32k"),
+    ("8xA800", "CLIP", "64k"),
+    ("8xA800", "OpenCLIP", "64k"),
+    ("8xA800", "OpenCLIP", "128k"),
+    ("8xA800", "Inf-CL", "128k"),
+    ("8xA800", "Inf-CL+offload", "1024k"),
+}
+
+
+def _table1() -> Iterator[Cell]:
+    for machine, methods in figures()["table1_loss_peak_GB_ViT-L/14_AdamW_accum128"].items():
+        ranks = int(machine.partition("x")[0])
+        for method, cells in methods.items():
+            for size, (loss, peak) in cells.items():
+                batch, label = _batch(size), f"{machine} {method} {size}"
+                note = "fitted" if (machine, method, size) in FITTED_LOSSES else ""
+                predicted = loss_gib(method, batch, ranks, L14_WIDTH)
+                yield Cell("Table 1, loss, GB", label, loss, predicted, note)
+                offload = "offload" in method
+                predicted = peak_gib(method, batch, ranks, offload=offload)
+                note = "fitted" if method.startswith("Inf-CL") else ""
+                yield Cell("Table 1, peak, GB", label, peak, predicted, note)
+
+
+def _table2() -> Iterator[Cell]:
+    for model, machines in figures()["table2_max_batch_k_lossGB"].items():
+        for ranks_text, methods in machines.items():
+            ranks = int(ranks_text)
+            for method, (size, loss) in methods.items():
+                label = f"{model} on {ranks}, {method}"
+                width = B16_WIDTH if "B/16" in model else L14_WIDTH
+                note = "a slip: as at 352k" if (size, method) == (368, "OpenCLIP") else ""
+                predicted = loss_gib(method, size * K, ranks, width)
+                yield Cell("Table 2, loss, GB", f"{label} {size}k", loss, predicted, note)
+                yield _largest_cell(model, ranks, method, size, label)
+
+
+def _largest_cell(model: str, ranks: int, method: str, size: int, label: str) -> Cell:
+    name, _, offloaded = model.partition("+")
+    offload = bool(offloaded)
+    predicted = formulas.largest_batch(
+        lambda batch: peak_gib(method, batch, ranks, offload=offload, model=name),
+        USABLE_GIB,
+        4 * K,
+    )
+    note = "" if name == "ViT-L/14" else "backbone counted, at 128 a micro-batch"
+    if offload and method == "Inf-CL":
+        host = size * K / ranks * PAIR_BYTES / GIB
+        note = f"the host ends it: {host:.0f} GiB of fp32 images a rank in the paper's row"
+    return Cell("Table 2, largest batch, k", label, size, predicted / K, note)
+
+
+def _table4() -> Iterator[Cell]:
+    key = "table4_[data,loss,backbone,peak,IN]_4xA800_64k_ViT-B/16_accum256"
+    batch, ranks = 64 * K, 4
+    cross = formulas.cross_gpu_loss_bytes(batch, ranks, B16_WIDTH) / GIB
+    losses = {
+        "Vanilla": loss_gib("CLIP", batch, ranks, B16_WIDTH),
+        "OpenCLIP": loss_gib("OpenCLIP", batch, ranks, B16_WIDTH),
+        "cross-GPU": cross,
+        "cross+in-GPU": loss_gib("Inf-CL", batch, ranks, B16_WIDTH),
+    }
+    for level, (data, loss, backbone, peak, accuracy) in figures()[key].items():
+        images = batch / ranks * PAIR_BYTES / GIB
+        yield Cell("Table 4, data, GB", level, data, images, "a slip: 128 kB a pair is no image")
+        copies = "" if level in ("Vanilla", "OpenCLIP") else "a slip: 25.9 copies, not 15.4"
+        yield Cell("Table 4, loss, GB", level, loss, losses[level], copies)
+        locked = "the locked tower is not described"
+        yield Cell("Table 4, backbone, GB", level, backbone, None, locked)
+        eq10 = data + max(loss, backbone)
+        yield Cell("Table 4, peak, GB", level, peak, eq10, "Eq. 10 on the row's own cells")
+        yield Cell("Table 4, top-1", level, accuracy, None, "trained, not computed")
+
+
+def _figure4() -> Iterator[Cell]:
+    figure = figures()["fig4_ViT-L/14_8xA800"]
+    pairs = figures()["claims"]["LAION400M_used"]
+    for method, cells in figure["iter_s"].items():
+        for size, seconds in cells.items():
+            label = f"{method} {size}"
+            note = "fitted" if label == "Inf-CL 32k" else ""
+            predicted = SECONDS_PER_PAIR * _batch(size)
+            yield Cell("Figure 4, iteration, s", label, seconds, predicted, note)
+            hours = formulas.epoch_hours(pairs, _batch(size), seconds)
+            paper = figure["epoch_h"][method][size]
+            yield Cell("Figure 4, epoch, h", label, paper, hours, "from its own seconds")
+
+
+def _rest() -> Iterator[Cell]:
+    counted = counted_backbone_gib(L14_PARAMETERS, L14_SAVED, 128)
+    note = "counted, against the fit to the peaks"
+    yield Cell("Backbone, GB", "ViT-L/14, micro-batch 128", BACKBONE_GIB, counted, note)
+    scores = figures()["table3_acc_[INval,v2,ObjNet,OOD,COCO_I2T,COCO_T2I]"]
+    for label, values in scores.items():
+        for name, value in zip(("IN", "v2", "ObjNet", "OOD", "I2T", "T2I"), values, strict=True):
+            yield Cell("Table 3, %", f"{label} {name}", value, None, "trained, not computed")
+    for claim, batch, ranks in (
+        ("fig1_left_256k_8gpu", 256 * K, 8),
+        ("fig1_right_1024k_128gpu", 1024 * K, 128),
+    ):
+        paper = float(figures()["claims"][claim].rstrip("x"))
+        ratio = loss_gib("OpenCLIP", batch, ranks, L14_WIDTH)
+        ratio /= loss_gib("Inf-CL", batch, ranks, L14_WIDTH)
+        yield Cell("Figure 1, times less", claim, paper, ratio, "a slip: see below")
+
+
+def all_cells() -> list[Cell]:
+    """Return every figure of the paper with what the formulas say, table by table."""
+    cells = [*_table1(), *_table2(), *_rest(), *_table4(), *_figure4()]
+    return sorted(cells, key=lambda cell: cell.table)  # stable: rows stay in the paper's order

@@ -1,0 +1,173 @@
+"""Subjects by the name of a model, from kept libraries or CLIP's published sizes; no downloads."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mp.contrastive._cache.towers import find_tower
+from lightning_mp.plan.precisions import PRECISIONS
+from lightning_mp.plan.subject import Subject
+from lightning_mp.plan.tower_bytes import computing_in, measure_towers
+
+__all__ = ["CLIP_SIZES", "subject_of_model"]
+
+# Vision (width, layers, heads, patch, image), text (width, layers, heads), projection. MLPs are
+# four times as wide, texts 77 tokens of 49,408. CLIP, https://arxiv.org/abs/2103.00020, Table 20.
+CLIP_SIZES = {
+    "ViT-B/32": ((768, 12, 12, 32, 224), (512, 12, 8), 512),
+    "ViT-B/16": ((768, 12, 12, 16, 224), (512, 12, 8), 512),
+    "ViT-L/14": ((1024, 24, 16, 14, 224), (768, 12, 12), 768),
+}
+_TOKENS = 77
+Build = Callable[[], tuple[nn.Module, tuple[str, str], int, int]]
+
+
+def subject_of_model(
+    name: str, *, precision: str, micro_batch: int, offload: bool, loader_batches: int
+) -> Subject:
+    """Make a model from its configuration alone, on tensors without memory, and measure it.
+
+    Args:
+        name: One of `CLIP_SIZES`, a model of open_clip such as `ViT-B-32`, a class of transformers
+            such as `SiglipModel` with its default configuration, or a folder with a config.json.
+        precision: A key of `PRECISIONS`.
+        micro_batch: Pairs that a tower sees at a time.
+        offload: Whether the batch stays in host memory.
+        loader_batches: Loader batches of a step.
+
+    Raises:
+        ValueError: No library here knows the name.
+    """
+    build = _builder(name)
+    with FakeTensorMode():
+        with computing_in(PRECISIONS[precision]):  # half weights are made so: fakes cannot convert
+            model, names, size, tokens = build()
+        image, text = (find_tower(model, tower) for tower in names)
+
+        def step(pairs: int) -> None:
+            _call(model, names[0], torch.empty(pairs, 3, size, size))
+            _call(model, names[1], torch.zeros(pairs, tokens, dtype=torch.int64))
+
+        measured = measure_towers(model, (image, text), step, PRECISIONS[precision])
+    return Subject(
+        name=name,
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        towers=measured,
+        # Images as a loader yields them once they are augmented, fp32, and int64 tokens.
+        pair_bytes=3 * size * size * 4 + tokens * 8,
+        precision=precision,
+        micro_batch=micro_batch,
+        offload=offload,
+        loader_batches=loader_batches,
+        found="from its configuration, on tensors without memory",
+    )
+
+
+def _call(model: nn.Module, dotted: str, batch: Tensor) -> Any:
+    target: Any = model
+    for part in dotted.split("."):
+        target = getattr(target, part)
+    return target(batch)
+
+
+def _builder(name: str) -> Build:
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    has_open_clip = importlib.util.find_spec("open_clip") is not None
+    if has_open_clip:
+        import open_clip  # type: ignore[import-not-found]
+
+        if open_clip.get_model_config(name) is not None:
+            return lambda: _of_open_clip(name)
+    if has_transformers:
+        import transformers
+
+        if name in CLIP_SIZES:
+            return lambda: _of_clip(name)
+        if hasattr(transformers, name) or "/" in name or "." in name:
+            return lambda: _of_transformers(name)
+    raise ValueError(
+        f"Passed `--model {name}`. It must be one of {', '.join(CLIP_SIZES)}, a class of "
+        "transformers such as `SiglipModel`, a folder with its config.json, or a name of "
+        f"open_clip's list. Here transformers is{'' if has_transformers else ' not'} installed, "
+        f"open_clip is{'' if has_open_clip else ' not'}; a config of your own goes by `--config`."
+    )
+
+
+def _of_open_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
+    import open_clip
+
+    config = open_clip.get_model_config(name)
+    model = open_clip.create_model(name, pretrained=None)
+    size, tokens = config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
+    return model, ("encode_image", "encode_text"), size, tokens
+
+
+def _of_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
+    from transformers import CLIPConfig, CLIPModel
+
+    (width, layers, heads, patch, size), (text_width, text_layers, text_heads), projection = (
+        CLIP_SIZES[name]
+    )
+    # The paper's code has GELU; CLIP's own quick GELU saves one value more of each.
+    vision = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "patch_size": patch,
+        "image_size": size,
+        "hidden_act": "gelu",
+    }
+    text = {
+        "hidden_size": text_width,
+        "num_hidden_layers": text_layers,
+        "num_attention_heads": text_heads,
+        "intermediate_size": 4 * text_width,
+        "hidden_act": "gelu",
+    }
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
+    with _without_initial_values():
+        model = CLIPModel(config)
+    return model, ("get_image_features", "get_text_features"), size, _TOKENS
+
+
+def _of_transformers(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
+    import transformers
+
+    if hasattr(transformers, name):
+        kind = getattr(transformers, name)
+        config = kind.config_class()
+        with _without_initial_values():
+            model = kind(config)
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        except OSError as error:
+            raise ValueError(
+                f"Passed `--model {name}`, whose configuration is not on this machine, and `plan` "
+                "downloads nothing. Pass a folder with its config.json, or a name of "
+                f"{', '.join(CLIP_SIZES)}."
+            ) from error
+        with _without_initial_values():
+            model = transformers.AutoModel.from_config(config)
+    size = config.vision_config.image_size
+    tokens = config.text_config.max_position_embeddings
+    return model, ("get_image_features", "get_text_features"), size, tokens
+
+
+def _without_initial_values() -> AbstractContextManager[Any]:
+    """Keep transformers from drawing weights: some of its draws look at what they drew."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    context: AbstractContextManager[Any] = no_init_weights()
+    return context

@@ -1,0 +1,181 @@
+"""A plan as text: columns of figures and one sentence of advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_mp.plan.estimate import (
+    METHODS,
+    OURS,
+    Machine,
+    Rate,
+    Seconds,
+    largest,
+    memory,
+)
+from lightning_mp.plan.formulas import GIB, epoch_hours
+from lightning_mp.plan.precisions import PRECISIONS
+from lightning_mp.plan.subject import Subject
+
+__all__ = ["advice", "aligned", "count", "plan_lines", "size"]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows as lines of aligned columns.
+
+    Args:
+        rows: The first is the header.
+        left: Columns at the start, or the last one of words, that are aligned to the left: the
+            first one always is, and with 2 the last one, too.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            text.ljust(width)
+            if column == 0 or (left == 2 and column == len(row) - 1)
+            else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def size(bytes_: float) -> str:
+    """Return bytes in GiB, MiB or KiB."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
+        if bytes_ >= unit:
+            return f"{bytes_ / unit:,.{0 if bytes_ >= 1000 * unit else 1}f} {name}"
+    return f"{bytes_ / 2**10:,.1f} KiB"
+
+
+def count(pairs: float) -> str:
+    """Return a number of pairs as the papers write it: k is 1,024, M is 1,024 k."""
+    for unit, letter in ((2**20, "M"), (2**10, "k")):
+        if pairs >= 10 * unit:
+            return f"{pairs / unit:,.0f}{letter}"
+    return f"{pairs:,.0f}"
+
+
+def plan_lines(
+    subject: Subject, machine: Machine, batch: int, rate: Rate | None, pairs: int | None
+) -> Iterator[str]:
+    """Yield the tables of a plan; everything in them is computed.
+
+    Args:
+        subject: The model and its data.
+        machine: Where it is to run.
+        batch: Global batch.
+        rate: Of a rank; `None` leaves the times out.
+        pairs: In an epoch; `None` leaves its hours out.
+    """
+    towers = ", ".join(
+        f"{name} {size(tower.saved_per_pair)}" for name, tower in subject.towers.items()
+    )
+    trained = f"{subject.parameters / 1e6:,.1f}M trained parameters"
+    yield f"{subject.name}: {trained}, feature width {subject.width}"
+    yield f"Saved for the backward of a pair ({subject.found}): {towers}"
+    yield (
+        f"Batch {batch:,} on {machine.gpus} rank(s), {batch / machine.gpus:,.0f} each, towers in "
+        f"micro-batches of {subject.micro_batch}, {subject.precision}; all below is computed"
+    )
+    yield ""
+    yield from aligned([("static memory by precision", "at rest", "gradients"), *_statics(subject)])
+    yield ""
+    yield from aligned([_MEMORY_HEAD, *_memories(subject, machine, batch)])
+    yield ""
+    ours = memory(METHODS[-1], batch, subject, machine)
+    yield (
+        f"Host: {size(ours.host)} a node of {size(machine.host_bytes)}, for "
+        f"{machine.ranks_per_node} rank(s), {machine.workers} workers each, loader batches a "
+        f"step: {subject.loader_batches}, {size(subject.pair_bytes)} a pair"
+    )
+    if rate is not None:
+        yield ""
+        yield from aligned([_TIME_HEAD, *_times(subject, machine, batch, rate, pairs)])
+        yield f"Rate: {rate.source}"
+    else:
+        yield "Times: pass `--pairs-per-second` of a GPU, `measure`, or `--tflops` it sustains."
+
+
+_MEMORY_HEAD = (
+    "memory of a rank",
+    "static",
+    "data",
+    "features",
+    "loss",
+    "backbone",
+    "peak",
+    "fits",
+    "largest batch",
+    "by host",
+)
+_TIME_HEAD = ("seconds of a step", "towers", "loss", "exchange", "step", "epoch")
+
+
+def _statics(subject: Subject) -> Iterator[tuple[str, ...]]:
+    for name, precision in PRECISIONS.items():
+        at_rest = precision.at_rest(subject.parameters, subject.optimizer_bytes)
+        mark = " <" if name == subject.precision else ""
+        yield name + mark, size(at_rest), size(precision.gradient * subject.parameters)
+
+
+def _memories(subject: Subject, machine: Machine, batch: int) -> Iterator[tuple[str, ...]]:
+    for method in METHODS:
+        need = memory(method, batch, subject, machine)
+        by_device, by_host = largest(method, subject, machine)
+        parts = (need.static, need.data, need.features, need.loss, need.backbone, need.peak)
+        fits = "yes" if need.peak <= machine.gpu_bytes else "no"
+        yield method.name, *map(size, parts), fits, count(by_device), count(by_host)
+
+
+def _times(
+    subject: Subject, machine: Machine, batch: int, rate: Rate, pairs: int | None
+) -> Iterator[tuple[str, ...]]:
+    for method in METHODS:
+        seconds = Seconds.of(method, batch, subject, machine, rate)
+        hours = "-" if pairs is None else f"{epoch_hours(pairs, batch, seconds.step):,.2f} h"
+        parts = (seconds.towers, seconds.loss, seconds.exchange, seconds.step)
+        yield method.name, *(f"{part:,.3g}" for part in parts), hours
+
+
+def advice(subject: Subject, machine: Machine, batch: int) -> str:
+    """Return one sentence: whether the batch fits, and if not, what to change."""
+    method = next(method for method in METHODS if method.name == OURS)
+    need = memory(method, batch, subject, machine)
+    by_device, by_host = largest(method, subject, machine)
+    if need.peak > machine.gpu_bytes:
+        if not subject.offload and need.peak - need.data <= machine.gpu_bytes:
+            return (
+                f"{batch:,} pairs need {size(need.peak)} a GPU, {size(need.data)} of it data: pass "
+                '`InfCLStrategy(offload="host")`.'
+            )
+        return (
+            f"{batch:,} pairs need {size(need.peak)} a GPU of {size(machine.gpu_bytes)}: take a "
+            f"batch of {by_device:,}, a smaller micro-batch, or more GPUs."
+        )
+    if need.host > machine.host_bytes:
+        batches = subject.loader_batches
+        while batches < batch and _host(subject, machine, batch, batches) > machine.host_bytes:
+            batches *= 2
+        if batches < batch:
+            return (
+                f"{batch:,} pairs fit the GPUs, but the loaders' workers would hold "
+                f"{size(need.host)} of a host of {size(machine.host_bytes)}: pass "
+                f"`InfCLStrategy(loader_batches_per_step={batches})`."
+            )
+        return (
+            f"{batch:,} pairs fit the GPUs, but not the hosts: take a batch of {by_host:,}, more "
+            "nodes, or images as uint8, a quarter of fp32."
+        )
+    return (
+        f"{batch:,} pairs fit: {size(need.peak)} of {size(machine.gpu_bytes)} a GPU and "
+        f"{size(need.host)} of {size(machine.host_bytes)} a node; the largest batch is "
+        f"{min(by_device, by_host):,}."
+    )
+
+
+def _host(subject: Subject, machine: Machine, batch: int, loader_batches: int) -> float:
+    from dataclasses import replace
+
+    return memory(METHODS[-1], batch, replace(subject, loader_batches=loader_batches), machine).host

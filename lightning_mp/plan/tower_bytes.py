@@ -1,0 +1,172 @@
+"""What a model's towers keep for the backward of one pair, found without running them.
+
+`FakeTensorMode` runs a model on tensors that have a shape, a dtype and the size of their storage
+but no memory, as on the meta device, and picks the operators of a real device: fused attention
+keeps no b x L x L matrix, which the meta device's own route would. A ViT-L takes a second. A model
+that looks at its values cannot run so, and is run on a few real pairs.
+
+Legend: ``n`` pairs of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp.contrastive._cache.towers import Tower
+from lightning_mp.plan.precisions import StaticBytes
+
+__all__ = ["TowerBytes", "computing_in", "measure_towers"]
+
+
+@dataclass(frozen=True)
+class TowerBytes:
+    """One tower, for the backward of one pair.
+
+    Args:
+        saved_per_pair: Bytes that autograd saves for a pair.
+        flops_per_pair: FLOPs of a forward.
+        parameters: Trained values that its output depends on.
+        width: Values of its output for a pair, D.
+    """
+
+    saved_per_pair: float
+    flops_per_pair: float
+    parameters: int
+    width: int
+
+
+@contextmanager
+def computing_in(precision: StaticBytes) -> Iterator[None]:
+    """Compute as a precision does, with the same dtypes on every device."""
+    from lightning_mp.precision.op_policy import OpPolicy
+
+    dtype = getattr(torch, precision.activations)
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if precision.policy == "autocast":
+            stack.enter_context(OpPolicy().context("cpu", dtype))
+        elif precision.policy == "weights":
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, before)
+        yield
+
+
+class _Counter:
+    """Attributes what autograd saves to the tower that is running; each storage counts once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self.saved: dict[str, dict[int, Any]] = {}
+        self.flops: dict[str, int] = {}
+        self.widths: dict[str, int] = {}
+        self.parameters: dict[str, int] = {}
+        self._running: list[str] = []
+
+    def call(
+        self, tower: Tower, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Answer a call of a tower, and count."""
+        self._running.append(tower.name)
+        try:
+            with FlopCounterMode(display=False) as flops:
+                outputs = original(*args, **kwargs)
+        finally:
+            self._running.pop()
+        self.flops[tower.name] = self.flops.get(tower.name, 0) + flops.get_total_flops()
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        # Models of transformers return tokens beside the features.
+        features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
+        self.widths[tower.name] = features.shape[-1]
+        self.parameters[tower.name] = _trained_values(outputs)
+        return outputs
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note a saved tensor."""
+        if self._running and _storage(tensor) not in self._owned:
+            # Kept alive, or an address that was freed could count twice.
+            saved = self.saved.setdefault(self._running[0], {})
+            saved[_storage(tensor)] = tensor.untyped_storage()
+        return tensor
+
+
+def _trained_values(outputs: Any) -> int:
+    """Count the parameters that outputs depend on, for a method has none of its own."""
+    reached = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    seen, values = set(reached), 0
+    while reached:
+        node = reached.pop()
+        if node is None:
+            continue
+        values += node.variable.numel() if hasattr(node, "variable") else 0
+        following = {next_node for next_node, _ in node.next_functions} - seen
+        seen |= following
+        reached.extend(following)
+    return values
+
+
+def _storage(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def measure_towers(
+    model: nn.Module,
+    towers: Sequence[Tower],
+    step: Callable[[int], Any],
+    precision: StaticBytes,
+    *,
+    sizes: tuple[int, int] = (2, 6),
+) -> dict[str, TowerBytes]:
+    """Run a step at two sizes and return each tower's slope, which leaves half weights out.
+
+    Args:
+        model: Whose weights and buffers do not count, as they are there anyway.
+        towers: What to watch; see `find_tower`.
+        step: Runs the model on so many pairs, calling the towers.
+        precision: Whose dtypes to compute in.
+        sizes: Pairs of the two calls.
+
+    Raises:
+        ValueError: A tower was not called.
+    """
+    counters = []
+    for size in sizes:
+        counter = _Counter(model)
+        with ExitStack() as stack:
+            stack.enter_context(computing_in(precision))
+            for tower in towers:
+                stack.enter_context(tower.intercepted(counter.call))
+            hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved)
+            stack.enter_context(hooks)
+            step(size)
+        counters.append(counter)
+    silent = [tower.name for tower in towers if tower.name not in counters[0].widths]
+    if silent:
+        raise ValueError(
+            f"Passed towers {[tower.name for tower in towers]!r}, but the training step did not "
+            f"call {silent!r}. Name what it calls, as for `InfCLStrategy`."
+        )
+    return {tower.name: _slope(tower, sizes, counters) for tower in towers}
+
+
+def _slope(tower: Tower, sizes: tuple[int, int], counters: Sequence[_Counter]) -> TowerBytes:
+    saved = [
+        sum(storage.nbytes() for storage in counter.saved.get(tower.name, {}).values())
+        for counter in counters
+    ]
+    flops = [counter.flops[tower.name] for counter in counters]
+    pairs = sizes[1] - sizes[0]
+    return TowerBytes(
+        saved_per_pair=(saved[1] - saved[0]) / pairs,
+        flops_per_pair=(flops[1] - flops[0]) / pairs,
+        parameters=counters[0].parameters[tower.name],
+        width=counters[0].widths[tower.name],
+    )

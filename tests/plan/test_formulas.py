@@ -1,0 +1,82 @@
+"""Formulas against numbers worked out by hand, and against what a step really allocates."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.plan import formulas
+from lightning_mp.plan.allocation import peak_allocated
+from lightning_mp.plan.formulas import GIB
+
+
+def test_losses_are_their_counts_of_fp32_values() -> None:
+    # b = 1024, D = 256: a matrix has 2^20 values, one side's features 2^18.
+    assert formulas.dense_loss_bytes(1024, 256) == pytest.approx(4 * (4.096 * 2**20 + 3.04 * 2**18))
+    assert formulas.local_loss_bytes(1024, 4, 256) == pytest.approx(
+        4 * (4.095 * 2**18 + (2 + 2.8 / 4) * 2**18)
+    )
+    assert formulas.inf_cl_loss_bytes(256, 256) == pytest.approx(4 * 15.4 * 2**16)
+    assert formulas.inf_cl_loss_bytes(131072, 256) == pytest.approx(4 * 17.41 * 2**25)
+    # Four whole matrices of 256 x 256 on each of four ranks, and the tiles' copies.
+    assert formulas.cross_gpu_loss_bytes(1024, 4, 256) == pytest.approx(
+        4 * (4 * 2**16 + 15.4 * 2**16)
+    )
+
+
+def test_our_loss_has_gradients_shards_vectors_and_a_workspace() -> None:
+    # Two gradients in fp32, 16 vectors of float64, and a workspace that the tiles fill.
+    assert formulas.our_loss_bytes(4096, 1, 512, 2**20) == 2 * 4 * 2**21 + 16 * 8 * 4096 + 2**20
+    # fp16 features: two shards of 2 bytes and two sums of 4 more; tiles smaller than the workspace.
+    assert formulas.our_loss_bytes(64, 8, 512, 2**20, itemsize=2) == (
+        (2 * 4 + 2 * 2 + 2 * 4) * 2**15 + 16 * 8 * 64 + 2 * 4 * 64**2
+    )
+
+
+def test_exchange_counts_texts_twice_and_their_gradients() -> None:
+    # 7 of 8 shards of 1,000 pairs: fp16 texts forward and backward, fp32 gradients, two float64.
+    assert formulas.exchange_bytes(1000, 8, 512, itemsize=2) == 7 * 1000 * (4 * 512 + 4 * 512 + 16)
+    assert formulas.exchange_bytes(1000, 1, 512) == 0
+
+
+def test_host_holds_the_batch_and_what_workers_have_ready() -> None:
+    node = {"rank_batch": 1024.0, "pair_bytes": 1000.0, "ranks": 2, "workers": 8}
+    assert formulas.host_bytes(**node) == 2 * 1000 * 1024 * (1 + 16)
+    assert formulas.host_bytes(**node, loader_batches=8) == 2 * 1000 * 1024 * (1 + 2)
+
+
+def test_peak_takes_the_larger_of_loss_and_backbone() -> None:
+    parts = {"data": 1.0, "features": 2.0, "static": 4.0}
+    assert formulas.peak_bytes(**parts, loss=8.0, backbone=16.0) == 23.0
+    assert formulas.peak_bytes(**parts, loss=32.0, backbone=16.0) == 39.0
+
+
+@pytest.mark.parametrize("limit", [0, 7, 8, 9, 1000, 12345])
+def test_largest_batch_is_the_last_that_fits(limit: int) -> None:
+    found = formulas.largest_batch(lambda batch: batch**2, float(limit**2), 8)
+    assert found == limit // 8 * 8
+
+
+def test_times_follow_from_counts() -> None:
+    assert formulas.loss_flops(1024, 4, 256, products=4) == 4 * 2 * 256 * 1024 * 256
+    assert formulas.epoch_hours(3_600_000, 1000, 2.0) == 2.0
+
+
+@pytest.mark.slow
+def test_our_loss_on_one_rank_allocates_no_more_than_the_formula_says() -> None:
+    def step() -> None:
+        loss: Tensor = ContrastiveLoss()(image, text, scale)
+        loss.backward()
+
+    batch, width, workspace = 4096, 256, DEFAULT_WORKSPACE_BYTES["cpu"]
+    image, text = (torch.randn(batch, width, requires_grad=True) for _ in range(2))
+    scale = torch.tensor(14.0, requires_grad=True)
+    predicted = formulas.our_loss_bytes(batch, 1, width, workspace)
+    # Tiles are multiples of 64 that cut the batch evenly, so they may fill half of the workspace.
+    assert predicted - workspace / 2 <= peak_allocated(step) <= predicted
+
+
+def test_our_loss_of_many_pairs_stays_far_below_a_dense_one() -> None:
+    ours = formulas.our_loss_bytes(2**20 / 8, 8, 768, DEFAULT_WORKSPACE_BYTES["cuda"])
+    assert ours < 3 * GIB < 1000 * GIB < formulas.dense_loss_bytes(2**20, 768)
