@@ -42,6 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test
+def pytest_runtest_teardown() -> None:
+    """Destroy a process group that a Trainer has made: it keeps it as long as the process lives."""
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def glyph_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where the demo's glyphs are rendered to, once for all workers of this session."""

@@ -28,7 +28,7 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "make_plan", "report_unusable"]
+__all__ = ["agree", "make_plan", "report_unusable", "trained"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 
@@ -46,6 +46,7 @@ def agree(
     image_bD: Tensor,
     text_bD: Tensor,
     scale: Tensor,
+    bias: Tensor | None = None,
     *,
     exchange: ExchangeName,
     options: Mapping[str, Any],
@@ -57,6 +58,7 @@ def agree(
         image_bD: Image features.
         text_bD: Text features.
         scale: The logit scale.
+        bias: The logit bias, if its gradient takes work.
         exchange: How columns travel.
         options: The keyword arguments of `make_tiles`.
         group: Whose ranks share the batch; `None` is the default group.
@@ -70,8 +72,7 @@ def agree(
         return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
 
     budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
-    grad = torch.is_grad_enabled()
-    needs = [grad and tensor.requires_grad for tensor in (image_bD, text_bD, scale)]
+    needs = trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, *needs]
     by_rank = _gather(facts, image_bD.device, group)
@@ -79,6 +80,19 @@ def agree(
     sizes, _, _, _, budgets, *by_need = zip(*by_rank, strict=True)
     return make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
+    )
+
+
+def trained(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
+) -> tuple[bool, bool, bool]:
+    """Return whether this rank needs gradients for images, texts, and scale or bias."""
+    grad = torch.is_grad_enabled()
+    scalars = [x for x in (scale, bias) if x is not None]
+    return (
+        grad and image_bD.requires_grad,
+        grad and text_bD.requires_grad,
+        grad and any([x.requires_grad for x in scalars]),
     )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Exchange, Visit
-from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.contrastive.tile_backend import Kept, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -68,12 +68,14 @@ class Swept(NamedTuple):
         row_lse_b: Log-sum-exps of this rank's rows, positives included.
         column_lse_b: Those of its columns.
         weight_b: What the positives' cotangents are, times `-2B`.
+        kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
     """
 
     loss: Tensor
     row_lse_b: Tensor
     column_lse_b: Tensor
     weight_b: Tensor
+    kept: Tensor
 
 
 class InfoNCE(torch.autograd.Function):
@@ -113,7 +115,8 @@ def sweep(
     """Return the loss, and what its gradients need; one unit of work."""
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
-        row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, plan)
+        kept = _memory_for_tiles(image_bD, plan)
+        row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, kept, plan)
         pos_b = row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.
@@ -127,6 +130,7 @@ def sweep(
         torch.logaddexp(row_neg_b, pos_b),
         torch.logaddexp(column_neg_b, pos_b),
         margin_2b.sigmoid().sum(0),
+        kept,
     )
 
 
@@ -163,21 +167,31 @@ def differentiate(
     return d_image_bD, d_text_bD, d_scale, d_bias
 
 
+def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
+    """Return memory for what the backward need not work out again; empty if there is none."""
+    size, (b, _) = 0, image_bD.shape
+    if plan.image_needs_grad or plan.text_needs_grad or plan.scale_needs_grad:
+        columns = plan.exchange.global_batch_size
+        size = plan.tiles.kept_values(b, columns, image_bD.dtype, image_bD.device)
+    return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
+
+
 def _negatives_sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, plan: Plan
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns."""
     row_neg_b = torch.full(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
-    column_neg = plan.exchange.home("logsumexp")
+    column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
 
     def sweep_block(visit: Visit) -> None:
         (text_mD,) = visit.columns
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
         plan.tiles.lse_sweep(
-            image_bD, text_mD, scale, row_neg_b, part_m, visit.diagonal, visit.positive_rows
-        )
+            image_bD, text_mD, scale, row_neg_b, part_m,
+            visit.diagonal, visit.positive_rows, kept,
+        )  # fmt: skip
         column_neg.add(part_m)
 
     for visit in plan.exchange.visit([text_bD]):
@@ -194,6 +208,7 @@ def _gradient_sweep(
     use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
+    kept = Kept(swept.kept)
     if d_image_bD is None and d_text is None:
         return None, None
 
@@ -202,7 +217,7 @@ def _gradient_sweep(
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, visit.positive_rows,
+            visit.diagonal, visit.positive_rows, kept,
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)

@@ -27,7 +27,7 @@ from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.library import infonce
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["ContrastiveLoss"]
+__all__ = ["ContrastiveLoss", "as_tensor"]
 
 
 @explains_arguments(
@@ -51,7 +51,9 @@ class ContrastiveLoss(nn.Module):
         \qquad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
-    backward (a dense loss: six). A locked tower (LiT) saves its product.
+    backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep what
+    fits half of the workspace (the rest of it past 64 MiB, on CUDA 1 GiB) until the backward: where
+    all tiles fit, three products. Triton tiles are not kept.
 
     Features of two dtypes, as those of a locked tower that were kept in fp32, are taken in the
     wider one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
@@ -116,6 +118,8 @@ class ContrastiveLoss(nn.Module):
         loss_fn = ContrastiveLoss()
         loss = loss_fn(image_features, text_features, self.logit_scale.exp())
     """
+
+    _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
 
     def __init__(
         self,
@@ -218,9 +222,12 @@ class ContrastiveLoss(nn.Module):
         problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
         if problem is not None:
             raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
-        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options)[0]
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
+        keeps = torch.is_grad_enabled() and (
+            image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
+        )
+        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options, keeps=keeps)[0]
         return loss
 
     @torch.compiler.disable
@@ -238,13 +245,13 @@ class ContrastiveLoss(nn.Module):
         if problem is not None:
             report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         plan = agree(
-            image_bD, text_bD, scale,
+            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None,
             exchange=self.exchange, options=self._options, group=self.process_group,
         )  # fmt: skip
-        loss: Tensor = InfoNCE.apply(image_bD, text_bD, scale, bias, plan)
+        loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         return loss
 
     def _world_size(self) -> int:
@@ -259,7 +266,7 @@ class ContrastiveLoss(nn.Module):
         return size
 
 
-def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
     if isinstance(value, Tensor):
         return value.to(like.device)
