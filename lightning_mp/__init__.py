@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.contrastive import GradientCache as GradientCache
     from lightning_mp.contrastive import SigmoidContrastiveLoss as SigmoidContrastiveLoss
     from lightning_mp.metrics import ContrastiveRecall as ContrastiveRecall
+    from lightning_mp.metrics import ZeroShotAccuracy as ZeroShotAccuracy
     from lightning_mp.optim import EpsilonReport as EpsilonReport
     from lightning_mp.optim import SafeAdamW as SafeAdamW
     from lightning_mp.optim import check_adam_epsilon as check_adam_epsilon
@@ -73,7 +74,7 @@ _NAMES_OF = {
     "cli": (),
     "cli.lightning_cli": ("LightningMPCLI",),
     "contrastive": ("ContrastiveLoss", "GradientCache", "SigmoidContrastiveLoss"),
-    "metrics": ("ContrastiveRecall",),
+    "metrics": ("ContrastiveRecall", "ZeroShotAccuracy"),
     "numerics": (),
     "optim": (
         "EpsilonReport",

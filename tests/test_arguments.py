@@ -38,6 +38,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "SigmoidContrastiveLoss": ([], "exchang", "exchange"),
     "SpikeGuard": ([], "acton", "action"),
     "TensorCollector": ([], "reduction", "reductions"),
+    "ZeroShotAccuracy": ([], "num_class", "num_classes"),
 }
 # Nobody calls their constructors, or they only pass on.
 OTHERS = {"Alarm", "EpsilonReport", "InstabilityError", "InstabilityWarning", "LightningMPCLI"}

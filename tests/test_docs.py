@@ -3,8 +3,8 @@
 A block with a title, such as ```python title="clip.py"```, is a file that all others may import.
 Every other Python block is a script, and every YAML block a file for `lightning-mp fit`. Of a
 `diff` block the lines that are left are a script. A `text` block after it is what it prints.
-`<!-- slow -->` or `<!-- sweep -->` above a block is its mark, `<!-- only on ... -->` says where it
-runs, and why it cannot here.
+`<!-- sweep -->` above a block leaves it to `make sweep`, `<!-- only ... -->` says where it runs, if
+not here.
 """
 
 import re
@@ -70,7 +70,7 @@ SCRIPTS = [
     pytest.param(
         block,
         id=f"{block.page}:{block.line}",
-        marks=[getattr(pytest.mark, block.note)] if block.note in ("slow", "sweep") else [],
+        marks=pytest.mark.sweep if block.note == "sweep" else pytest.mark.slow,
     )
     for block in BLOCKS
     if block.language in RUN and not block.note.startswith("only ")
