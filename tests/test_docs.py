@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from lightning_mp import __all__ as NAMES
 from lightning_mp.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +122,11 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
     fences = sum(len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) for page in PAGES)
     printed = sum(block.prints is not None for block in BLOCKS)
     assert fences == 2 * (len(BLOCKS) + printed)  # none was missed
+
+
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    assert set(re.findall(r"^::: lightning_mp\.(\w+)$", pages, re.MULTILINE)) == set(NAMES)
 
 
 def test_commands_are_targets_of_the_makefile() -> None:
