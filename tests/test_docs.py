@@ -136,6 +136,14 @@ def test_commands_are_targets_of_the_makefile() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), (block.page, target)
 
 
+def test_figures_are_what_their_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {}
+    monkeypatch.setattr(Path, "write_text", lambda path, text: drawn.__setitem__(path, text))
+    runpy.run_path(str(ROOT / "docs" / "_tools" / "figures.py"), run_name="__main__")
+    monkeypatch.undo()
+    assert drawn == {path: path.read_text() for path in (ROOT / "docs/images").glob("*.svg")}
+
+
 def test_readme_links_lead_somewhere() -> None:
     text = PAGES[0].read_text()
     for target in re.findall(r"(?:\]\(|src=\")([^)\"#]+)", text):
