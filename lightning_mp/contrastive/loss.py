@@ -24,7 +24,9 @@ from lightning_mp.contrastive.backends import (
     triton_problem,
 )
 from lightning_mp.contrastive.infonce import InfoNCE
+from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.library import infonce
+from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
 __all__ = ["ContrastiveLoss", "as_tensor"]
@@ -104,6 +106,15 @@ class ContrastiveLoss(nn.Module):
             gather, while the slice before is in use; T slices, as few as fit 5/8 of the workspace,
             mostly one. `"ring"`: a rank's at a time from neighbour to neighbour, as in Inf-CL; W
             turns, each with the kernels and the host's work of a whole sweep.
+        local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
+            each rank to its own rows; here every rank has the loss of the whole batch, from its
+            own rows.
+        gather_with_grad: Gradients are always those of the whole batch. With False and several
+            ranks open_clip's are W times too small, and a warning says what that means.
+        cache_labels: There are no labels to keep.
+        rank: Of this process; the process group knows, and another one is refused.
+        world_size: Ranks; likewise.
+        use_horovod: Only False is accepted.
 
     Shapes:
         image_features, text_features: (b, D), already normalised if they are to be.
@@ -135,9 +146,18 @@ class ContrastiveLoss(nn.Module):
         tile_dtype: TileDtype = "auto",
         autotune: bool = False,
         exchange: ExchangeName = "slices",
+        local_loss: bool = True,
+        gather_with_grad: bool = True,
+        cache_labels: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
     ) -> None:
         super().__init__()
         check_choices(backend, tile_dtype, exchange, workspace_bytes)
+        take_open_clip(gather_with_grad, world_size, use_horovod)
+        self._said = None if world_size == 1 else (rank, world_size)
+        self._checks = InputChecks()
         self.process_group = process_group
         self.workspace_bytes = workspace_bytes
         self.backend = backend
@@ -193,10 +213,13 @@ class ContrastiveLoss(nn.Module):
         if not torch.compiler.is_compiling():
             _check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = _in_one_dtype(image_features, text_features)
+        check_ranks(self._said, self.process_group)
         if self._world_size() == 1:
             loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias, ids)
         else:
             loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias, ids)
+        if not torch.compiler.is_compiling():
+            self._checks.look(image_features, text_features, logit_scale)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def extra_repr(self) -> str:
