@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLOOR := .venv-floor
 NEWEST := .venv-newest
+DOCS := .venv-docs
 # Tests are small: a core each serves them better than all cores together.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 
-.PHONY: help setup test lint types unit quick sweep floor newest wheel demo bench monitors-table clean
+.PHONY: help setup test lint types unit quick sweep floor newest wheel docs demo bench monitors-table clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -58,17 +59,34 @@ newest:  ## Run the quick tests with the newest versions there are
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[demo,dev]'
 	$(PYTEST) $(QUICK)
 
-wheel:  ## Install the built wheel where the tree is not, run the README with it
+wheel:  ## Install the built wheel where the tree is not, run README and docs with it
 	PYTHON=$(PYTHON) .ci/wheel
 
-demo: $(STAMP)  ## Train a CLIP on glyphs and their names, test it, draw what it retrieves
-	$(BIN)/python examples/glyph_clip/run.py
+docs: $(DOCS)/.installed  ## Build the documentation in site/; a warning or a dead link fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-bench: $(STAMP)  ## Time and weigh the contrastive loss against its peers
-	$(BIN)/python benchmarks/contrastive_loss.py
+# The `docs` extra alone: its tools read the sources, and import neither torch nor Lightning.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	sed -n '/^docs = \[/,/^\]/s/^  "\(.*\)",$$/\1/p' pyproject.toml > $(DOCS)/requirements.txt
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --requirement $(DOCS)/requirements.txt
+	@touch $@
+
+demo: $(STAMP)  ## Train a CLIP on glyphs, test it, draw what it finds; ARGS=--fast for two minutes
+	$(BIN)/python examples/glyph_clip/run.py $(ARGS)
+
+bench: $(STAMP)  ## Measure on this machine's CPU what the README claims, in a quarter of an hour
+	$(BIN)/python benchmarks/contrastive_loss.py --device cpu
+	$(BIN)/python benchmarks/peer_memory.py --device cpu
+	$(BIN)/python benchmarks/million.py --device cpu --batch 16384 --width 256 --dtype fp32
+	$(BIN)/python benchmarks/optimizer_step.py --device cpu --size S16 --rounds 5
+	$(BIN)/python benchmarks/precision.py --device cpu --size tiny --image 32 --rounds 1
+	$(BIN)/python benchmarks/monitor_overhead.py --device cpu --pairs 1
+	$(BIN)/python benchmarks/tables.py
 
 monitors-table: $(STAMP)  ## Count the false alarms of all monitors in healthy runs of real models
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitors.table -j $(WORKERS) $(TABLE)
 
 clean:  ## Remove the .venvs and everything that was made here
-	rm -rf $(VENV) $(FLOOR) $(NEWEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FLOOR) $(NEWEST) $(DOCS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -9,19 +9,16 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks._chunked import TILE_EDGE, chunked_loss
+from benchmarks._common import MIB
 from benchmarks._inputs import DTYPES, TOY_BATCH, Case, Inputs, LossFunction
-from benchmarks._peak_memory import Passes
 from lightning_mp import ContrastiveLoss
-
-__all__ = ["Contender", "autocast_bf16", "dense_formula", "find_contenders", "find_ours"]
 
 DENSE_MATRICES = 5  # of b x b values that the dense formula may hold at once
 # Under autocast: logits both ways (2 + 2 bytes), both log-softmaxes (4 + 4), an fp32 copy (4).
@@ -56,35 +53,20 @@ class Contender:
         """Return new inputs of the case in the form that it takes."""
         return case.inputs(self.input_dtype, rounded=self.rounded)
 
-    def passes(self, case: Case) -> Passes:
-        """Return what is weighed: forward and backward, gradients aside."""
-        inputs = self.inputs(case)
-
-        def warm_up() -> None:
-            if case.place.type == "cuda":
-                return  # it has been compared with ours in this process, at this size
-            toy = Inputs.make(TOY_BATCH, case.width, DTYPES[case.dtype], case.scale, case.place)
-            toy.to(self.input_dtype).run(self.loss)
-
-        return Passes(warm_up, lambda: inputs.run(self.loss), inputs.gradient_bytes)
-
 
 def find_contenders(
-    batch: int, width: int, dtype: torch.dtype, device: torch.device
+    case: Case, workspaces: Sequence[int] = ()
 ) -> tuple[list[Contender], dict[str, str]]:
     """Return the contenders that run here, ours first, and why the others do not."""
-    found, skipped = find_ours(width, dtype, device)
-    on_cuda = device.type == "cuda"
+    found, skipped = find_ours(case.width, DTYPES[case.dtype], case.place, workspaces)
     for name, find in (
-        ("dense", lambda: _dense(batch, dtype, device)),
-        ("dense, bf16 autocast", lambda: _autocast_dense(batch, device) if on_cuda else None),
-        ("chunked cuBLAS, eager", lambda: _chunked(batch, width, dtype, device, compiled=False)),
-        ("chunked cuBLAS, compiled", lambda: _chunked(batch, width, dtype, device, compiled=True)),
-        ("torch chunked", lambda: _torch_chunked(dtype)),
-        ("Inf-CL, fp32 inputs", lambda: _inf_cl(batch, width, device, None)),
-        ("Inf-CL, rounded inputs", lambda: _inf_cl(batch, width, device, dtype)),
+        ("dense", _dense),
+        ("dense, bf16 autocast", _autocast_dense),
+        ("torch chunked", _torch_chunked),
+        ("Inf-CL, fp32 inputs", functools.partial(_inf_cl, rounded=False)),
+        ("Inf-CL, rounded inputs", functools.partial(_inf_cl, rounded=True)),
     ):
-        contender = find()
+        contender = find(case)
         if isinstance(contender, Contender):
             found.append(contender)
         elif contender is not None:
@@ -93,21 +75,24 @@ def find_contenders(
 
 
 def find_ours(
-    width: int, dtype: torch.dtype, device: torch.device
+    width: int, dtype: torch.dtype, device: torch.device, workspaces: Sequence[int] = ()
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return this package's loss with every backend that runs, the fastest first."""
+    """Return this package's loss with every backend that runs, the fastest first.
+
+    The first of them is also there with each of `workspaces`, in MiB.
+    """
     found: list[Contender] = []
     skipped: dict[str, str] = {}
-    backends: tuple[Any, ...] = ("triton", "torch")
-    for backend in backends:
+    for backend in ("triton", "torch"):
         name = f"ours, {backend} tiles"
         try:
-            loss = ContrastiveLoss(backend=backend)
-            Inputs.make(TOY_BATCH, width, dtype, 10.0, device).run(loss)
+            Inputs.make(TOY_BATCH, width, dtype, 10.0, device).run(ContrastiveLoss(backend=backend))  # type: ignore[arg-type]
         except Exception as error:  # compilers raise what they like
             skipped[name] = _first_line(error)
-        else:
-            found.append(Contender(name, loss, is_ours=True))
+            continue
+        for mib in (None, *(() if found else workspaces)):
+            loss = ContrastiveLoss(backend=backend, workspace_bytes=mib and mib * MIB)  # type: ignore[arg-type]
+            found.append(Contender(name + (f", {mib} MiB" if mib else ""), loss, is_ours=True))
     return found, skipped
 
 
@@ -137,19 +122,22 @@ def autocast_bf16(loss: LossFunction) -> LossFunction:
     return mixed
 
 
-def _dense(batch: int, dtype: torch.dtype, device: torch.device) -> Contender | str:
-    if device.type == "cuda" and dtype != torch.float32:
+def _dense(case: Case) -> Contender | str:
+    dtype = DTYPES[case.dtype]
+    if case.place.type == "cuda" and dtype != torch.float32:
         return "trains under autocast, where 16-bit logits get an fp32 softmax"
-    problem = _lacks_room(DENSE_MATRICES * dtype.itemsize * batch**2, device)
     name, loss = _dense_loss()
+    problem = _lacks_room(DENSE_MATRICES * dtype.itemsize * case.batch**2, case.place)
     return problem or Contender(name, loss, tolerance=LOGITS_TOLERANCE[dtype])
 
 
-def _autocast_dense(batch: int, device: torch.device) -> Contender | str:
-    problem = _lacks_room(AUTOCAST_BYTES * batch**2, device)
+def _autocast_dense(case: Case) -> Contender | str | None:
+    if case.place.type != "cuda":
+        return None
     name, loss = _dense_loss()
-    return problem or Contender(
-        f"{name}, bf16 autocast", autocast_bf16(loss), tolerance=LOGITS_TOLERANCE[torch.bfloat16]
+    tolerance = LOGITS_TOLERANCE[torch.bfloat16]
+    return _lacks_room(AUTOCAST_BYTES * case.batch**2, case.place) or Contender(
+        f"{name}, bf16 autocast", autocast_bf16(loss), tolerance=tolerance
     )
 
 
@@ -168,24 +156,7 @@ def _lacks_room(needed: int, device: torch.device) -> str | None:
     return f"would need {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free"
 
 
-def _chunked(
-    batch: int, width: int, dtype: torch.dtype, device: torch.device, *, compiled: bool
-) -> Contender | str:
-    if device.type != "cuda":
-        return "is a baseline for CUDA"
-    try:
-        Inputs.make(TOY_BATCH, width, dtype, 10.0, device).run(chunked_loss)
-    except (RuntimeError, TypeError) as error:
-        return _first_line(error)
-    if compiled and batch % TILE_EDGE:
-        torch.compiler.reset()  # such tiles have shapes of their own; torch keeps eight
-    return Contender(
-        f"chunked cuBLAS, {'compiled' if compiled else 'eager'}",
-        functools.partial(chunked_loss, compiled=compiled),
-    )
-
-
-def _torch_chunked(dtype: torch.dtype) -> Contender | str:
+def _torch_chunked(case: Case) -> Contender | str:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None or not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no chunked `linear_cross_entropy`"
@@ -199,16 +170,14 @@ def _torch_chunked(dtype: torch.dtype) -> Contender | str:
         )
         return (image_loss + text_loss) / 2
 
-    return Contender("torch chunked", loss, tolerance=LOGITS_TOLERANCE[dtype])
+    return Contender("torch chunked", loss, tolerance=LOGITS_TOLERANCE[DTYPES[case.dtype]])
 
 
-def _inf_cl(
-    batch: int, width: int, device: torch.device, round_to: torch.dtype | None
-) -> Contender | str | None:
-    """Return Inf-CL, which takes fp32 storage only, with values rounded to `round_to` or not."""
-    if round_to == torch.float32:
+def _inf_cl(case: Case, *, rounded: bool) -> Contender | str | None:
+    """Return Inf-CL, which takes fp32 storage only, with the values that ours get or unrounded."""
+    if rounded and case.dtype == "fp32":
         return None  # the same as unrounded
-    if device.type != "cuda":
+    if case.place.type != "cuda":
         return "has kernels for CUDA only"
     try:
         # `cal_inf_loss` all-reduces the scale's gradient, which fails without a process group;
@@ -216,11 +185,11 @@ def _inf_cl(
         from inf_cl import cal_flash_loss  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         return f"does not import ({error}); `pip install inf_cl`"
-    head_dim = next((dim for dim in (256, 128, 64, 32, 16) if width % dim == 0), None)
+    head_dim = next((dim for dim in (256, 128, 64, 32, 16) if case.width % dim == 0), None)
     if head_dim is None:
-        return f"needs a width that is a multiple of 16, not {width}"
-    if batch > 64 and batch % 64:
-        return f"reads out of bounds at a batch that is no multiple of 64, such as {batch}"
+        return f"needs a width that is a multiple of 16, not {case.width}"
+    if case.batch > 64 and case.batch % 64:
+        return f"reads out of bounds at a batch that is no multiple of 64, such as {case.batch}"
 
     def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Ten units; products in tf32."""
@@ -228,14 +197,8 @@ def _inf_cl(
         text_loss = cal_flash_loss(text_bD, image_bD, scale=scale, head_dim=head_dim)
         return (image_loss.mean() + text_loss.mean()) / 2
 
-    kind = next((kind for kind, dtype in DTYPES.items() if dtype == round_to), "")
-    return Contender(
-        f"Inf-CL, {kind}-rounded inputs" if kind else "Inf-CL, fp32 inputs",
-        loss,
-        tolerance=TF32_TOLERANCE,
-        input_dtype=torch.float32,
-        rounded=bool(kind),
-    )
+    name = f"Inf-CL, {case.dtype}-rounded inputs" if rounded else "Inf-CL, fp32 inputs"
+    return Contender(name, loss, False, TF32_TOLERANCE, torch.float32, rounded)
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -253,13 +216,3 @@ def _free_bytes(device: torch.device) -> int | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def memory_passes(*, name: str, threads: int, **case: Any) -> Passes:
-    """Return what is weighed for the contender `name`, in a process of its own."""
-    torch.set_num_threads(threads)
-    problem = Case(**case)
-    contenders, _ = find_contenders(
-        problem.batch, problem.width, DTYPES[problem.dtype], problem.place
-    )
-    return next(each for each in contenders if each.name == name).passes(problem)

@@ -24,29 +24,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks._inputs import Inputs
-
-__all__ = ["Errors", "Pass", "errors_of", "log_sum_exps", "theory_loss"]
 
 _CHUNK_ROWS = 2**16  # 384 MiB in float64 at D = 768
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What one forward and backward pass gave."""
-
-    inputs: Inputs
-    loss: float
-    row_lse_b: Tensor
-    column_lse_b: Tensor
-    forward_seconds: float
-    backward_seconds: float
-    peak_extra_bytes: int | None
-
-
-def log_sum_exps(loss: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def log_sum_exps(loss: Tensor, batch: int) -> list[Tensor]:
     """Return the log-sum-exps of rows and columns that a loss keeps for its backward pass.
 
     Raises:
@@ -60,59 +44,50 @@ def log_sum_exps(loss: Tensor, batch: int) -> tuple[Tensor, Tensor]:
             "The log-sum-exps of rows and columns come first among them. Pass the loss of "
             "`ContrastiveLoss`, before its backward pass."
         )
-    return vectors[0], vectors[1]
+    return vectors[:2]
 
 
-@dataclass(frozen=True)
-class Errors:
-    """The largest errors of a pass over a sample, and of its loss."""
-
-    term: float
-    image_gradient: float
-    text_gradient: float
-    mean: float
-
-
-def errors_of(result: Pass, scale: float, samples: int, *, chunk_rows: int = _CHUNK_ROWS) -> Errors:
+def errors_of(
+    inputs: Inputs, loss: float, lse_2b: list[Tensor], samples: int, chunk_rows: int = _CHUNK_ROWS
+) -> dict[str, float]:
     """Compare a pass with float64: a random sample of its terms and gradients, and its mean.
 
     Args:
-        result: The pass.
-        scale: Logit scale.
+        inputs: The features, with their gradients.
+        loss: The loss.
+        lse_2b: Log-sum-exps of rows and columns.
         samples: Pairs to check.
         chunk_rows: Pairs to hold in float64 at a time.
     """
-    inputs = result.inputs
+    scale, batch = float(inputs.scale.detach()), len(inputs.image_bD)
     image_bD, text_bD = inputs.image_bD.detach(), inputs.text_bD.detach()
-    batch = len(image_bD)
-    positive_b = torch.cat(
-        [
-            scale * (image_bD[rows].double() * text_bD[rows].double()).sum(1)
-            for rows in _chunks(batch, chunk_rows)
-        ]
-    )
-    mean = (result.row_lse_b + result.column_lse_b - 2 * positive_b).mean() / 2
+    pairs = ((image_bD[c].double(), text_bD[c].double()) for c in _chunks(batch, chunk_rows))
+    positive_b = torch.cat([scale * (image_cD * text_cD).sum(1) for image_cD, text_cD in pairs])
+    mean = (lse_2b[0] + lse_2b[1] - 2 * positive_b).mean() / 2
     generator = torch.Generator().manual_seed(1)
     pair_k = torch.randperm(batch, generator=generator)[:samples].to(image_bD.device)
-    positive_k = positive_b[pair_k]
-    with tqdm(total=4 * math.ceil(batch / chunk_rows), unit="chunk", leave=False) as bar:
-        bar.set_description("float64 reference")
-        rows = _Side(image_bD, text_bD, pair_k, scale, chunk_rows, bar)
-        columns = _Side(text_bD, image_bD, pair_k, scale, chunk_rows, bar)
-        negative_2k = torch.stack([rows.negatives(), columns.negatives()])
-        term_2k = F.softplus(negative_2k - positive_k)
-        found_2k = torch.stack([result.row_lse_b[pair_k], result.column_lse_b[pair_k]]) - positive_k
-        row_lse_k, column_lse_k = torch.logaddexp(negative_2k, positive_k)
-        weight_k = (negative_2k - positive_k).sigmoid().sum(0)
+    sides = [
+        _Side(image_bD, text_bD, pair_k, scale, chunk_rows),
+        _Side(text_bD, image_bD, pair_k, scale, chunk_rows),
+    ]
+    negative_2k = torch.stack([side.negatives() for side in sides])
+    margin_2k = negative_2k - positive_b[pair_k]
+    found_2k = torch.stack([lse_b[pair_k] for lse_b in lse_2b]) - positive_b[pair_k]
+    own_2k = torch.logaddexp(negative_2k, positive_b[pair_k])
+    errors = {
+        "term_error": float((found_2k - F.softplus(margin_2k)).abs().amax()),
+        "mean_error": abs(loss / float(mean) - 1),
+    }
+    weight_k = margin_2k.sigmoid().sum(0)
+    others = zip(("image", "text"), sides, own_2k, reversed(lse_2b), inputs.leaves, strict=False)
+    for name, side, own_k, other_b, leaf in others:
         unit = scale * inputs.loss_scale / (2 * batch)
-        d_image_kD = rows.gradients(row_lse_k, result.column_lse_b, weight_k) * unit
-        d_text_kD = columns.gradients(column_lse_k, result.row_lse_b, weight_k) * unit
-    return Errors(
-        term=float((found_2k - term_2k).abs().amax()),
-        image_gradient=_largest_error(inputs.image_bD.grad, pair_k, d_image_kD),
-        text_gradient=_largest_error(inputs.text_bD.grad, pair_k, d_text_kD),
-        mean=abs(result.loss / float(mean) - 1),
-    )
+        expected_kD = side.gradients(own_k, other_b, weight_k) * unit
+        if leaf.grad is None:
+            raise RuntimeError("Passed inputs without gradients. Run the backward pass first.")
+        difference_k = (leaf.grad[pair_k].double() - expected_kD).norm(dim=1)
+        errors[f"{name}_gradient_error"] = float((difference_k / expected_kD.norm(dim=1)).amax())
+    return errors
 
 
 @dataclass(frozen=True)
@@ -124,7 +99,6 @@ class _Side:
     pair_k: Tensor
     scale: float
     chunk_rows: int
-    bar: tqdm
 
     def negatives(self) -> Tensor:
         """Return the log-sum-exps of the sample's negatives."""
@@ -132,8 +106,7 @@ class _Side:
 
     def gradients(self, own_lse_k: Tensor, other_lse_b: Tensor, weight_k: Tensor) -> Tensor:
         """Return the gradients in units of `scale / 2b`, of the positives with their weights."""
-        positive_kD = self.other_bD[self.pair_k].double()
-        total_kD = positive_kD * -weight_k[:, None]
+        total_kD = self.other_bD[self.pair_k].double() * -weight_k[:, None]
         for rows, logits_kc in self._logits():
             softmax_kc = (logits_kc - own_lse_k[:, None]).exp_()
             softmax_kc.add_((logits_kc - other_lse_b[rows].double()).exp_())
@@ -147,7 +120,6 @@ class _Side:
             index_c = torch.arange(rows.start, rows.stop, device=own_kD.device)
             logits_kc = own_kD @ self.other_bD[rows].double().T
             yield rows, logits_kc.masked_fill_(self.pair_k[:, None] == index_c, -torch.inf)
-            self.bar.update()
 
 
 def _chunks(batch: int, rows: int) -> Iterator[slice]:
@@ -155,20 +127,12 @@ def _chunks(batch: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, batch))
 
 
-def _largest_error(grad_bD: Tensor | None, pair_k: Tensor, expected_kD: Tensor) -> float:
-    """Return the largest error of a row of the sample, relative to the row's norm."""
-    if grad_bD is None:
-        raise RuntimeError("Passed a pass without gradients. Run its backward pass first.")
-    difference_k = (grad_bD[pair_k].double() - expected_kD).norm(dim=1)
-    return float((difference_k / expected_kD.norm(dim=1)).amax())
-
-
-def theory_loss(inputs: Inputs, scale: float, *, chunk_rows: int = _CHUNK_ROWS) -> float:
+def theory_loss(inputs: Inputs, *, chunk_rows: int = _CHUNK_ROWS) -> float:
     """Return the loss of these positives among random negatives.
 
     The cosine of random unit vectors has `E exp(s cos) = sum_n (s^2 / 4)^n / (n! (D/2)_n)`.
     """
-    batch, width = inputs.image_bD.shape
+    (batch, width), scale = inputs.image_bD.shape, float(inputs.scale.detach())
     log_mean = log_term = 0.0
     for n in range(1, 10_000):
         log_term += math.log(scale**2 / 4) - math.log(n * (width / 2 + n - 1))
@@ -177,7 +141,7 @@ def theory_loss(inputs: Inputs, scale: float, *, chunk_rows: int = _CHUNK_ROWS) 
             break
     total = 0.0
     for rows in _chunks(batch, chunk_rows):
-        image_cD, text_cD = (x.detach()[rows].double() for x in (inputs.image_bD, inputs.text_bD))
+        image_cD, text_cD = (x.detach()[rows].double() for x in inputs.leaves[:2])
         positive_c = scale * (image_cD * text_cD).sum(1)
         total += float(F.softplus(math.log(batch - 1) + log_mean - positive_c).sum())
     return total / batch

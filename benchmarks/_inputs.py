@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DTYPES", "TOY_BATCH", "UNITS", "Case", "Inputs", "LossFunction", "unit_pairs"]
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POSITIVE_COSINE = 0.2
 TOY_BATCH = 64
@@ -36,24 +34,15 @@ def unit_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Draw pairs with a cosine of about 0.2 on the device; then no loss vanishes at scale 100.
 
-    Args:
-        batch: Pairs.
-        width: Width of the features.
-        dtype: What the features, drawn in fp32, are rounded to.
-        device: Where they are drawn; other devices draw other values.
-        chunk_rows: Pairs to draw at a time, which bounds the fp32 copies.
-
-    Returns:
-        Images and texts of shape (b, D).
+    Features are drawn in fp32, `chunk_rows` at a time, and rounded to `dtype`.
     """
     generator = torch.Generator(device).manual_seed(0)
     image_bD, text_bD = (torch.empty(batch, width, dtype=dtype, device=device) for _ in range(2))
     for start in range(0, batch, chunk_rows):
         rows = slice(start, min(start + chunk_rows, batch))
+        shape = rows.stop - start, width
         image_rD, noise_rD = (
-            F.normalize(
-                torch.randn(rows.stop - start, width, generator=generator, device=device), dim=1
-            )
+            F.normalize(torch.randn(shape, generator=generator, device=device), dim=1)
             for _ in range(2)
         )
         image_bD[rows] = image_rD
@@ -85,30 +74,28 @@ class Inputs:
         if dtype is None or dtype == self.image_bD.dtype:
             return self
         leaves = [
-            value.detach().to(dtype).requires_grad_() for value in (self.image_bD, self.text_bD)
+            x.detach().clone().to(to or x.dtype).requires_grad_()
+            for x, to in ((self.image_bD, dtype), (self.text_bD, dtype), (self.scale, None))
         ]
-        return replace(
-            self,
-            image_bD=leaves[0],
-            text_bD=leaves[1],
-            scale=self.scale.detach().clone().requires_grad_(),
-        )
+        return Inputs(*leaves, self.loss_scale)
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What gets gradients."""
+        return self.image_bD, self.text_bD, self.scale
 
     def run(self, loss: LossFunction) -> Tensor:
         """Run forward and backward; the gradients stay on the inputs."""
-        self.clear()
-        value = loss(self.image_bD, self.text_bD, self.scale)
+        for leaf in self.leaves:
+            leaf.grad = None
+        value = loss(*self.leaves)
         value.backward(torch.full_like(value, self.loss_scale))
         return value.detach()
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        self.image_bD.grad = self.text_bD.grad = self.scale.grad = None
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients."""
-        return sum(leaf.nbytes for leaf in (self.image_bD, self.text_bD, self.scale))
+        return sum(leaf.nbytes for leaf in self.leaves)
 
 
 @dataclass(frozen=True)

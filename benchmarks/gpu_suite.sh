@@ -1,168 +1,173 @@
 #!/usr/bin/env bash
-# All that needs a GPU: tests, benchmarks against the peers, one pass over a million pairs, the
-# training steps of ViTs under every precision, AdamW's step, and what the monitors cost.
+# All that needs a GPU, in steps of less than nine minutes: tests, ranks over NCCL, the loss against
+# its peers, a million pairs, ViTs under every precision, AdamW's step, and what the monitors cost.
 #
-#     benchmarks/gpu_suite.sh [--quick] [tests] [bench] [million] [precision] [optimizer] [monitors]
+#     benchmarks/gpu_suite.sh [--quick] [--list] [STEP...]
 #
-# Without steps, all six run. A step that fails does not keep the next from running; the exit
-# status is 1 if any failed. --quick rehearses on the CPU at toy size.
+# Steps run in the order of --list, all of them if none is named; `loss` names all that begin with
+# it. A step that fails does not keep the next from running, but for `smoke`, a minute at toy size:
+# if that fails, nothing else runs unless it is named. The exit status is 1 if a step failed.
+# A step that has passed with this commit is not run again, and rows of a CSV file that are measured
+# again take the place of the old ones; so a suite that was cut off is just started again.
+#
+# --quick rehearses on the CPU: `smoke` alone.
+#
+# Kernels can be compiled before there is a GPU, and the folder carried to it (same wheels):
+#
+#     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 #
 #   PYTHON         interpreter; python3 if unset. Needs torch, lightning, torchmetrics, triton and
 #                  pytest.
 #   PYTHONPATH     kept behind the repository; put the folder that holds inf_cl there.
 #   OUT            folder for what is written, from the root of the repository;
-#                  benchmarks/results if unset. Rows are appended to contrastive_loss.csv,
-#                  million.csv, precision.csv, optimizer_step.csv and monitor_overhead.csv;
-#                  environment.txt and a log for each step are new.
+#                  benchmarks/results if unset: suite.log, passed.txt, and five CSV files.
+#   KERNELS        folder of compiled kernels; kernels if unset.
 #   MAX_SECONDS    a peer whose call would take longer is left out, and all timed calls of one loss
 #                  at one size take no longer together; 3 if unset.
-#   LIMIT_SECONDS  after this a step is stopped, with the figures that it has by then; 570 if unset.
+#   LIMIT_SECONDS  no step gets more; 530 if unset. It is interrupted as by Ctrl-C, and killed if it
+#                  is there 10 seconds later.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 out=${OUT:-benchmarks/results}
 max_seconds=${MAX_SECONDS:-3}
-limit_seconds=${LIMIT_SECONDS:-570}
+limit_seconds=${LIMIT_SECONDS:-530}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 unset TRITON_INTERPRET  # kernels are to be compiled
+export TRITON_CACHE_DIR=${KERNELS:-$PWD/kernels}
 export TQDM_MININTERVAL=20  # progress bars of logs need no ten lines a second
 
-quick=
-steps=()
+device=cuda names=() limits=() commands=()
+
+if [[ $python$out =~ [[:space:]] ]]; then
+  echo "Passed PYTHON='$python' and OUT='$out'. Neither may have blanks: commands are split at them." >&2
+  exit 2
+fi
+
+# step NAME SECONDS ARGUMENTS...: note a step of the interpreter.
+step() {
+  names+=("$1") limits+=("$2") commands+=("$python ${*:3}")
+}
+
+# csv SCRIPT ARGUMENTS...: the command of a benchmark with a file of its own.
+csv() { echo "benchmarks/$1.py --device $device --csv $out/$1.csv ${*:2}"; }
+
+loss() { csv contrastive_loss --scale 100 --max-seconds "$max_seconds" "$@"; }
+vit() { csv precision --max-seconds 5 "$@"; }
+
+# Only files with such tests: others may need packages that are not installed here.
+tests() {
+  echo "-m pytest -c pyproject.toml --rootdir . -p no:cacheprovider -m gpu -v --tb=short -W default" \
+    "--durations=10 -o faulthandler_timeout=120 $*"
+}
+gpu_tests() { grep -rl --include='test_*.py' 'mark\.gpu' tests | grep -v nccl | sort | xargs; }
+
+list_steps() {
+  step smoke 60 benchmarks/smoke.py --device "$device"
+  step kernels 300 benchmarks/compile_ahead.py
+  step tests 530 "$(tests "$(gpu_tests)")"
+  step nccl 300 "$(tests tests/contrastive/test_nccl.py)"
+  # What the targets name, first: each dtype and width at the middle sizes.
+  step loss-bf16 530 "$(loss --dtype bf16 --width 768 --batch 32768 65536)"
+  step loss-fp16 300 "$(loss --dtype fp16 --width 768 --batch 32768)"
+  step loss-fp32 530 "$(loss --dtype fp32 --width 768 --batch 32768)"
+  step precision-H16 530 "$(vit --size H16 --batch 64)"
+  # H16 would need more than 80 GB for all contenders at once.
+  step optimizer 400 "$(csv optimizer_step --max-seconds 5 --size S16 B16 L16)"
+  step million 400 "$(csv million)"
+  step monitors 400 "$(csv monitor_overhead --batch 64 --tokens 512 --pairs 5)"
+  # The extras. A process for each width: a fault of one contender ends the process for all.
+  step loss-512 530 "$(loss --dtype bf16 --width 512 --batch 8192 16384 32768 65536 131072 262144)"
+  step loss-768 530 "$(loss --dtype bf16 --width 768 --batch 8192 16384 131072 262144)"
+  step loss-1024 530 "$(loss --dtype bf16 --width 1024 --batch 8192 16384 32768 65536 131072 262144)"
+  step precision-L16 530 "$(vit --size L16 --batch 128)"
+  step precision-small 530 "$(vit --size S16 B16 --batch 256)"
+  # The other rungs of the ladder: a pooled head and the batch second.
+  step precision-lnd 400 \
+    "$(vit --size H16 --batch 64 --pool mean --layout lnd --precisions 16-mixed O2-fp16 --optimizers fused)"
+}
+
+quick='' only_list='' wanted=()
 for argument in "$@"; do
   case $argument in
-    --quick) quick=1 ;;
-    tests | bench | million | precision | optimizer | monitors) steps+=("$argument") ;;
-    *)
-      echo "Passed '$argument'. Steps are tests, bench, million, precision, optimizer and monitors;" \
-        "--quick rehearses on the CPU. Name some of them, or nothing for all steps." >&2
-      exit 2
-      ;;
+    --quick) quick=1 device=cpu wanted=(smoke) ;;
+    --list) only_list=1 ;;
+    *) wanted+=("$argument") ;;
   esac
 done
-if ((${#steps[@]} == 0)); then steps=(tests bench million precision optimizer monitors); fi
+list_steps
+for name in ${wanted[@]+"${wanted[@]}"}; do
+  if ! printf '%s\n' "${names[@]}" | grep -q "^$name"; then
+    echo "Passed '$name'. Steps are ${names[*]}, or how some of them begin; --quick rehearses on" \
+      "the CPU. Name some of them, or nothing for all." >&2
+    exit 2
+  fi
+done
+is_wanted() {
+  ((${#wanted[@]} == 0)) && return
+  local name
+  for name in "${wanted[@]}"; do [[ $1 == "$name"* ]] && return; done
+  return 1
+}
+if [[ -n $only_list ]]; then
+  for index in "${!names[@]}"; do echo "${names[index]} (${limits[index]} s): ${commands[index]}"; done
+  exit
+fi
+
 mkdir -p "$out"
+log=$out/suite.log passed=$out/passed.txt
+touch "$passed"
+commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+describe_machine() {
+  date -u +"%Y-%m-%dT%H:%M:%SZ commit $commit"
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv 2>/dev/null ||
+    echo "no nvidia-smi"
+  "$python" -m torch.utils.collect_env 2>/dev/null |
+    grep -E '^(Python|PyTorch|CUDA|cuDNN|Nvidia|GPU|Is CUDA|\[pip3\])' || true
+}
 
 failed=()
-
-# run LOG COMMAND...: print and log what a command says, and remember whether it failed.
+# run INDEX: print and log what a step says, and remember how it ended.
 run() {
-  local log=$out/$1 status=0 said left=$((deadline - SECONDS))
-  shift
-  said=${*//"$out/"/}  # logs name no place
-  said=${said/"$python"/python}
-  echo "+ $said" | tee -a "$log"
-  timeout --kill-after=10 "$((left > 1 ? left : 1))" "$@" 2>&1 | tee -a "$log" || status=$?
-  if ((status != 0)); then
-    echo "failed with exit status $status" | tee -a "$log"
-    failed+=("$said (exit status $status)")
+  local name=${names[$1]} limit=${limits[$1]} command status=0 said start=$SECONDS
+  ((limit <= limit_seconds)) || limit=$limit_seconds
+  read -ra command <<<"${commands[$1]}"
+  said=${commands[$1]//"$out/"/}  # logs name no place
+  echo "+ ${said/"$python"/python}"
+  timeout --signal=INT --kill-after=10 "$limit" "${command[@]}" 2>&1 || status=$?
+  case $status in
+    0) echo "$name $commit" >>"$passed" ;;
+    124 | 137) echo "stopped after its $limit s" ;;
+    *) echo "failed with exit status $status" ;;
+  esac
+  echo "== $name took $((SECONDS - start)) s"
+  return "$status"
+}
+
+describe_machine 2>&1 | tee -a "$log"
+for index in "${!names[@]}"; do
+  name=${names[index]}
+  is_wanted "$name" || continue
+  if [[ $name != smoke ]] && grep -qxF "$name $commit" "$passed"; then
+    echo "== $name has passed with this commit" | tee -a "$log"
+    continue
   fi
-}
-
-write_environment() {
-  date -u +"%Y-%m-%dT%H:%M:%SZ"
-  if command -v nvidia-smi >/dev/null; then
-    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv || true
-  else
-    echo "no nvidia-smi"
+  echo "== $name" | tee -a "$log"
+  status=0
+  run "$index" | tee -a "$log" || status=${PIPESTATUS[0]}
+  ((status == 0)) && continue
+  failed+=("$name (exit status $status)")
+  if [[ $name == smoke && ${#wanted[@]} == 0 ]]; then
+    echo "smoke failed: nothing else is run. Name steps to run them all the same." | tee -a "$log"
+    break
   fi
-  "$python" - <<'PYTHON' || true
-import importlib.metadata, platform
-import torch
-
-print("python", platform.python_version())
-print("CUDA of torch", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
-print("multiprocessors", *(
-    torch.cuda.get_device_properties(index).multi_processor_count
-    for index in range(torch.cuda.device_count())
-))
-for name in ("torch", "triton", "lightning", "torchmetrics", "pytest", "inf_cl", "open_clip_torch", "torch-optimi"):
-    try:
-        print(name, importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        print(name, "is not installed")
-PYTHON
-}
-
-step_tests() {
-  # Only files with such tests: others may need packages that are not installed here.
-  local files
-  mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort)
-  run tests.log "$python" -m pytest -c pyproject.toml --rootdir . -p no:cacheprovider -m gpu -q \
-    --durations=10 "${files[@]}"
-}
-
-step_bench() {
-  local bench=("$python" benchmarks/contrastive_loss.py --csv "$out/contrastive_loss.csv")
-  if [[ -n $quick ]]; then
-    run bench.log "${bench[@]}" --quick --device cpu --no-memory --batch 64 128 --width 16 32 \
-      --dtype bf16 fp16 fp32 --max-seconds "$max_seconds"
-    return
-  fi
-  bench+=(--device cuda --scale 100 --max-seconds "$max_seconds")
-  # A process for each width: a fault of one contender ends the process for all.
-  for width in 512 768 1024; do
-    run bench.log "${bench[@]}" --dtype bf16 --width "$width" \
-      --batch 8192 16384 32768 65536 131072 262144
-  done
-  for dtype in fp16 fp32; do
-    run bench.log "${bench[@]}" --dtype "$dtype" --width 768 --batch 32768
-  done
-}
-
-step_million() {
-  local million=("$python" benchmarks/million.py --csv "$out/million.csv")
-  if [[ -n $quick ]]; then million+=(--quick --device cpu); else million+=(--device cuda); fi
-  run million.log "${million[@]}"
-}
-
-step_precision() {
-  local precision=("$python" benchmarks/precision.py --csv "$out/precision.csv")
-  if [[ -n $quick ]]; then
-    run precision.log "${precision[@]}" --quick --device cpu --rounds 1 --batch 2 --steps 1
-    return
-  fi
-  precision+=(--device cuda --max-seconds 5)
-  # The size that the targets name comes first; batches leave room for 32-true on 80 GB.
-  run precision.log "${precision[@]}" --size H16 --batch 64
-  run precision.log "${precision[@]}" --size L16 --batch 128
-  run precision.log "${precision[@]}" --size S16 B16 --batch 256
-  # The other rungs of the ladder: a pooled head and the batch second.
-  run precision.log "${precision[@]}" --size H16 --batch 64 --pool mean --layout lnd \
-    --precisions 16-mixed O2-fp16 --optimizers fused
-}
-
-step_optimizer() {
-  local optimizer=("$python" benchmarks/optimizer_step.py --csv "$out/optimizer_step.csv")
-  if [[ -n $quick ]]; then
-    run optimizer.log "${optimizer[@]}" --quick --device cpu --rounds 1
-    return
-  fi
-  # H16 would need more than 80 GB for all contenders at once.
-  run optimizer.log "${optimizer[@]}" --device cuda --max-seconds 5 --size S16 B16 L16
-}
-
-step_monitors() {
-  local monitors=("$python" benchmarks/monitor_overhead.py --csv "$out/monitor_overhead.csv")
-  if [[ -n $quick ]]; then
-    run monitors.log "${monitors[@]}" --quick --device cpu
-    return
-  fi
-  run monitors.log "${monitors[@]}" --device cuda --batch 64 --tokens 512 --pairs 5
-}
-
-write_environment 2>&1 | tee "$out/environment.txt"
-for step in "${steps[@]}"; do
-  echo "== $step"
-  : >"$out/$step.log"
-  deadline=$((SECONDS + limit_seconds))
-  "step_$step"
 done
 
 if ((${#failed[@]} > 0)); then
-  printf 'failed: %s\n' "${failed[@]}"
+  printf 'failed: %s\n' "${failed[@]}" | tee -a "$log"
   exit 1
 fi
-echo "all passed: ${steps[*]}"
+echo "all passed" | tee -a "$log"

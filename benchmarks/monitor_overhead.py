@@ -22,29 +22,21 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._common import (  # noqa: E402
-    CsvTable,
-    environment,
-    format_table,
-    load_warning,
-    pick_device,
-)
+from benchmarks import _common as common  # noqa: E402
 from lightning_mp import BalancedAMP  # noqa: E402
 from lightning_mp.callbacks import (  # noqa: E402
     ActivationRangeMonitor,
@@ -56,57 +48,38 @@ from lightning_mp.callbacks import (  # noqa: E402
     SpikeGuard,
 )
 from lightning_mp.callbacks._step.outputs import OutputSampler  # noqa: E402
+from lightning_mp.reproduce._fit import Classifier  # noqa: E402
 
-DEFAULT_CSV = Path("benchmarks/results/monitor_overhead.csv")
 GOALS = {"cpu": 0.02, "cuda": 0.01}  # of a step, at the default cadence
-COLUMNS = [
-    "monitor",
-    "parameters",
-    "batch",
-    "tokens",
-    "precision",
-    "every_n_steps",
-    "step_ms",
-    "monitor_ms_per_step",
-    "share_of_step",
-    "windows",
-]
+INSIDE, COMPARED = "all, inside", "all, on against off"
+TABLE = {
+    "monitor": "{monitor}",
+    "ms a step": "{monitor_ms_per_step:.3f}",
+    "of a step": "{share_of_step:.2%}",
+}
 HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "on_train_end",
+    *("on_fit_start", "on_train_start", "on_train_batch_start", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("on_train_batch_end", "on_train_end"),
 )
 
 
-class LanguageModel(pl.LightningModule):
-    """A transformer over random tokens, new ones at every step."""
+class LanguageModel(Classifier):
+    """A transformer over random tokens, new ones at every step, that names them."""
 
-    def __init__(self, width: int, layers: int, batch: int, tokens: int, vocabulary: int) -> None:
-        super().__init__()
-        self.shape_BL = (batch, tokens)
-        self.vocabulary = vocabulary
-        self.embed = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(
-            width, width // 64 or 1, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
+    def __init__(self, args: argparse.Namespace) -> None:
+        shape = {"nhead": args.width // 64 or 1, "dim_feedforward": 4 * args.width, "dropout": 0.0}
+        layer = nn.TransformerEncoderLayer(args.width, **shape, batch_first=True, norm_first=True)  # type: ignore[arg-type]
+        blocks = nn.TransformerEncoder(layer, args.layers, enable_nested_tensor=False)
+        ends = nn.Embedding(args.vocabulary, args.width), nn.Linear(args.width, args.vocabulary)
+        super().__init__(nn.Sequential(ends[0], blocks, ends[1]), lr=1e-4, optimizer="foreach")
+        self.shape_BL = args.batch, args.tokens
+        self.vocabulary = args.vocabulary
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:  # type: ignore[override]
         """Return the loss of tokens that name themselves."""
         tokens_BL = torch.randint(self.vocabulary, self.shape_BL, device=self.device)
-        logits_BLV = self.head(self.blocks(self.embed(tokens_BL)))
-        return F.cross_entropy(logits_BLV.float().flatten(0, 1), tokens_BL.flatten())
-
-    def configure_optimizers(self) -> AdamW:
-        """Return torch's AdamW."""
-        return AdamW(self.parameters(), lr=1e-4)
+        return F.cross_entropy(self.model(tokens_BL).float().flatten(0, 1), tokens_BL.flatten())
 
 
 class Switch(pl.Callback):
@@ -188,134 +161,97 @@ def monitors(every_n_steps: int | None) -> list[InstabilityMonitor]:
     return [LossScaleMonitor(), *sampling, SpikeGuard(), NonFiniteLocator()]
 
 
-def measure(args: argparse.Namespace, device: str) -> tuple[list[dict[str, Any]], int]:
-    """Train, and return a row for each monitor and one for all, and the number of parameters."""
-    every = args.window
+def train(args: argparse.Namespace) -> tuple[dict[str, float], float, int]:
+    """Return the share of a step that each monitor takes, a step's seconds, and the parameters."""
     switches = [Switch(monitor) for monitor in monitors(args.every_n_steps)]
-    windows = Windows(switches, every, args.pairs)
+    windows = Windows(switches, args.window, args.pairs)
     torch.manual_seed(0)
-    model = LanguageModel(args.width, args.layers, args.batch, args.tokens, args.vocabulary)
-    is_cuda = device.startswith("cuda")
+    model = LanguageModel(args)
+    is_cuda = args.device.startswith("cuda")
     # Hooks inside the forward are not in the callbacks' time, and sampled steps have some.
-    add, spent = OutputSampler._add, [0.0]
+    add = OutputSampler._add
 
     def timed_add(self: OutputSampler, *rest: Any) -> None:
         start = time.perf_counter()
         add(self, *rest)
-        spent[0] += time.perf_counter() - start
         switches[2].seconds += time.perf_counter() - start
 
-    OutputSampler._add = timed_add  # type: ignore[method-assign]
-    try:
+    off_by_default = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    with mock.patch.object(OutputSampler, "_add", timed_add):
         pl.Trainer(
             accelerator="cuda" if is_cuda else "cpu",
             devices=1,
-            max_steps=2 * every * (args.pairs + 1) + 1,
+            max_steps=2 * args.window * (args.pairs + 1) + 1,
             plugins=[BalancedAMP()] if is_cuda else [],
             callbacks=[windows, *switches],
             logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **dict.fromkeys(off_by_default, False),
         ).fit(model, DataLoader(range(10**6)))  # type: ignore[arg-type]
-    finally:
-        OutputSampler._add = add  # type: ignore[method-assign]
     off, on = windows.seconds[False], windows.seconds[True]
-    step = statistics.median(off) / every
-    shares = {n: s / len(on) / every / step for n, s in windows.inside.items()}
-    rows = {**shares, "all, inside": sum(shares.values())}
-    rows["all, on against off"] = statistics.median(a / b for a, b in zip(on, off, strict=True)) - 1
-    parameters = sum(p.numel() for p in model.parameters())
-    fixed = {
-        "parameters": parameters,
-        "batch": args.batch,
-        "tokens": args.tokens,
-        "precision": "BalancedAMP fp16" if is_cuda else "32-true",
-        "every_n_steps": args.every_n_steps or "default",
-        "step_ms": f"{step * 1e3:.1f}",
-        "windows": len(on),
-    }
-    return [
-        {
-            "monitor": name,
-            **fixed,
-            "monitor_ms_per_step": f"{share * step * 1e3:.3f}",
-            "share_of_step": f"{share:.5f}",
-        }
-        for name, share in rows.items()
-    ], parameters
+    step = statistics.median(off) / args.window
+    shares = {n: s / len(on) / args.window / step for n, s in windows.inside.items()}
+    shares[INSIDE] = sum(shares.values())
+    shares[COMPARED] = statistics.median(a / b for a, b in zip(on, off, strict=True)) - 1
+    return shares, step, sum(p.numel() for p in model.parameters())
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Read the command line; `--quick` replaces what was not given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--width", type=int, default=384, help="of the transformer")
-    add("--layers", type=int, default=8, help="of the transformer")
-    add("--vocabulary", type=int, default=8192, help="tokens there are")
-    add("--batch", type=int, default=8, help="sequences a step")
-    add("--tokens", type=int, default=128, help="of a sequence")
-    add(
-        "--every-n-steps", type=int, help="cadence of the sampling monitors; their own if not given"
-    )
-    add("--window", type=int, default=100, help="steps of a window; a multiple of all cadences")
-    add("--pairs", type=int, default=2, help="windows with and without monitors that count")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    add("--csv", type=Path, default=DEFAULT_CSV, help="file that rows are appended to")
-    add("--quick", action="store_true", help="rehearse at toy size; appends only to a given --csv")
-    if "--quick" in (sys.argv[1:] if argv is None else argv):
-        parser.set_defaults(
-            width=32,
-            layers=1,
-            vocabulary=64,
-            tokens=8,
-            every_n_steps=5,
-            window=10,
-            pairs=2,
-            csv=None,
-        )
-    return parser, parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    parser, args = parse(argv)
-    try:
-        device = pick_device(args.device)
-        path = ROOT / DEFAULT_CSV if args.csv == DEFAULT_CSV else args.csv
-        facts = {**environment(torch.device(device)), "lightning": lightning.__version__}
-        table = None if path is None else CsvTable(path, [*COLUMNS, *facts])
-    except (ValueError, RuntimeError) as error:
-        parser.error(str(error))
-    warning = load_warning()
-    if warning is not None:
-        print(warning)
-    torch.set_num_threads(args.threads)
+def measure(args: argparse.Namespace) -> Iterator[common.Report]:
+    """Train, and give a row for each monitor and two for all."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    rows, parameters = measure(args, device)
-    if table is not None:
-        table.append([{**row, **facts} for row in rows])
-    print(
-        f"\n{parameters / 1e6:.1f}M parameters, {args.batch} x {args.tokens} tokens, "
-        f"{rows[0]['precision']}, {rows[0]['step_ms']} ms a step without monitors, on "
-        f"{facts['device_name']}; samples every {args.every_n_steps or '50 or 100'} steps\n"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        shares, step, parameters = train(args)
+    kind = "cuda" if args.device.startswith("cuda") else "cpu"
+    every = args.every_n_steps or "default"
+    asked = {"batch": args.batch, "tokens": args.tokens, "every_n_steps": every}
+    asked |= {"precision": "BalancedAMP fp16" if kind == "cuda" else "32-true"}
+    asked |= {"parameters": parameters, "windows": args.pairs}
+    rows = []
+    for name, share in shares.items():
+        found = {"step_ms": 1e3 * step, "monitor_ms_per_step": 1e3 * share * step}
+        rows.append(({"monitor": name, **asked}, {**found, "share_of_step": share}))
+    share, goal = shares[COMPARED if kind == "cuda" else INSIDE], GOALS[kind]
+    said = (
+        f"{parameters / 1e6:.1f}M parameters, {args.batch} x {args.tokens} tokens, "
+        f"{step * 1e3:.1f} ms a step without monitors. Goal on this device, at most {goal:.0%} of "
+        f"a step: {'met' if share <= goal else 'missed'} with {share:.2%}."
     )
-    cells = [
-        [r["monitor"], r["monitor_ms_per_step"], f"{float(r['share_of_step']):.2%}"] for r in rows
-    ]
-    print(format_table(["monitor", "ms a step", "of a step"], cells))
-    kind = "cuda" if device.startswith("cuda") else "cpu"
-    judged = rows[-1] if kind == "cuda" else rows[-2]
-    share, goal = float(judged["share_of_step"]), GOALS[kind]
-    verdict = "met" if share <= goal else "missed"
-    print(f"\nGoal on this device, at most {goal:.0%} of a step: {verdict} with {share:.2%}.")
-    return 0
+    yield common.Report(rows, TABLE, [said])
 
+
+def add_options(add: Callable[..., Any]) -> None:
+    """Add the options of this benchmark."""
+    positive = common.positive
+    add("--width", type=positive, default=384, help="of the transformer")
+    add("--layers", type=positive, default=8, help="of the transformer")
+    add("--vocabulary", type=positive, default=8192, help="tokens there are")
+    add("--batch", type=positive, default=8, help="sequences a step")
+    add("--tokens", type=positive, default=128, help="of a sequence")
+    add(
+        "--every-n-steps",
+        type=positive,
+        help="cadence of the sampling monitors, or their own",
+    )
+    add(
+        "--window",
+        type=positive,
+        default=100,
+        help="steps of a window; all cadences divide it",
+    )
+    add(
+        "--pairs",
+        type=positive,
+        default=2,
+        help="windows with and without monitors that count",
+    )
+
+
+QUICK = {"pairs": 2, "width": 32, "layers": 1, "vocabulary": 64, "tokens": 8}
+QUICK |= {"every_n_steps": 5, "window": 10}
+BENCHMARK = common.Benchmark(
+    "monitor_overhead", __doc__, add_options, measure, {**QUICK, "pairs": 2}
+)
+main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # as a script only this folder is importable
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from benchmarks._common import format_table  # noqa: E402
+from benchmarks import _common as common  # noqa: E402
 from benchmarks._inputs import unit_pairs  # noqa: E402
 
-__all__ = ["main", "peak_units"]
+TABLE = {"local loss, logits": "{logits}", "x 4 b^2 / W bytes": "{units:.2f}"}
 
 
 def peak_units(batch: int, width: int, ranks: int, *, keeps_logits: bool) -> float:
@@ -45,10 +45,8 @@ def peak_units(batch: int, width: int, ranks: int, *, keeps_logits: bool) -> flo
         ranks: W.
         keeps_logits: Whether they are still there in the backward.
     """
-    rows = batch // ranks
-    image_bD, text_bD = unit_pairs(batch, width, torch.float32, torch.device("cpu"))
-    for features_bD in (image_bD, text_bD):
-        features_bD.requires_grad_()
+    rows, place = batch // ranks, torch.device("cpu")
+    image_bD, text_bD = (x.requires_grad_() for x in unit_pairs(batch, width, torch.float32, place))
     labels_r = torch.arange(rows)
 
     def run() -> None:
@@ -60,38 +58,29 @@ def peak_units(batch: int, width: int, ranks: int, *, keeps_logits: bool) -> flo
             del image_logits_rb, text_logits_rb
         loss.backward()
 
-    return _peak_bytes(run) / (4 * batch**2 / ranks)
+    return (common.peak_bytes(run, place) or 0) / (4 * batch**2 / ranks)
 
 
-def _peak_bytes(run: Callable[[], None]) -> int:
-    """Return the most bytes that tensors made by `run` take at a time."""
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        run()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Count both and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch", type=int, default=24576, help="pairs of all ranks")
-    parser.add_argument("--ranks", type=int, default=32)
-    parser.add_argument("--width", type=int, default=512, help="of the features")
-    options = parser.parse_args(arguments)
+def measure(args: argparse.Namespace) -> Iterator[common.Report]:
+    """Count both."""
+    problem = {name: getattr(args, name) for name in ("batch", "width", "ranks")}
     rows = [
-        [name, f"{peak_units(**vars(options), keeps_logits=keeps_logits):.2f}"]
-        for name, keeps_logits in (
-            ("logits freed before the backward", False),
-            ("logits kept", True),
-        )
+        ({"logits": name, **problem}, {"units": peak_units(**problem, keeps_logits=kept)})
+        for name, kept in (("freed before the backward", False), ("kept", True))
     ]
-    print(format_table(["local loss", "x 4 b^2 / W bytes"], rows))
-    return 0
+    yield common.Report(rows, TABLE)
 
+
+def add_options(add: Callable[..., Any]) -> None:
+    """Add the options of this benchmark."""
+    add("--batch", type=common.positive, default=24576, help="pairs of all ranks")
+    add("--ranks", type=common.positive, default=32, help="W")
+    add("--width", type=common.positive, default=512, help="of the features")
+
+
+QUICK = {"batch": 512, "ranks": 4, "width": 32}
+BENCHMARK = common.Benchmark("peer_memory", __doc__, add_options, measure, QUICK)
+main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -39,7 +39,7 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     A transformer's residual stream can double every few thousand steps for days before one value
     passes 65504, becomes inf, and takes the run with it. Its headroom, log2(65504 / amax) in bits,
-    tells so with days to spare. More: callbacks/README.md.
+    tells so with days to spare. More: docs/callbacks/activation-range-monitor.md.
 
     Example: `Trainer(callbacks=ActivationRangeMonitor(backward=True))`
 

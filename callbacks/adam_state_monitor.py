@@ -31,7 +31,7 @@ class AdamStateMonitor(SamplingMonitor):
     """Warns of Adam's second moments that starve, sink below epsilon, or let updates explode.
 
     After 5000 steps without gradient the old gradient makes an update 11 times as long as before.
-    Sampled right before a step. What each rule means: callbacks/README.md.
+    Sampled right before a step. What each rule means: docs/callbacks/adam-state-monitor.md.
 
     Example: `Trainer(callbacks=AdamStateMonitor(every_n_steps=50))`
 

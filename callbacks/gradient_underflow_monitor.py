@@ -30,7 +30,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
 
     A loss scaler looks for inf only. Hard batches push its scale down, more gradients fall below
     what fp16 holds, and become zero: without a scale, 23.6% of N(0, 1e-7) gradients do. What counts
-    as underflow: callbacks/README.md.
+    as underflow: docs/callbacks/gradient-underflow-monitor.md.
 
     Example: `Trainer(callbacks=GradientUnderflowMonitor())`
 

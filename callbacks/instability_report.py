@@ -40,7 +40,7 @@ class InstabilityReport(InstabilityMonitor):
 
     A run that dies at 3 o'clock leaves a traceback and a wall of metrics; which of 300 tensors
     began to fail 2000 steps before, no logger shows. The page is written by time and at alarms, so
-    that a killed run has one too. More: callbacks/README.md.
+    that a killed run has one too. More: docs/callbacks/instability-report.md.
 
     Example: `Trainer(callbacks=[SpikeGuard(), InstabilityReport()])`
 

@@ -48,7 +48,7 @@ class NonFiniteLocator(InstabilityMonitor):
     """Replays a failing step once, with hooks, and names the first producer of NaN or inf.
 
     A loss of NaN says nothing of where it began: within one forward it has spread to every module
-    behind. The replay leaves training as it was. Costs and limits: callbacks/README.md.
+    behind. The replay leaves training as it was. Limits: docs/callbacks/non-finite-locator.md.
 
     Example: `Trainer(callbacks=NonFiniteLocator(action="stop"))`
 

@@ -40,7 +40,7 @@ class SpikeGuard(InstabilityMonitor):
     speed in a direction of no use, and one NaN ends the run. Every step is held against the last
     healthy ones by median and MAD, in logarithms. As those rise with a slow divergence, the course
     of the run is held against its best and its start too; of that the guard only warns. What each
-    action does: callbacks/README.md.
+    action does: docs/callbacks/spike-guard.md.
 
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 

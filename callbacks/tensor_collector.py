@@ -50,7 +50,7 @@ class TensorCollector(InstabilityMonitor):
 
     Monitors say that something is wrong; when one of 300 tensors began to drift, say 5000 steps
     before, its numbers tell, which no logger has. One `.npz` file a sample, whose arrays are
-    described in callbacks/README.md.
+    described in docs/callbacks/tensor-collector.md.
 
     Example: `Trainer(callbacks=TensorCollector(include=["*.attention.*"], every_n_steps=200))`
 

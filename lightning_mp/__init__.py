@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.precision import ModelParallelBalancedAMP as ModelParallelBalancedAMP
     from lightning_mp.precision import OpPolicy as OpPolicy
     from lightning_mp.precision import PureFP16 as PureFP16
+    from lightning_mp.strategies import InfCLModelParallelStrategy as InfCLModelParallelStrategy
     from lightning_mp.strategies import InfCLStrategy as InfCLStrategy
 
 __version__ = "0.1.0"
@@ -90,7 +91,7 @@ _NAMES_OF = {
         "OpPolicy",
         "PureFP16",
     ),
-    "strategies": ("InfCLStrategy",),
+    "strategies": ("InfCLModelParallelStrategy", "InfCLStrategy"),
 }
 __all__ = sorted(name for names in _NAMES_OF.values() for name in names)
 __getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)

@@ -19,6 +19,10 @@ _STRATEGIES = {
         "InfCLStrategy",
         "DDP with gradient-cached towers for near-infinite contrastive batches",
     ),
+    "inf_cl_fsdp2": (
+        "InfCLModelParallelStrategy",
+        "FSDP2 with gradient-cached towers for near-infinite contrastive batches",
+    ),
 }
 
 

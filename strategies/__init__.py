@@ -7,5 +7,6 @@ if __name__ != "lightning_mp.strategies":
     )
 
 from lightning_mp.strategies.inf_cl import InfCLStrategy
+from lightning_mp.strategies.inf_cl_model_parallel import InfCLModelParallelStrategy
 
-__all__ = ["InfCLStrategy"]
+__all__ = ["InfCLModelParallelStrategy", "InfCLStrategy"]

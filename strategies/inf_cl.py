@@ -1,9 +1,8 @@
 """`InfCLStrategy`: DDP whose towers see a micro-batch while the loss sees the global batch."""
 
 import inspect
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,23 +10,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp._foreign import ForLightning
-from lightning_mp.contrastive._cache.towers import Tower, find_tower
-from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
-from lightning_mp.strategies._inf_cl.arguments import check_arguments
-from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 from lightning_mp.strategies._inf_cl.reduction import reduce_gradients
+from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLStrategy"]
 
@@ -40,7 +31,7 @@ _DDP = {
 
 
 @explains_arguments(also=sorted(_DDP))
-class InfCLStrategy(DDPStrategy, ForLightning):
+class InfCLStrategy(ServesTowers, DDPStrategy):
     r"""DDP for near-infinite contrastive batches: activations of one micro-batch, gradients of all.
 
     Every feature of a contrastive batch meets every other, so a batch cannot simply be accumulated
@@ -68,7 +59,11 @@ class InfCLStrategy(DDPStrategy, ForLightning):
             `model.encode_image`. Their tensors, in and out, have the batch first. One may be
             called several times in a step, and may be `torch.compile`d.
         micro_batch_size: Rows that a tower sees at a time on one rank. As large as memory allows
-            is fastest; it does not change the gradients.
+            is fastest; it does not change the gradients. `"auto"` finds that in the first step, for
+            each tower, agrees on it with all ranks, logs it, and keeps it in checkpoints; on CUDA
+            by running 2, 4, 8 ... rows until memory runs out.
+        activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
+            `None`: 1 GiB on a CPU, all that is free on CUDA.
         loader_batches_per_step: Batches of the training loader that make the batch of a step, in
             the dtype of the data set and in pinned memory for CUDA. Workers then hold small
             batches, and the host one whole one; `limit_train_batches`, the progress bar and
@@ -105,39 +100,6 @@ class InfCLStrategy(DDPStrategy, ForLightning):
 
     strategy_name = "inf_cl"
 
-    def __init__(
-        self,
-        *,
-        towers: Sequence[str] = ("visual", "text"),
-        micro_batch_size: int = 256,
-        loader_batches_per_step: int = 1,
-        offload: Literal["none", "host"] = "none",
-        prefetch: int = 2,
-        rows: Sequence[str] = (),
-        whole: Sequence[str] = (),
-        leave_out: Sequence[str] = (),
-        replay_tolerance: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        counts = {
-            "micro_batch_size": (micro_batch_size, 1),
-            "loader_batches_per_step": (loader_batches_per_step, 1),
-            "prefetch": (prefetch, 0),
-        }
-        check_arguments(towers, counts, offload, kwargs)
-        super().__init__(**kwargs)
-        self.towers = tuple(towers)
-        self.micro_batch_size = micro_batch_size
-        self.loader_batches_per_step = loader_batches_per_step
-        self.offload = offload
-        self.prefetch = prefetch
-        self.rows = tuple(rows)
-        self.whole = tuple(whole)
-        self.leave_out = tuple(leave_out)
-        self.replay_tolerance = replay_tolerance
-        self._forward_redirection = _NoSyncForwardRedirection()
-        self._cache: GradientCache | None = None
-
     @property
     @override
     def precision_plugin(self) -> Precision:
@@ -155,30 +117,8 @@ class InfCLStrategy(DDPStrategy, ForLightning):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._find_towers()  # a wrong name should not cost a set-up
+        self._forward_redirection = _NoSyncForwardRedirection()
         super().setup(trainer)
-        if fitting:
-            _warn_of_batch_norm(self._find_towers())  # the precision plugin may replace modules
-            self._cache = GradientCache(
-                micro_batch_size=self.micro_batch_size,
-                device=self.root_device,
-                prefetch=self.prefetch,
-                rows=self.rows,
-                whole=self.whole,
-                leave_out=self.leave_out,
-                replay_tolerance=self.replay_tolerance,
-                context=self.precision_plugin.train_step_context,
-            )
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self._cache is not None
-        assert self.lightning_module is not None
-        batch = args[0] if args else next(iter(kwargs.values()), None)
-        with self._cache.serving(self.lightning_module, self.towers, batch):
-            return super().training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -189,14 +129,7 @@ class InfCLStrategy(DDPStrategy, ForLightning):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        assert self._cache is not None
-        if not self._cache.calls:
-            raise MisconfigurationException(
-                f"Passed `InfCLStrategy(towers={list(self.towers)})`, but the first training step "
-                "called none of them, so nothing would be served in micro-batches. Name what "
-                "`training_step` calls, and call it there as `self.name(batch)`: not as "
-                "`self.name.forward(batch)`, and not from inside compiled code."
-            )
+        self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         # Not under `no_sync`, as Lightning holds it while it accumulates batches.
         if (
@@ -207,29 +140,13 @@ class InfCLStrategy(DDPStrategy, ForLightning):
         return closure_loss
 
     @override
-    def teardown(self) -> None:
-        cache, self._cache = self._cache, None
-        super().teardown()
-        if cache is not None:
-            cache.check()
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
-            return dataloader
-        pin = self.root_device.type == "cuda"
-        return gather_batches(dataloader, self.loader_batches_per_step, pin=pin)
-
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        module = self.lightning_module
-        if self.offload == "host" and module is not None and module.trainer.training:
-            device = torch.device("cpu")
-        return super().batch_to_device(batch, device, dataloader_idx)
+    def _check_others(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("static_graph"):
+            raise ValueError(
+                "Passed `InfCLStrategy(static_graph=True)`. Gradients are reduced when all are "
+                "complete, not in the graph that DDP would record. Leave `static_graph` out; they "
+                "are all-reduced once a step all the same."
+            )
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -239,20 +156,6 @@ class InfCLStrategy(DDPStrategy, ForLightning):
         on_gpu = self.root_device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
             return DistributedDataParallel(module=model, **self._ddp_kwargs)
-
-    def _find_towers(self) -> list[Tower]:
-        module = self.lightning_module
-        assert module is not None
-        if module._compiler_ctx is not None:
-            raise MisconfigurationException(
-                f"Passed `torch.compile({type(module).__name__}())` with `InfCLStrategy`. Calls to "
-                "towers cannot be served from inside one compiled training step. Compile the "
-                f"towers instead, such as `self.{self.towers[0]}.compile()`."
-            )
-        try:
-            return [find_tower(module, name) for name in self.towers]
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
 
 
 class _NoSyncForwardRedirection(_ForwardRedirection):
@@ -274,19 +177,3 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
         self, wrapper_module: nn.Module, original_module: "pl.LightningModule"
     ) -> None:
         wrapper_module.require_backward_grad_sync = self._sync
-
-
-def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
-    names = [
-        f"{tower.name}.{name}" if name else tower.name
-        for tower in towers
-        for name, module in tower.module.named_modules()
-        if isinstance(module, _BatchNorm)
-    ]
-    if names:
-        rank_zero_warn(
-            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) see "
-            "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
-            "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
-            "matters."
-        )

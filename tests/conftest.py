@@ -1,5 +1,6 @@
 """Keeps apart what cannot run together, and skips what the machine cannot run."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 # do only one of both.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+
+gc.disable()  # until all is imported, which makes much that stays and little garbage
 
 # Lightning's advice about data loaders and loops, which tiny test set-ups do not follow.
 ADVICE = "lightning.fabric.utilities.warnings.PossibleUserWarning"
@@ -23,6 +26,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     if "lightning.fabric" in sys.modules:
         session.config.addinivalue_line("filterwarnings", f"ignore::{ADVICE}")
+    gc.collect()
+    gc.freeze()  # what stays for good need not be looked through again and again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,6 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test
+def pytest_runtest_teardown() -> None:
+    """Destroy a process group that a Trainer has made: it keeps it as long as the process lives."""
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "FSDPBalancedAMP": ([], "fp32_module", "fp32_modules"),
     "GradientCache": ([4], "replay_tolerence", "replay_tolerance"),
     "GradientUnderflowMonitor": ([], "warn_shares", "warn_share"),
+    "InfCLModelParallelStrategy": ([], "prefech", "prefetch"),
     "InfCLStrategy": ([], "find_unused_paramters", "find_unused_parameters"),
     "InfClamp": ([], "gradients", "gradient"),
     "InstabilityMonitor": ([], "repeat_after_step", "repeat_after_steps"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
+from lightning_mp.contrastive import agreement
 from lightning_mp.contrastive._cache import micro_batches
 from lightning_mp.contrastive.triton_tiles import autotune
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
@@ -127,3 +128,19 @@ def test_autotuning_goes_by_the_time_of_the_device(
     assert fastest(configs, run, DEVICE) == configs[1]
     measured = {config: autotune._time_on_device(run, config) for config in configs}
     assert measured == pytest.approx(on_device)
+
+
+def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_gather(by_rank: Tensor, mine: Tensor, group: object) -> None:
+        by_rank.copy_(mine.repeat(2))
+
+    agreement._stream_of.cache_clear()
+    monkeypatch.setattr(agreement, "all_gather", all_gather)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    gpu.compute(10.0)  # the towers
+    assert agreement._gather([3, True], DEVICE, None) == [[3, 1]] * 2
+    assert (gpu.syncs, gpu.waits) == (0, 1)  # for the network
+    assert gpu.time < 1.0
+    agreement._stream_of.cache_clear()

@@ -10,13 +10,16 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.numerics import triton_support
 
-__all__ = ["Backend", "TileDtype", "check_choices", "make_tiles", "triton_problem"]
+__all__ = ["Backend", "ExchangeName", "TileDtype", "check_choices", "make_tiles", "triton_problem"]
 
 Backend = Literal["auto", "triton", "torch"]
+ExchangeName = Literal["slices", "ring"]
 TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
 
-def check_choices(backend: str, tile_dtype: str, workspace_bytes: int | None) -> None:
+def check_choices(
+    backend: str, tile_dtype: str, exchange: str, workspace_bytes: int | None
+) -> None:
     """Refuse what no backend understands.
 
     Raises:
@@ -25,12 +28,12 @@ def check_choices(backend: str, tile_dtype: str, workspace_bytes: int | None) ->
     for name, value, known in (
         ("backend", backend, get_args(Backend)),
         ("tile_dtype", tile_dtype, get_args(TileDtype)),
+        ("exchange", exchange, get_args(ExchangeName)),
     ):
         if value not in known:
             raise ValueError(
                 f"Passed `ContrastiveLoss({name}={value!r})`. `{name}` must be one of "
-                f"{', '.join(map(repr, known))}. Leave it out to get the best that the device "
-                "offers."
+                f"{', '.join(map(repr, known))}. Leave it out to get the best that there is."
             )
     if workspace_bytes is not None and workspace_bytes < 2**20:
         raise ValueError(

@@ -10,9 +10,9 @@ chain rule these are exactly the gradients of the whole batch; the price is one 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
+from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
 from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
 from lightning_mp.contrastive._cache.node import attach
+from lightning_mp.contrastive._cache.sharding import set_reduction
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive._cache.verification import difference_error
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -55,7 +57,12 @@ class GradientCache:
 
     Args:
         micro_batch_size: Rows that a tower sees at a time. As large as memory allows is fastest; it
-            does not change the gradients.
+            does not change the gradients. `"auto"`: what there is memory for, found in the first
+            call of each tower by running its first rows more often, and agreed by all ranks, which
+            must call towers in the same order. On CUDA 2, 4, 8 ... rows until memory runs out,
+            with room left for gradients, two states of Adam, features and the loss.
+        activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
+            `None`: 1 GiB on a CPU, all that is free on CUDA.
         device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
             `None` leaves them where they are.
         prefetch: Micro-batches to copy ahead when arguments are on the host.
@@ -92,7 +99,8 @@ class GradientCache:
     def __init__(
         self,
         *,
-        micro_batch_size: int,
+        micro_batch_size: int | Literal["auto"],
+        activation_bytes: int | None = None,
         device: torch.device | str | None = None,
         prefetch: int = 2,
         rows: Sequence[str] = (),
@@ -101,7 +109,10 @@ class GradientCache:
         replay_tolerance: float | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        _check_count("micro_batch_size", micro_batch_size, 1)
+        if micro_batch_size != "auto":
+            _check_count("micro_batch_size", micro_batch_size, 1, "'auto' or ")
+        if activation_bytes is not None:
+            _check_count("activation_bytes", activation_bytes, 1)
         _check_count("prefetch", prefetch, 0)
         for name, names in (("rows", rows), ("whole", whole), ("leave_out", leave_out)):
             _check_names(name, names)
@@ -111,7 +122,6 @@ class GradientCache:
                 "`replay_tolerance` must be a number of at least 0. Leave it out to allow rounding."
             )
         self._settings = Settings(
-            micro_batch_size=micro_batch_size,
             device=None if device is None else torch.device(device),
             prefetch=prefetch,
             rows=tuple(rows),
@@ -120,12 +130,18 @@ class GradientCache:
             replay_tolerance=replay_tolerance,
             context=context,
         )
+        self._micro_batch_size = micro_batch_size
+        self._activation_bytes = activation_bytes
+        self._trained: list[Tensor] = []
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._told_of: set[str] = set()
+        self._pending: list[tuple[Call, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
         self.calls = 0
         """How many calls of towers were served."""
+        self.micro_batch_sizes: dict[str, int] = {}
+        """What `"auto"` has found for each tower."""
 
     @contextmanager
     def serving(self, model: nn.Module, towers: Sequence[str], batch: Any = None) -> Iterator[None]:
@@ -145,15 +161,22 @@ class GradientCache:
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
+        if self._pending:
+            raise RuntimeError(
+                f"The sharded tower `{self._pending[0][0].tower}` was called, and its replay never "
+                "run, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
+                "with `InfCLModelParallelStrategy`, `self.manual_backward(loss)` does both."
+            )
         found = [find_tower(model, name) for name in towers]
         before, self._expected_rows = self._expected_rows, rows_of(batch)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
         try:
             with ExitStack() as interceptions:
                 for tower in found:
                     interceptions.enter_context(tower.intercepted(self._serve))
                 yield
         finally:
-            self._expected_rows = before
+            self._expected_rows, self._trained = before, []
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `function(*args, **kwargs)`, served in micro-batches.
@@ -173,6 +196,35 @@ class GradientCache:
         signature_of = function.forward if isinstance(function, nn.Module) else function
         name = getattr(function, "__name__", type(function).__name__)
         return self._run(name, signature_of, function, module, args, kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to cut batches, and so to draw dropout, as this one."""
+        return {"micro_batch_sizes": dict(self.micro_batch_sizes)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned; without `micro_batch_size="auto"` it has no effect."""
+        self.micro_batch_sizes = dict(state["micro_batch_sizes"])
+
+    def finish(self, *, reduce: bool = True) -> None:
+        """Replay what the backward of the loss has left: calls of towers under `fully_shard`.
+
+        Gathered parameters get their gradients through FSDP's own hooks only, which a backward
+        inside another cannot run. Call it after `loss.backward()`; without such towers it does
+        nothing. Until the end, whole gradients stay on each rank, as in FSDP's own accumulation.
+
+        Args:
+            reduce: Whether to reduce and scatter the gradients with the last micro-batch; False
+                where another backward follows before the step.
+        """
+        pending, self._pending = self._pending, []
+        for index, (call, cotangents) in enumerate(pending):
+            following = {id(part) for other, _ in pending[index + 1 :] for part in other.sharded}
+            set_reduction(call.sharded, False)
+            last = [part for part in call.sharded if id(part) not in following]
+            gradients = self._replay_now(call, cotangents, last if reduce else ())
+            for leaf, gradient in zip(call.leaves.values(), gradients, strict=True):
+                if gradient is not None:
+                    torch.autograd.backward([leaf], [gradient])
 
     def check(self) -> None:
         """Wait for the comparisons of all replays so far.
@@ -219,13 +271,32 @@ class GradientCache:
             expected=self._expected_rows,
         )
         call = Call(self._settings, name, tower, module, arguments)
-        outputs = call.run()
+        outputs = call.run(self._rows_at_a_time(call))
         if call.needs_grad:
             outputs = attach(self, call, outputs)
         return call.outputs.assemble(outputs)
 
+    def _rows_at_a_time(self, call: Call) -> int:
+        if self._micro_batch_size != "auto":
+            return self._micro_batch_size
+        # A call without a graph, as of a teacher, holds less.
+        name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
+        if name not in self.micro_batch_sizes:
+            trained = self._trained or call.trained
+            rows = find_micro_batch_size(call, self._activation_bytes, trained)
+            self.micro_batch_sizes[name] = rows
+        return self.micro_batch_sizes[name]
+
     def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        replayed = call.replay(cotangents)
+        if call.is_sharded:
+            self._pending.append((call, cotangents))
+            return [None] * (len(call.leaves) + 1)
+        return self._replay_now(call, cotangents)
+
+    def _replay_now(
+        self, call: Call, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
+    ) -> list[Tensor | None]:
+        replayed = call.replay(cotangents, to_reduce)
         self._tell_of_unused(call.tower, replayed)
         if replayed.difference is not None and replayed.tolerance < float("inf"):
             self._differences.submit(
@@ -266,11 +337,11 @@ def _check_no_transform(tower: str) -> None:
         )
 
 
-def _check_count(name: str, value: int, least: int) -> None:
+def _check_count(name: str, value: object, least: int, other: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
-            f"Passed `GradientCache({name}={value!r})`. `{name}` must be an integer of at least "
-            f"{least}. Leave it out to get the default."
+            f"Passed `GradientCache({name}={value!r})`. `{name}` must be {other}an integer of at "
+            f"least {least}. Leave it out to get the default."
         )
 
 

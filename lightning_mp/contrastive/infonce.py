@@ -1,8 +1,8 @@
-"""The symmetric contrastive loss as two sweeps around a ring, with its gradients in closed form.
+"""The symmetric contrastive loss as two sweeps over all ranks, with its gradients in closed form.
 
 Shapes:
-    B: global batch. b: this rank's batch. m: the batch of the rank whose shard is visiting.
-    D: feature width. W: ranks.
+    B: global batch. b: this rank's batch. m: columns that are visiting. D: feature width.
+    W: ranks.
 
 With `S = scale * image @ text.T`, the positive `pos_i = S_ii` and the log-sum-exp of the negatives
 `neg_i` of a row or a column (the diagonal left out), each of the `2 B` cross entropies is
@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.ring import FollowingSum, Ring
-from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.contrastive.exchange import Exchange, Visit
+from lightning_mp.contrastive.tile_backend import Kept, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["NO_SECOND_DERIVATIVE", "InfoNCE", "Plan", "Swept", "differentiate", "sweep"]
 
@@ -39,24 +40,20 @@ NO_SECOND_DERIVATIVE = (
     "gradient penalty on something else, or use a dense loss for it."
 )
 
-# Rows are taken in chunks of about this many values where a float64 copy is made: 2 MiB a copy on
-# a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should take longer than its launch.
-_CHUNK_VALUES = {"cpu": 2**18, "cuda": 2**22}
-
 
 @dataclass(frozen=True)
 class Plan:
     """What all ranks have agreed on before a loss is computed.
 
     Args:
-        ring: The ranks and their batch sizes.
+        exchange: How the ranks share their columns.
         tiles: The tile backend.
         image_needs_grad: Whether any rank needs gradients for its images.
         text_needs_grad: Whether any rank needs gradients for its texts.
         scale_needs_grad: Whether any rank needs the gradient for the scale.
     """
 
-    ring: Ring
+    exchange: Exchange
     tiles: TileBackend
     image_needs_grad: bool
     text_needs_grad: bool
@@ -71,16 +68,18 @@ class Swept(NamedTuple):
         row_lse_b: Log-sum-exps of this rank's rows, positives included.
         column_lse_b: Those of its columns.
         weight_b: What the positives' cotangents are, times `-2B`.
+        kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
     """
 
     loss: Tensor
     row_lse_b: Tensor
     column_lse_b: Tensor
     weight_b: Tensor
+    kept: Tensor
 
 
 class InfoNCE(torch.autograd.Function):
-    """The loss over the batches of all ranks of a ring, the same value on each of them.
+    """The loss over the batches of all ranks of an exchange, the same value on each of them.
 
     Gradients are those that a *mean* over ranks, as DDP and FSDP take it, turns into the gradients
     of one process with the whole batch: features get W times their own, because the other ranks'
@@ -91,7 +90,7 @@ class InfoNCE(torch.autograd.Function):
     def forward(
         ctx: Any, image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
     ) -> Tensor:
-        """Sweep once around the ring for the log-sum-exps of the negatives."""
+        """Sweep once over all columns for the log-sum-exps of the negatives."""
         swept = sweep(image_bD, text_bD, scale, bias, plan)
         ctx.save_for_backward(image_bD, text_bD, scale, bias, *swept)
         ctx.plan = plan
@@ -99,7 +98,7 @@ class InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """Sweep once more around the ring for the gradients."""
+        """Sweep once more over all columns for the gradients."""
         image_bD, text_bD, scale, bias, *swept = ctx.saved_tensors
         with torch.no_grad():
             d_inputs = differentiate(
@@ -116,13 +115,14 @@ def sweep(
     """Return the loss, and what its gradients need; one unit of work."""
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
-        row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, plan)
-        pos_b = _row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
+        kept = _memory_for_tiles(image_bD, plan)
+        row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, kept, plan)
+        pos_b = row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.
     margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
     softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
-    loss = plan.ring.all_reduce(softplus_2b.sum() / (2 * plan.ring.global_batch_size))
+    loss = plan.exchange.all_reduce(softplus_2b.sum() / (2 * plan.exchange.global_batch_size))
     if bias is not None:
         loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
     return Swept(
@@ -130,6 +130,7 @@ def sweep(
         torch.logaddexp(row_neg_b, pos_b),
         torch.logaddexp(column_neg_b, pos_b),
         margin_2b.sigmoid().sum(0),
+        kept,
     )
 
 
@@ -143,7 +144,7 @@ def differentiate(
     plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of images, texts, scale and bias; three units of work."""
-    unit = cotangent.to(swept.weight_b.dtype) / (2 * plan.ring.global_batch_size)
+    unit = cotangent.to(swept.weight_b.dtype) / (2 * plan.exchange.global_batch_size)
     d_scale = d_bias = None
     with torch.autocast(image_bD.device.type, enabled=False):
         d_image_bD, d_text_bD = _gradient_sweep(image_bD, text_bD, scale, swept, plan)
@@ -151,12 +152,12 @@ def differentiate(
             total = swept.weight_b.new_zeros(())
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             if d_image_bD is not None:
-                total = _row_dots(image_bD, d_image_bD, total.dtype).sum()
+                total = row_dots(image_bD, d_image_bD, total.dtype).sum()
             elif d_text_bD is not None:
-                total = _row_dots(text_bD, d_text_bD, total.dtype).sum()
-            total = plan.ring.all_reduce(total)
+                total = row_dots(text_bD, d_text_bD, total.dtype).sum()
+            total = plan.exchange.all_reduce(total)
             d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
-        factor = scale.to(unit.dtype).reshape(()) * unit * plan.ring.world_size
+        factor = scale.to(unit.dtype).reshape(()) * unit * plan.exchange.world_size
         d_image_bD, d_text_bD = (
             None if grad_bD is None else grad_bD.mul_(factor).to(image_bD.dtype)
             for grad_bD in (d_image_bD, d_text_bD)
@@ -166,19 +167,35 @@ def differentiate(
     return d_image_bD, d_text_bD, d_scale, d_bias
 
 
+def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
+    """Return memory for what the backward need not work out again; empty if there is none."""
+    size, (b, _) = 0, image_bD.shape
+    if plan.image_needs_grad or plan.text_needs_grad or plan.scale_needs_grad:
+        columns = plan.exchange.global_batch_size
+        size = plan.tiles.kept_values(b, columns, image_bD.dtype, image_bD.device)
+    return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
+
+
 def _negatives_sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, plan: Plan
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns."""
     row_neg_b = torch.full(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
-    column_neg = FollowingSum(plan.ring, torch.logaddexp)
-    for step, (text_mD,) in enumerate(plan.ring.rotate([text_bD])):
+    column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
+
+    def sweep_block(visit: Visit) -> None:
+        (text_mD,) = visit.columns
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
-        diagonal = 0 if step == 0 else None
-        plan.tiles.lse_sweep(image_bD, text_mD, scale, row_neg_b, part_m, diagonal)
+        plan.tiles.lse_sweep(
+            image_bD, text_mD, scale, row_neg_b, part_m,
+            visit.diagonal, visit.positive_rows, kept,
+        )  # fmt: skip
         column_neg.add(part_m)
+
+    for visit in plan.exchange.visit([text_bD]):
+        sweep_block(visit)
     return row_neg_b, column_neg.result()
 
 
@@ -190,32 +207,26 @@ def _gradient_sweep(
     # With no features to train, the scale still needs the gradient of one side.
     use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
-    d_text = FollowingSum(plan.ring, Tensor.add_) if plan.text_needs_grad else None
+    d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
+    kept = Kept(swept.kept)
     if d_image_bD is None and d_text is None:
         return None, None
-    for step, (text_mD, column_lse_m) in enumerate(plan.ring.rotate([text_bD, swept.column_lse_b])):
-        part_mD = torch.zeros_like(text_mD, dtype=dtype) if plan.text_needs_grad else None
-        diagonal = 0 if step == 0 else None
+
+    def sweep_block(visit: Visit) -> None:
+        text_mD, column_lse_m = visit.columns
+        part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
-            image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD, diagonal
-        )
+            image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
+            visit.diagonal, visit.positive_rows, kept,
+        )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
+
+    for visit in plan.exchange.visit([text_bD, swept.column_lse_b]):
+        sweep_block(visit)
     d_text_bD = None if d_text is None else d_text.result()
     weight_b1 = swept.weight_b.to(dtype)[:, None]
     for grad_bD, other_bD in ((d_image_bD, text_bD), (d_text_bD, image_bD)):
         if grad_bD is not None:
             grad_bD.addcmul_(other_bD, weight_b1, value=-1.0)
     return d_image_bD, d_text_bD
-
-
-def _row_dots(left_bD: Tensor, right_bD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inner products of the rows, multiplied and summed in `dtype`."""
-    chunk_values = _CHUNK_VALUES.get(left_bD.device.type, _CHUNK_VALUES["cpu"])
-    rows = max(1, chunk_values // left_bD.shape[1])
-    return torch.cat(
-        [
-            (left_cD.to(dtype) * right_cD.to(dtype)).sum(1)
-            for left_cD, right_cD in zip(left_bD.split(rows), right_bD.split(rows), strict=True)
-        ]
-    )

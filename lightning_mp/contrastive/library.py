@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, Swept, differentiate, sweep
 from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = ["infonce", "infonce_backward"]
@@ -40,7 +41,7 @@ def _plan(
         tile_dtype=tile_dtype,
         autotune=autotune,
     )
-    return Plan(Ring([image_bD.shape[0]]), tiles, *needs_grad)
+    return Plan(Ring([image_bD.shape[0]]), tiles, *(needs_grad or [False] * 3))
 
 
 @torch.library.custom_op("lightning_mp::infonce", mutates_args=())
@@ -53,7 +54,8 @@ def infonce(
     tile_dtype: str,
     workspace_bytes: int | None,
     autotune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of the batch and, for the backward, what `Swept` names.
 
     Args:
@@ -65,20 +67,32 @@ def infonce(
         tile_dtype: What is multiplied.
         workspace_bytes: Memory for tiles.
         autotune: Choose tile shapes by the clock.
+        keeps: Keep what tiles fit the workspace for a backward that is to come.
     """
-    plan = _plan(image_bD, [False] * 3, backend, tile_dtype, workspace_bytes, autotune)
+    plan = _plan(image_bD, [keeps] * 3, backend, tile_dtype, workspace_bytes, autotune)
     swept = sweep(image_bD, text_bD, scale, bias, plan)
-    return swept.loss, swept.row_lse_b, swept.column_lse_b, swept.weight_b
+    return swept.loss, swept.row_lse_b, swept.column_lse_b, swept.weight_b, swept.kept
 
 
 @infonce.register_fake
 def _(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    backend: str,
+    tile_dtype: str,
+    workspace_bytes: int | None,
+    autotune: bool,
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
     row_lse_b, column_lse_b, weight_b = (image_bD.new_empty(b, dtype=state) for _ in range(3))
-    loss = image_bD.new_empty((), dtype=accumulation_dtype(image_bD.dtype))
-    return loss, row_lse_b, column_lse_b, weight_b
+    dtype = accumulation_dtype(image_bD.dtype)
+    tiles = _plan(image_bD, [], backend, tile_dtype, workspace_bytes, autotune).tiles
+    size = tiles.kept_values(b, b, image_bD.dtype, image_bD.device) if keeps else 0
+    kept = image_bD.new_empty(size, dtype=dtype)
+    return image_bD.new_empty((), dtype=dtype), row_lse_b, column_lse_b, weight_b, kept
 
 
 @torch.library.custom_op("lightning_mp::infonce_backward", mutates_args=())
@@ -141,7 +155,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:4], *output)
-    ctx.options = inputs[4:]
+    ctx.options = inputs[4:8]
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -153,7 +167,7 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | No
     )
     wanted = (*needs_grad, bias is not None)
     d_inputs = [next(gradients) if is_wanted else None for is_wanted in wanted]
-    return (*d_inputs, *(None for _ in ctx.options))
+    return (*d_inputs, *(None for _ in ctx.options), None)
 
 
 infonce.register_autograd(_differentiate, setup_context=_save)
@@ -171,20 +185,28 @@ def _forward_flops(image_shape: Sequence[int], *_: Any, **__: Any) -> int:
     return 2 * b * b * width
 
 
-@register_flop_formula(torch.ops.lightning_mp.infonce_backward)
+@register_flop_formula(torch.ops.lightning_mp.infonce_backward, get_raw=True)
 def _backward_flops(
-    cotangent_shape: Sequence[int],
-    image_shape: Sequence[int],
-    text_shape: Sequence[int],
-    scale_shape: Sequence[int],
-    bias_shape: Sequence[int] | None,
-    swept_shapes: object,
+    cotangent: Tensor,
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    swept: Sequence[Tensor],
     needs_grad: Sequence[bool],
-    *_: Any,
-    **__: Any,
+    *options: Any,
+    **_: Any,
 ) -> int:
-    """Count one unit for the logits once more and one for each side's gradient."""
+    """Count one unit for each side's gradient, and the logits that were not kept once more."""
     sides = sum(needs_grad[:2])
     if sides == 0 and needs_grad[2]:
         sides = 1  # the scale's gradient comes from one side's
-    return (1 + sides) * _forward_flops(image_shape) if sides else 0
+    if not sides:
+        return 0
+    b, width = image_bD.shape
+    tiles = _plan(image_bD, [], *options).tiles
+    again = b * b
+    if isinstance(tiles, TorchTiles):
+        kept = swept[-1].numel()
+        again = tiles.multiplied_twice(b, width, image_bD.dtype, image_bD.device, kept)
+    return 2 * (again + sides * b * b) * width

@@ -14,22 +14,20 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive.agreement import agree, report_unusable
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
+    ExchangeName,
     TileDtype,
     check_choices,
-    make_tiles,
     triton_problem,
 )
-from lightning_mp.contrastive.infonce import InfoNCE, Plan
+from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.library import infonce
-from lightning_mp.contrastive.ring import Ring
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
 __all__ = ["ContrastiveLoss"]
-
-_UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
 
 
 @explains_arguments(
@@ -53,7 +51,9 @@ class ContrastiveLoss(nn.Module):
         \qquad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
-    backward (a dense loss: six). A locked tower (LiT) saves its product.
+    backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep what
+    fits half of the workspace (the rest of it past 64 MiB, on CUDA 1 GiB) until the backward: where
+    all tiles fit, three products. Triton tiles are not kept.
 
     Features of two dtypes, as those of a locked tower that were kept in fp32, are taken in the
     wider one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
@@ -82,7 +82,8 @@ class ContrastiveLoss(nn.Module):
     **Several ranks**: batch sizes may differ. The value is the loss of the global batch, on every
     rank. Feature gradients come out W times too large and the scale's as the total, so that the
     *mean* over ranks that DDP and FSDP take gives exactly the gradient of one process with the
-    whole batch. All ranks of the group must call forward and backward in the same order.
+    whole batch. All ranks of the group must call forward and backward in the same order. Beside the
+    features a rank holds at most `8 b D` values of four bytes and the workspace.
 
     `logit_bias` shifts all logits alike, which softmax does not see: its gradient is exactly 0.
 
@@ -94,6 +95,10 @@ class ContrastiveLoss(nn.Module):
         tile_dtype: What Triton tiles multiply: `"auto"`, `"bf16"`, `"fp16"`, `"tf32"`, `"fp32"`.
         autotune: Time the Triton tile shapes at the first call and keep the fastest. The table's
             own choice is used without; a process may then differ from the last in rounding.
+        exchange: How the texts of other ranks come. `"slices"`: slice t of every rank's by one
+            gather, while the slice before is in use; T slices, as few as fit 5/8 of the workspace,
+            mostly one. `"ring"`: a rank's at a time from neighbour to neighbour, as in Inf-CL; W
+            turns, each with the kernels and the host's work of a whole sweep.
 
     Shapes:
         image_features, text_features: (b, D), already normalised if they are to be.
@@ -122,14 +127,16 @@ class ContrastiveLoss(nn.Module):
         backend: Backend = "auto",
         tile_dtype: TileDtype = "auto",
         autotune: bool = False,
+        exchange: ExchangeName = "slices",
     ) -> None:
         super().__init__()
-        check_choices(backend, tile_dtype, workspace_bytes)
+        check_choices(backend, tile_dtype, exchange, workspace_bytes)
         self.process_group = process_group
         self.workspace_bytes = workspace_bytes
         self.backend = backend
         self.tile_dtype = tile_dtype
         self.autotune = autotune
+        self.exchange = exchange
 
     @overload
     def forward(
@@ -172,7 +179,8 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+        options = {**self._options, "exchange": self.exchange}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
         # Weight averaging copies whole modules, and a process group cannot be copied.
@@ -214,7 +222,10 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(problem)
         scale = _as_tensor(logit_scale, image_bD)
         bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
-        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options)[0]
+        keeps = torch.is_grad_enabled() and (
+            image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
+        )
+        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options, keeps=keeps)[0]
         return loss
 
     @torch.compiler.disable
@@ -230,11 +241,14 @@ class ContrastiveLoss(nn.Module):
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
         if problem is not None:
-            self._gather_facts([_UNUSABLE] * 6, image_bD)  # the other ranks stop as well
+            report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
         scale = _as_tensor(logit_scale, image_bD)
         bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
-        plan = self._plan(image_bD, text_bD, scale)
+        plan = agree(
+            image_bD, text_bD, scale,
+            exchange=self.exchange, options=self._options, group=self.process_group,
+        )  # fmt: skip
         loss: Tensor = InfoNCE.apply(image_bD, text_bD, scale, bias, plan)
         return loss
 
@@ -248,39 +262,6 @@ class ContrastiveLoss(nn.Module):
                 "Pass the group that this rank belongs to."
             )
         return size
-
-    def _plan(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Plan:
-        """Agree with the other ranks on batch sizes and on the gradients that are needed."""
-        grad = torch.is_grad_enabled()
-        needs = [grad and tensor.requires_grad for tensor in (image_bD, text_bD, scale)]
-        world_size = self._world_size()
-        facts = [*image_bD.shape, FLOAT_DTYPES.index(image_bD.dtype), *needs]
-        by_rank = self._gather_facts(facts, image_bD)
-        sizes, widths, dtypes, *needs_by_rank = zip(*by_rank, strict=True)
-        if _UNUSABLE in sizes:
-            raise ValueError(
-                f"Rank {sizes.index(_UNUSABLE)} of {world_size} passed arguments that "
-                "`ContrastiveLoss` cannot use; its own error says why. Every rank stops here, so "
-                "that none waits for it."
-            )
-        if len(set(widths)) > 1 or len(set(dtypes)) > 1:
-            formats = [(width, FLOAT_DTYPES[dtype]) for _, width, dtype, *_ in by_rank]
-            raise ValueError(
-                f"Passed features of (width, dtype) {formats} on ranks 0 to {world_size - 1}. All "
-                "ranks must have the same. Use the same model and precision everywhere."
-            )
-        ring = Ring(sizes, dist.get_rank(self.process_group), self.process_group)
-        tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **self._options)
-        return Plan(ring, tiles, *(any(needed) for needed in needs_by_rank))
-
-    def _gather_facts(self, facts: list[int], image_features: object) -> list[list[int]]:
-        """Return the facts of every rank in the order of ranks."""
-        world_size = self._world_size()
-        device = image_features.device if isinstance(image_features, Tensor) else None
-        mine = torch.tensor([int(fact) for fact in facts], device=device)
-        by_rank = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(by_rank, mine, group=self.process_group)
-        return [tensor.tolist() for tensor in by_rank]
 
 
 def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:

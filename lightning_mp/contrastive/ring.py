@@ -2,18 +2,22 @@
 
 Rank `r` of `W` starts with its own shard; at every step it passes the shard on to rank `r + 1` and
 takes the next from rank `r - 1`, so that at step `t` it holds the shard of rank `r - t`. After `W`
-steps each rank has seen every shard, and each shard is home again.
+steps each rank has seen every shard, and each shard is home again. This is the exchange of Inf-CL
+(https://arxiv.org/abs/2410.17243).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Exchange", "FollowingSum", "Ring"]
+from lightning_mp.contrastive.exchange import Combine, Visit
+
+__all__ = ["FollowingSum", "Ring", "Sending"]
 
 
-class Exchange:
+class Sending:
     """Sends tensors to the next rank and receives others from the previous one, in the background.
 
     Args:
@@ -48,7 +52,7 @@ class Exchange:
 
 
 class Ring:
-    """The ranks of a process group in a circle, and the batch that each of them brought.
+    """The ranks of a process group in a circle, as an `Exchange`: a shard visits at a time.
 
     Args:
         batch_sizes: Rows on each rank; they may differ.
@@ -82,18 +86,21 @@ class Ring:
         """The rank within the group that shards come from."""
         return (self.rank - 1) % self.world_size
 
-    def rotate(self, shard: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield this rank's shard, then every other; the next one travels while one is in use.
-
-        Args:
-            shard: This rank's tensors, each with its batch as the first dimension.
-        """
+    def visit(self, shard: Sequence[Tensor]) -> Iterator[Visit]:
+        """Yield this rank's shard, then every other, see `Exchange.visit`."""
         visiting = [tensor.contiguous() for tensor in shard]
-        for step in range(self.world_size - 1):
-            exchange = Exchange(visiting, self.empty_like(visiting, step + 1), self)
-            yield visiting
-            visiting = exchange.wait()
-        yield visiting
+        own = slice(0, len(visiting[0]))
+        for step in range(self.world_size):
+            sending = None
+            if step + 1 < self.world_size:
+                sending = Sending(visiting, self.empty_like(visiting, step + 1), self)
+            yield Visit(visiting, 0 if step == 0 else None, own)
+            if sending is not None:
+                visiting = sending.wait()
+
+    def home(self, combine: Combine) -> "FollowingSum":
+        """Return an empty sum that follows each shard, see `Exchange.home`."""
+        return FollowingSum(self, combine)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks, in place; a ring of one has nothing to add."""
@@ -111,42 +118,42 @@ class FollowingSum:
     """A sum about each shard that follows it around the ring and ends on the shard's own rank.
 
     What the earlier ranks have summed up arrives while this rank works out its own part, so the
-    transfer overlaps with the work; `rotate` yields `world_size` times and `add` is called once in
+    transfer overlaps with the work; `visit` yields `world_size` times and `add` is called once in
     each turn.
 
     Args:
         ring: The ring that the shards travel in.
-        combine: Adds this rank's part (second) to the sum so far (first) and returns the sum.
+        combine: How this rank's part is added to the sum so far.
     """
 
-    def __init__(self, ring: Ring, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, ring: Ring, combine: Combine) -> None:
         self._ring = ring
         self._combine = combine
         self._step = 0
-        self._exchange: Exchange | None = None
+        self._sending: Sending | None = None
         self._total: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
         """Add this rank's part for the shard that it holds now, and send the sum on."""
         total = part
-        if self._exchange is not None:
-            (so_far,) = self._exchange.wait()
-            total = self._combine(so_far, part)
+        if self._sending is not None:
+            (so_far,) = self._sending.wait()
+            total = so_far.add_(part) if self._combine == "sum" else torch.logaddexp(so_far, part)
         self._step += 1
         if self._ring.world_size > 1:
             incoming = self._ring.empty_like([total], self._step)
-            self._exchange = Exchange([total], incoming, self._ring)
+            self._sending = Sending([total], incoming, self._ring)
         else:
             self._total = total
 
     def result(self) -> Tensor:
         """Return the sum over all ranks about this rank's own shard."""
-        if self._exchange is not None:
-            (self._total,) = self._exchange.wait()
-            self._exchange = None
+        if self._sending is not None:
+            (self._total,) = self._sending.wait()
+            self._sending = None
         if self._total is None or self._step != self._ring.world_size:
             raise RuntimeError(
                 f"`FollowingSum.result()` came after {self._step} calls of `add`. It needs one in "
-                f"each of the {self._ring.world_size} turns of `Ring.rotate`; make them first."
+                f"each of the {self._ring.world_size} turns of `Ring.visit`; make them first."
             )
         return self._total

@@ -1,4 +1,4 @@
-"""What the ring and the loss ask of the code that multiplies tiles.
+"""What the loss asks of the code that multiplies tiles.
 
 Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
@@ -6,19 +6,56 @@ Shapes:
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["TileBackend"]
+__all__ = ["Kept", "TileBackend"]
+
+
+class Kept:
+    """Tiles that the first sweep leaves for the second; both take places in the same order.
+
+    Args:
+        values: The memory. What no longer fits is not kept, and is worked out again.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._used = 0
+
+    def take(self, size: int) -> Tensor | None:
+        """Return the next `size` values, aligned to 64 bytes; `None` if they do not fit."""
+        if self._used + size > self._values.numel():
+            return None
+        taken = self._values[self._used : self._used + size]
+        self._used += -(-size // 16) * 16
+        return taken
 
 
 class TileBackend(Protocol):
     """Two sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
 
     The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
-    `diagonal=None` says that the shard holds no positives. Log-sum-exps are natural logarithms in
+    `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
+    alone have theirs there. Log-sum-exps are natural logarithms in
     `state_dtype`, gradients are in `accumulation_dtype`; both sweeps add to what they are given,
     in an order that does not depend on the run.
     """
+
+    def budget(self, device: torch.device) -> int:
+        """Return how many bytes the sweeps may take at a time on a device."""
+        ...
+
+    def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Return the size of the memory for `Kept`, in values of the accumulation dtype.
+
+        Args:
+            b: Rows.
+            m: Columns of all shards. Both may be symbolic: no branch is taken on them.
+            dtype: Of the features.
+            device: Theirs.
+        """
+        ...
 
     def lse_sweep(
         self,
@@ -28,11 +65,14 @@ class TileBackend(Protocol):
         row_lse_b: Tensor,
         column_lse_m: Tensor,
         diagonal: int | None,
+        positive_rows: slice | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
         `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
         `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
+        What tiles fit are left in `kept`.
         """
         ...
 
@@ -46,11 +86,14 @@ class TileBackend(Protocol):
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
         diagonal: int | None,
+        positive_rows: slice | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 
         With `P_ij = exp(S_ij - row_lse_b[i]) + exp(S_ij - column_lse_m[j])`, zero at positives:
         `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
-        include the positives. `None` skips a gradient and its unit of work.
+        include the positives. `None` skips a gradient and its unit of work; `kept`, as the first
+        sweep left it, takes up to one more off.
         """
         ...

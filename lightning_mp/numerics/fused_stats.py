@@ -3,7 +3,6 @@
 Legend: `N` tensors, `C` chunks of all of them, `K` columns of `StatField`.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_mp.numerics.stats_kernels import (
     merge_stats_kernel,
     stats_kernel,
 )
+from lightning_mp.numerics.triton_support import launching_on
 
 __all__ = ["fused_stats"]
 
@@ -62,7 +62,7 @@ def fused_stats(values: Sequence[Tensor], small: tuple[Tensor, Tensor]) -> Tenso
     order = [i for dtype in formats for i, tensor in enumerate(values) if tensor.dtype == dtype]
     table_NT, tensor_of_chunk_C = _table(values, order)
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    with _on(device):
+    with launching_on(device):
         table, tensor_of_chunk = _to_device((table_NT, tensor_of_chunk_C), device)
         partials_CK = small[0].new_empty(
             len(tensor_of_chunk_C), len(StatField), dtype=torch.float64
@@ -103,8 +103,3 @@ def _to_device(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
     return list(packed.split([array.size for array in arrays]))
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which Triton launches on a device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

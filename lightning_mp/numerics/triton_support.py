@@ -1,12 +1,13 @@
 """Whether Triton's kernels run on a device, found out by running one."""
 
+import contextlib
 import functools
 import importlib.util
 import warnings
 
 import torch
 
-__all__ = ["triton_problem"]
+__all__ = ["launching_on", "triton_problem"]
 
 _FIRST_CAPABILITY = (8, 0)
 
@@ -42,6 +43,11 @@ def triton_problem(device: torch.device) -> str | None:
         )
         return reason
     return None
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which Triton launches on a device; it follows the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _launch_probe(device: torch.device) -> None:

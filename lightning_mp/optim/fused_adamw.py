@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_mp.numerics.split_weights import residual_unit
+from lightning_mp.numerics.triton_support import launching_on
 from lightning_mp.optim.adamw_kernels import NUM_WARPS, adamw_kernel, rms_kernel
 from lightning_mp.optim.adamw_math import foreach_adamw_step, mix_seed
 from lightning_mp.optim.adamw_tables import Tables, tables_for_capture, tables_of
@@ -81,7 +82,7 @@ def fused_adamw_step(
         return
     lists = [params, grads, exp_avgs, exp_avg_sqs, *([] if residuals is None else [residuals])]
     half, device = params[0].dtype, params[0].device
-    with _on(device), _tables(lists, steps) as tables:
+    with launching_on(device), _tables(lists, steps) as tables:
         if tables is None:
             foreach_adamw_step(
                 params, grads, exp_avgs, exp_avg_sqs, residuals, steps,
@@ -130,11 +131,6 @@ def fused_adamw_step(
             UNIT=residual_unit(half),
             **shared,
         )
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which Triton launches on a device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _tables(

@@ -1,26 +1,24 @@
-"""The script of all GPU steps, rehearsed at toy size, and with a pretended interpreter."""
+"""The script of all GPU steps: rehearsed on the CPU, and with a pretended interpreter."""
 
-import csv
 import importlib
 import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 
-from benchmarks.precision import OPTIMIZERS, PRECISIONS
-
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_suite.sh"
+LOG, PASSED = "suite.log", "passed.txt"
+LONGEST_STEP = 9 * 60
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs bash")
 
 PRETENDER = """#!/usr/bin/env bash
-if [[ $1 == - ]]; then cat >/dev/null; echo "torch 0.0"; exit; fi
-echo "$PYTHONPATH" >>{folder}/paths
+[[ $1 == -m && $2 == torch* ]] && exit
+echo "$PYTHONPATH $TRITON_CACHE_DIR" >>{folder}/environment
 echo "called with $*"
 [[ "$*" != *{failing}* ]] || exit 3
 """
@@ -40,110 +38,155 @@ def run_suite(
     )
 
 
-def pretender(folder: Path, failing: str) -> Path:
-    path = folder / "python"
-    path.write_text(PRETENDER.format(folder=folder, failing=failing))
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
     path.chmod(0o755)
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--quick"]], ids=["whole", "rehearsal"])
-def test_benchmarks_know_the_arguments_that_they_are_called_with(arguments, tmp_path):
-    out, steps = tmp_path / "out", ["bench", "million", "precision", "optimizer", "monitors"]
-    done = run_suite(*arguments, *steps, python=pretender(tmp_path, failing="nothing"), out=out)
-    assert done.returncode == 0
-    calls = re.findall(r"^called with benchmarks/(\w+)\.py (.*)$", done.stdout, re.MULTILINE)
-    benchmarks = "contrastive_loss", "million", "precision", "optimizer_step", "monitor_overhead"
-    assert {name for name, _ in calls} == set(benchmarks)
-    for name, given in calls:
-        importlib.import_module(f"benchmarks.{name}").parse(given.split())
+def pretender(folder: Path, failing: str = "nothing") -> Path:
+    text = PRETENDER.format(folder=folder, failing=failing.replace(" ", "\\ "))
+    return executable(folder / "python", text)
 
 
-@pytest.mark.sweep  # six interpreters import torch and Lightning
+def steps_of(tmp_path: Path) -> dict[str, tuple[int, str]]:
+    """Return the limit and the command of each step."""
+    listed = run_suite("--list", python="python", out=tmp_path / "out").stdout
+    found = re.findall(r"^(\S+) \((\d+) s\): python (.*)$", listed, re.MULTILINE)
+    return {name: (int(limit), command) for name, limit, command in found}
+
+
 @pytest.mark.slow
-def test_rehearsal_leaves_figures_and_logs(tmp_path):
+def test_benchmarks_know_the_arguments_that_they_are_called_with(tmp_path):
+    steps = steps_of(tmp_path)
+    called = set()
+    for name, (_, command) in steps.items():
+        script, _, arguments = command.partition(".py ")
+        if script.startswith("benchmarks/") and name not in ("smoke", "kernels"):
+            module = importlib.import_module(script.replace("/", "."))
+            module.parse([*arguments.split(), "--device", "cpu"])
+            called.add(script.removeprefix("benchmarks/"))
+    assert called == {
+        "contrastive_loss", "million", "precision", "optimizer_step", "monitor_overhead"
+    }  # fmt: skip
+
+
+def test_no_step_is_long_and_dtypes_come_before_extras(tmp_path):
+    steps = steps_of(tmp_path)
+    assert all(limit < LONGEST_STEP for limit, _ in steps.values())
+    names = list(steps)
+    assert names[0] == "smoke"
+    assert steps["smoke"][0] == 60
+    assert names.index("loss-fp32") < names.index("loss-512")
+    assert names.index("loss-fp16") < names.index("loss-1024")
+
+
+@pytest.mark.sweep  # every benchmark, at toy size
+@pytest.mark.slow
+def test_rehearsal_runs_every_benchmark(tmp_path):
     out = tmp_path / "out"
     # Threads that wait for each other on busy cores would take most of the time.
-    done = run_suite(
-        "--quick",
-        "bench",
-        "million",
-        "precision",
-        "optimizer",
-        "monitors",
-        python=sys.executable,
-        out=out,
-        OMP_NUM_THREADS="1",
-    )
+    done = run_suite("--quick", python=sys.executable, out=out, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in out.iterdir()} == {
-        "bench.log", "contrastive_loss.csv", "environment.txt", "million.csv", "million.log",
-        "precision.csv", "precision.log", "optimizer_step.csv", "optimizer.log",
-        "monitor_overhead.csv", "monitors.log",
-    }  # fmt: skip
-    with (out / "contrastive_loss.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    problems = {(row["dtype"], int(row["width"]), int(row["batch"])) for row in rows}
-    assert problems == set(product(["bf16", "fp16", "fp32"], [16, 32], [64, 128]))
-    assert len((out / "million.csv").read_text().splitlines()) == 2
-    with (out / "precision.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(PRECISIONS) * len(OPTIMIZERS)
-    assert "No verdict on speed" in (out / "precision.log").read_text()
-    assert "torch " in (out / "environment.txt").read_text()
-    for path in out.iterdir():
-        assert str(ROOT) not in path.read_text()
-        assert str(tmp_path) not in path.read_text()
+    assert {path.name for path in out.iterdir()} == {LOG, PASSED}
+    log = (out / LOG).read_text()
+    assert "All 5 passed" in log
+    assert str(ROOT) not in log
+    assert str(tmp_path) not in log
 
 
-@pytest.mark.slow
-def test_failing_step_does_not_keep_the_next_from_running(tmp_path):
-    out = tmp_path / "out"
-    python = pretender(tmp_path, failing="--width\\ 768")
-    done = run_suite(python=python, out=out, PYTHONPATH="/elsewhere")
+@pytest.fixture
+def failed_suite(tmp_path) -> subprocess.CompletedProcess[str]:
+    """The whole suite with one step that fails."""
+    return run_suite(
+        python=pretender(tmp_path, failing="--dtype fp16"),
+        out=tmp_path / "out",
+        PYTHONPATH="/elsewhere",
+    )
+
+
+def test_failing_step_does_not_keep_the_next_from_running(failed_suite, tmp_path):
+    out, steps = tmp_path / "out", steps_of(tmp_path)
+    assert failed_suite.returncode == 1
+    failures = re.findall("^failed: (.*)$", failed_suite.stdout, re.MULTILINE)
+    assert failures == ["loss-fp16 (exit status 3)"]
+    log = (out / LOG).read_text()
+    assert re.findall(r"^== (\S+)$", log, re.MULTILINE) == list(steps)
+    assert "--max-seconds 3" in log
+    assert "-v --tb=short -W default" in log
+    assert len(list(out.iterdir())) + len(["the CSV files"] * 5) <= 8
+    environments = set((tmp_path / "environment").read_text().splitlines())
+    assert environments == {f"{ROOT}:/elsewhere {ROOT}/kernels"}
+
+
+def test_steps_that_passed_are_not_run_again(failed_suite, tmp_path):
+    python = pretender(tmp_path)
+    again = run_suite(python=python, out=tmp_path / "out")
+    assert again.returncode == 0
+    calls = re.findall("^called with (.*)$", again.stdout, re.MULTILINE)
+    assert [call.split()[0] for call in calls] == [
+        "benchmarks/smoke.py", "benchmarks/contrastive_loss.py"
+    ]  # fmt: skip
+    assert "--dtype fp16" in calls[1]
+    assert again.stdout.endswith("all passed\n")
+
+
+def test_failed_smoke_ends_the_suite(tmp_path):
+    python = pretender(tmp_path, failing="smoke.py")
+    done = run_suite(python=python, out=tmp_path / "out")
     assert done.returncode == 1
-    failures = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
-    assert len(failures) == 3  # bf16, fp16 and fp32 at that width
-    assert all("(exit status 3)" in failure for failure in failures)
-    bench = (out / "bench.log").read_text()
-    for width in ("512", "1024"):
-        assert f"--width {width} --batch 8192 16384 32768 65536 131072 262144" in bench
-    assert "--dtype fp16" in bench
-    assert "--max-seconds 3" in bench
-    assert "million.py --csv" in (out / "million.log").read_text()
-    assert "--size H16 --batch 64" in (out / "precision.log").read_text()
-    assert "-m gpu" in (out / "tests.log").read_text()
-    assert len(list(out.iterdir())) + len(["the CSV files"] * 5) <= 12
-    assert set((tmp_path / "paths").read_text().split()) == {f"{ROOT}:/elsewhere"}
+    assert done.stdout.count("called with") == 1
+    assert "smoke failed: nothing else is run." in done.stdout
+    named = run_suite("loss-fp", python=python, out=tmp_path / "out")
+    assert named.returncode == 0
+    assert named.stdout.count("called with") == 2
 
 
 def test_tests_run_only_files_with_gpu_marks(tmp_path):
-    out = tmp_path / "out"
-    done = run_suite("tests", python=pretender(tmp_path, failing="nothing"), out=out)
-    assert done.returncode == 0
-    assert done.stdout.endswith("all passed: tests\n")
-    called = (out / "tests.log").read_text().splitlines()[-1].split()
-    assert "tests/benchmarks/test_chunked.py" in called
+    called = steps_of(tmp_path)["tests"][1].split()
+    assert "tests/optim/test_gpu_fused_adamw.py" in called
     assert "tests/test_cli.py" not in called
-    assert not (out / "bench.log").exists()
+    assert steps_of(tmp_path)["nccl"][1].endswith(" tests/contrastive/test_nccl.py")
+
+
+HANGING = f"""#!/usr/bin/env bash
+[[ $1 == -m && $2 == torch* ]] && exit
+[[ "$*" == *million* ]] || exec true
+exec {sys.executable} -c '
+import time
+time.sleep(60)
+'
+"""
 
 
 @pytest.mark.slow
-def test_step_that_hangs_is_stopped(tmp_path):
+@pytest.mark.parametrize("launcher", ["bash", "trap '' INT; bash"], ids=["at hand", "behind"])
+def test_step_that_hangs_is_interrupted_and_says_where(launcher, tmp_path):
+    """Shells start what runs in the background with SIGINT ignored."""
     out = tmp_path / "out"
-    python = tmp_path / "python"
-    python.write_text("#!/usr/bin/env bash\n[[ $1 == - ]] || sleep 60\n")
-    python.chmod(0o755)
-    done = run_suite("million", python=python, out=out, LIMIT_SECONDS="1")
+    python = executable(tmp_path / "python", HANGING)
+    done = subprocess.run(
+        ["bash", "-c", f"{launcher} {SCRIPT} million monitors"],
+        env={**os.environ, "PYTHON": str(python), "OUT": str(out), "LIMIT_SECONDS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
-    assert "(exit status 124)" in done.stdout
+    assert "failed: million (exit status 124)" in done.stdout
+    assert "== monitors took 0 s" in done.stdout
+    log = (out / LOG).read_text()
+    assert 'File "<string>", line 3' in log
+    assert "KeyboardInterrupt" in log
+    assert "stopped after its 1 s" in log
 
 
-def test_unknown_step_is_refused(tmp_path):
+def test_unknown_step_and_blanks_are_refused(tmp_path):
     done = run_suite("dance", python=sys.executable, out=tmp_path / "out")
     assert done.returncode == 2
-    assert (
-        "Passed 'dance'. Steps are tests, bench, million, precision, optimizer and monitors"
-        in done.stderr
-    )
+    assert "Passed 'dance'. Steps are smoke kernels tests nccl loss-bf16" in done.stderr
     assert not (tmp_path / "out").exists()
+    done = run_suite("smoke", python=sys.executable, out=tmp_path / "my folder")
+    assert done.returncode == 2
+    assert "may have blanks" in done.stderr

@@ -1,25 +1,23 @@
 """The benchmark of the monitors, rehearsed at toy size."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.monitor_overhead import COLUMNS, HOOKS, Switch, main, monitors
+from benchmarks.monitor_overhead import HOOKS, Switch, main, monitors
+from tests.benchmarks.rehearsing import QUICK, read
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_rehearsal_has_a_row_for_every_monitor_and_for_all(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "rows.csv"
-    assert main(["--quick", "--device", "cpu", "--threads", "1", "--csv", str(path)]) == 0
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    assert main([*QUICK, "--csv", str(path)]) == 0
+    rows = read(path)
     names = [type(monitor).__name__ for monitor in monitors(5)]
     assert [row["monitor"] for row in rows] == [*names, "all, inside", "all, on against off"]
-    assert set(COLUMNS) <= set(rows[0])
     parts = [float(row["share_of_step"]) for row in rows]
     assert sum(parts[:-2]) == pytest.approx(parts[-2], abs=1e-4)
     for name, part in zip(names, parts, strict=False):

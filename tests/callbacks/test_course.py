@@ -48,6 +48,7 @@ def test_growth_by_four_percent_a_step_is_found_before_the_start_is_passed_tenfo
     assert 0.02 * 1.04**step < 10 * 0.3
 
 
+@pytest.mark.slow
 def test_healthy_streams_of_1500_steps_raise_nothing() -> None:
     """Noise of many kinds, steep starts, swings, jumps to harder data; 20 streams of each."""
     rng = np.random.default_rng(5)

@@ -1,6 +1,6 @@
 """Two thousand healthy steps: no monitor says a word, whatever the precision.
 
-`make test` takes 400 of them, but for the demo, and samples as often; `make sweep` all.
+For `make sweep`; what `make test` trains under all monitors stands in `tests/monitors`.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,9 @@ from tests.callbacks.models import (
 )
 from tests.precision.models import make_trainer
 
-# Steps -> how often monitors sample, as often as they do by themselves where it is `None`.
-STEPS = {400: 10, 2000: None}
+pytestmark = pytest.mark.sweep
+
+STEPS = 2000
 # Each network once, each precision once.
 RUNS: dict[str, tuple[type[Watched], Callable[[], nn.Module], Any]] = {
     "dense in fp32": (Watched, perceptron, None),
@@ -43,13 +44,12 @@ RUNS: dict[str, tuple[type[Watched], Callable[[], nn.Module], Any]] = {
 }
 
 
-def monitors(steps: int) -> list[InstabilityMonitor]:
-    often: dict[str, Any] = {"every_n_steps": STEPS[steps]} if STEPS[steps] else {}
+def monitors() -> list[InstabilityMonitor]:
     return [
         LossScaleMonitor(),
-        GradientUnderflowMonitor(**often),
-        ActivationRangeMonitor(backward=True, **often),
-        AdamStateMonitor(**often),
+        GradientUnderflowMonitor(),
+        ActivationRangeMonitor(backward=True),
+        AdamStateMonitor(),
         SpikeGuard(),
         NonFiniteLocator(),
     ]
@@ -62,33 +62,26 @@ def check_silence(watching: list[InstabilityMonitor]) -> None:
     assert [monitor.samples >= 25 for monitor in watching[1:4]] == [True] * 3
 
 
-each_length = pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.sweep)])
-
-
-@pytest.mark.slow
-@each_length
 @pytest.mark.parametrize(("model", "network", "plugin"), RUNS.values(), ids=RUNS)
 def test_monitors_in_a_healthy_run_raise_no_alarm(
-    model: type[Watched], network: Callable[[], nn.Module], plugin: Any, steps: int
+    model: type[Watched], network: Callable[[], nn.Module], plugin: Any
 ) -> None:
-    watching = monitors(steps)
-    watch(model(network, steps=steps), watching, plugin and plugin())
+    watching = monitors()
+    watch(model(network, steps=STEPS), watching, plugin and plugin())
     check_silence(watching)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("steps", [2000])
-def test_monitors_in_the_demo_raise_no_alarm(glyph_cache: Path, steps: int) -> None:
+def test_monitors_in_the_demo_raise_no_alarm(glyph_cache: Path) -> None:
     torch.manual_seed(0)
     data = GlyphData(batch_size=32, cache_dir=str(glyph_cache), progress=False)
-    watching = monitors(steps)
+    watching = monitors()
     trainer = make_trainer(
         callbacks=watching,
         max_epochs=-1,
-        max_steps=steps,
+        max_steps=STEPS,
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
     trainer.fit(GlyphCLIP(width=16, feature_width=64), data)
-    assert trainer.global_step == steps
+    assert trainer.global_step == STEPS
     check_silence(watching)

@@ -129,11 +129,13 @@ def train_kind(rank: int, kind: str, storage: str, folder: str) -> Any:
     return [(alarm.kind, alarm.value) for alarm in watch.alarms[1:]], ends, left
 
 
+# Each once in `make test`; `make sweep` has the other storage of each.
 KINDS = [
-    *(("ddp", storage) for storage in ("memory", "disk")),
-    *(("ema", storage) for storage in ("memory", "disk")),
-    *(("inf_cl", storage) for storage in ("memory", "disk")),
-    *(("fsdp", "auto"), ("fsdp2", "auto")),
+    *(("ddp", "disk"), ("ema", "memory"), ("inf_cl", "disk"), ("fsdp", "auto"), ("fsdp2", "auto")),
+    *(
+        pytest.param(kind, storage, marks=pytest.mark.sweep)
+        for kind, storage in (("ddp", "memory"), ("ema", "disk"), ("inf_cl", "memory"))
+    ),
 ]
 
 

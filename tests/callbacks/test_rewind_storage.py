@@ -23,7 +23,10 @@ from tests.callbacks.spike_models import PlantedModel, fit, kinds, make_batches
 from tests.callbacks.test_rewind import BACK_TO, OPTIMIZERS, SPIKE, guard, warm_up
 from tests.processes import exit_code_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning"),
+]
 
 
 class Loses(pl.Callback):

@@ -175,7 +175,7 @@ def test_overflow_under_a_loss_scale_is_noted_not_warned_of(tmp_path: Path) -> N
     assert {alarm.severity for alarm in guard.alarms} == {"info"}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_healthy_training_of_2000_steps_raises_nothing(tmp_path: Path) -> None:
     guard = SpikeGuard()
     model = PlantedModel(None, OPTIMIZERS["fused adamw"], warm_up)

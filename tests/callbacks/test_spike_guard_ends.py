@@ -69,8 +69,13 @@ def end(
     ("setup", "planted"),
     [
         *(("plain", planted) for planted in KIND_OF),
-        *((setup, "nan") for setup in SETUPS if setup != "plain"),
-        *((setup, "explosion") for setup in ("fused", "balanced", "16-mixed")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *((setup, "nan") for setup in SETUPS if setup != "plain"),
+                *((setup, "explosion") for setup in ("fused", "balanced", "16-mixed")),
+            ]
+        ),
     ],
 )
 @pytest.mark.parametrize("action", ["stop", "raise"])

@@ -51,10 +51,24 @@ def test_monitors_are_known_by_name(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["InfCLStrategy", "inf_cl"])
+@pytest.mark.parametrize(
+    "name", ["InfCLStrategy", "inf_cl", "InfCLModelParallelStrategy", "inf_cl_fsdp2"]
+)
 def test_strategys_name_will_do_without_arguments(name: str, tmp_path: Path) -> None:
     for cli in (_cli(tmp_path, "--trainer.strategy", name), _cli(tmp_path, strategy=name)):
         assert cli.trainer.strategy.micro_batch_size == 256
+
+
+def test_strategies_take_arguments_of_the_sharded_kind_and_auto(tmp_path: Path) -> None:
+    cli = _cli(
+        tmp_path,
+        "--trainer.strategy=InfCLModelParallelStrategy",
+        "--trainer.strategy.micro_batch_size=auto",
+        "--trainer.strategy.save_distributed_checkpoint=false",
+        "--trainer.strategy.towers=[layer]",
+    )
+    assert cli.trainer.strategy.micro_batch_size == "auto"
+    assert cli.trainer.strategy._save_distributed_checkpoint is False
 
 
 def test_strategy_takes_the_arguments_of_ddp(tmp_path: Path) -> None:

@@ -27,14 +27,11 @@ def gpu() -> Iterator[FakeCuda]:
 
 
 def make(batch: Tensor, prefetch: int) -> MicroBatches:
-    return MicroBatches(
-        [batch, "flag"],
-        [True, False],
-        batch_size=len(batch),
-        micro_batch_size=ROWS,
-        device=DEVICE,
-        prefetch=prefetch,
+    batches = MicroBatches(
+        [batch, "flag"], [True, False], batch_size=len(batch), device=DEVICE, prefetch=prefetch
     )
+    batches.cut(ROWS)
+    return batches
 
 
 def pairs(pinned: bool = True) -> Tensor:

@@ -1,9 +1,12 @@
 """The torch tile backend: its contract on shards, its tiles' size, and the memory it takes."""
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,7 +16,9 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
-from tests.reference.contrastive import relative_error
+from tests.reference.contrastive import reference, relative_error
+
+CPU = torch.device("cpu")
 
 
 def _shard(b: int, m: int, width: int, diagonal: int | None) -> tuple[Tensor, ...]:
@@ -55,7 +60,8 @@ def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -
 @pytest.mark.parametrize("width", [1, 72, 512, 4096])
 @pytest.mark.parametrize("budget", [2**20, 2**24, 2**30])
 def test_tile_size_is_the_largest_that_fits_the_budget(width: int, budget: int) -> None:
-    columns = TorchTiles(budget).tile_size(width, torch.float32, torch.device("cpu"))
+    columns = TorchTiles(budget).tile_size(width, torch.float32, CPU)
+    budget = min(budget // 2, DEFAULT_WORKSPACE_BYTES["cpu"])  # the rest is for kept tiles
     needed = [4 * (4 * t * t + 5 * t * width) for t in (columns, columns + 64)]
     assert columns % 64 == 0
     assert columns == 64 or needed[0] <= budget
@@ -83,14 +89,17 @@ class PeakBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = (storage._weak_ref(), storage.nbytes())
-        alive = {
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def alive(self) -> int:
+        """The bytes that still are."""
+        self._storages = {
             key: (weak, size)
             for key, (weak, size) in self._storages.items()
             if not torch.UntypedStorage._expired(weak)
         }
-        self._storages = alive
-        self.peak = max(self.peak, sum(size for _, size in alive.values()))
-        return result
+        return sum(size for _, size in self._storages.values())
 
 
 @pytest.mark.slow
@@ -116,10 +125,22 @@ def _addmm_flops(total: Any, left: Any, right: Any, **kwargs: Any) -> int:
 @pytest.mark.parametrize(
     ("trained", "units"), [("image text scale", 4), ("image", 3), ("text scale", 3), ("", 1)]
 )
-def test_loss_takes_four_units_of_work_and_fewer_with_a_locked_tower(
-    trained: str, units: int
+@pytest.mark.parametrize("keeps", [None, "some", "all"])
+def test_loss_takes_four_units_of_work_and_fewer_with_kept_tiles_or_a_locked_tower(
+    trained: str, units: int, keeps: str | None
 ) -> None:
     b, width = 333, 48
+    # 31 tiles of 64 x 112 or less; a workspace of 1 MiB keeps half a MiB of 444 kB.
+    workspace_bytes = {None: 1, "some": 400_000, "all": 2**20}[keeps]
+    tiles = TorchTiles(workspace_bytes)
+    size = tiles.kept_values(b, b, torch.float32, CPU)
+    again = tiles.multiplied_twice(b, width, torch.float32, CPU, size) / b**2
+    assert (again > 0, again < 1) == {
+        None: (True, False),
+        "some": (True, True),
+        "all": (False, True),
+    }[keeps]
+    units -= (1 - again) if trained else 0
     inputs = {
         "image": torch.randn(b, width),
         "text": torch.randn(b, width),
@@ -127,15 +148,84 @@ def test_loss_takes_four_units_of_work_and_fewer_with_a_locked_tower(
     }
     inputs = {name: x.requires_grad_(name in trained.split()) for name, x in inputs.items()}
     counted = {torch.ops.aten.addmm_: _addmm_flops}  # torch counts only the one out of place
-    for loss_function in (lambda *x: _visible_loss(*x, 2**20), ContrastiveLoss()):
+    loss_fn = ContrastiveLoss()
+    loss_fn.workspace_bytes = workspace_bytes
+    for loss_function in (lambda *x: _visible_loss(*x, workspace_bytes), loss_fn):
         with FlopCounterMode(display=False, custom_mapping=counted) as counter:
             loss = loss_function(*inputs.values())
             if trained:
                 loss.backward()
         # What is multiplied, and what the operator tells those who count.
-        assert counter.get_total_flops() == units * 2 * b * b * width
+        assert counter.get_total_flops() == round(units * 2 * b * b * width)
 
 
 def test_default_workspace_is_the_documented_one() -> None:
     assert DEFAULT_WORKSPACE_BYTES == {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
     assert "`None`: 32 MiB, on CUDA 512 MiB" in (ContrastiveLoss.__doc__ or "")
+
+
+def _hard(b: int, width: int, case: str) -> tuple[Tensor, Tensor, float]:
+    """Features and a scale by what is hard about their logits."""
+    image, text = (F.normalize(torch.randn(b, width), dim=1) for _ in range(2))
+    if case == "logits to 1e4":
+        return image, text, 1e4
+    if case == "converged":  # each pair 40 above its negatives, which are about 1 apart
+        own = math.sqrt(0.4) * torch.eye(b)
+        return torch.cat([0.3 * image, own], 1), torch.cat([0.3 * text, own], 1), 100.0
+    if case == "rows far apart":  # by more than one reference serves
+        return image * torch.logspace(-1, 1, b)[:, None], text, 100.0
+    return image, text, 100.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", ["plain", "logits to 1e4", "converged", "rows far apart"])
+def test_kept_tiles_give_the_gradients_of_tiles_that_are_not(case: str, dtype: torch.dtype) -> None:
+    image, text, scale = _hard(333, 48, case)
+    image, text = image.to(dtype), text.to(dtype)
+    expected = reference(image, text, scale)
+    found = {}
+    for workspace_bytes in (1, 400_000, 2**22):  # keeps none, some and all
+        leaves = [x.clone().requires_grad_() for x in (image, text)]
+        leaves.append(torch.tensor(scale, dtype=torch.float64).requires_grad_())
+        loss_fn = ContrastiveLoss()
+        loss_fn.workspace_bytes = workspace_bytes
+        loss = loss_fn(*leaves)
+        loss.backward(retain_graph=True)
+        once = [x.grad.clone() for x in leaves]
+        loss.backward()  # kept tiles are still what they were
+        assert all(torch.equal(x.grad, 2 * g) for x, g in zip(leaves, once, strict=True))
+        found[workspace_bytes] = [loss.detach(), *once]
+    if case == "converged":
+        assert expected.loss < 1e-10
+    # A logit is rounded to fp32 before its exponential: a relative error of its spacing.
+    largest = (scale * image.double() @ text.double().T).abs().amax().item()
+    spacing = largest * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    bounds = 4 * max(spacing, 1e-6), torch.finfo(dtype).eps
+    for values in found.values():
+        for value, right in zip(values, dataclasses.astuple(expected), strict=True):
+            assert relative_error(value, right) < sum(bounds)
+
+
+def test_tiles_are_kept_until_the_backward_and_not_without_one() -> None:
+    image, text = torch.randn(512, 8, requires_grad=True), torch.randn(512, 8)
+    values = TorchTiles().kept_values(512, 512, torch.float32, CPU)
+    assert 512**2 < values < 1.02 * 512**2
+
+    def kept_sizes(loss: Tensor) -> list[int]:
+        saved = loss.grad_fn.saved_tensors
+        return [x.numel() for x in saved if x is not None and x.numel() >= 512**2]
+
+    loss = ContrastiveLoss()(image, text, 1.0)
+    with torch.no_grad(), PeakBytes() as without:
+        _visible_loss(image.detach(), text, torch.tensor(1.0), 2**25)
+    with PeakBytes() as made:
+        visible = _visible_loss(image, text, torch.tensor(1.0), 2**25)
+    assert kept_sizes(visible) == [values]
+    assert made.peak - without.peak >= 4 * 512**2
+    assert made.alive() >= 4 * 512**2
+    visible.backward()
+    assert made.alive() < 4 * 512**2
+    loss.backward()
+    dropped = _visible_loss(image, text, torch.tensor(1.0), 2**25)
+    del dropped
+    assert made.alive() < 4 * 512**2

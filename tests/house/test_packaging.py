@@ -73,7 +73,7 @@ def _public_names() -> dict[str, list[str]]:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_wheel_in_a_fresh_environment_imports_every_public_name(
     wheel: Path, tmp_path: Path
 ) -> None:

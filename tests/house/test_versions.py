@@ -8,8 +8,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import lightning_mp
+
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 PINS = runpy.run_path(str(ROOT / ".ci" / "floor.py"))["pins"](PYPROJECT)
 
 
@@ -51,3 +54,13 @@ def test_workflows_run_targets_of_the_makefile(file: str) -> None:
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
         for step in job["steps"]:
             assert re.search(r"@v\d+\.\d+\.\d+$", step.get("uses", "@v0.0.0")), step
+
+
+def test_version_stands_in_one_place_and_is_the_one_released_last() -> None:
+    version = lightning_mp.__version__
+    assert 'dynamic = ["version"]' in PYPROJECT
+    assert f'"{version}"' not in PYPROJECT
+    released = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", CHANGELOG, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert released[0] == (version, str(citation["date-released"]))
+    assert citation["version"] == version

@@ -247,8 +247,6 @@ def test_stats_never_read_a_number_from_a_tensor(
 @pytest.fixture
 def _process_group() -> Iterator[None]:
     """A group of this process alone."""
-    if dist.is_initialized():  # by a Trainer of another test, which keeps it to the end
-        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

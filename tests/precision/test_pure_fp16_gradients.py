@@ -1,7 +1,7 @@
 """What PureFP16's step reads and keeps: unscaled fp32 gradients, and few bytes per parameter."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,12 +138,10 @@ class Weighed(Regression):
 
 
 @pytest.fixture
-def _only_new_objects() -> Iterator[None]:
+def _only_new_objects() -> None:
     """Keep what is there out of `gc`, which would take most of the time to look through it."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_only_new_objects")

@@ -56,8 +56,6 @@ def test_optimizers_with_an_inner_one_are_refused_by_name(make: Any, inner: str)
 def test_zero_redundancy_optimizer_is_refused(tmp_path: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    if torch.distributed.is_initialized():  # by a Trainer of another test
-        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )

@@ -91,6 +91,7 @@ def test_inf_cl_bad_arguments_raise(kwargs: dict[str, Any], message: str) -> Non
         InfCLStrategy(**kwargs)
 
 
+@pytest.mark.slow
 def test_inf_cl_compiled_lightning_module_raises() -> None:
     model = torch.compile(TinyCLIP())
     with pytest.raises(MisconfigurationException, match=r"self.visual.compile\(\)"):

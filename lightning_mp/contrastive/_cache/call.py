@@ -17,10 +17,18 @@ from lightning_mp.contrastive._cache.graph import (
     GradientSums,
     Graph,
     explore,
+    for_hooks,
     gradients_aside,
+    sequence_number,
 )
 from lightning_mp.contrastive._cache.micro_batches import MicroBatches, WrittenError
 from lightning_mp.contrastive._cache.outputs import Outputs, check_no_tangents
+from lightning_mp.contrastive._cache.sharding import (
+    agree_on_parts,
+    own_parameters,
+    set_reduction,
+    sharded_modules,
+)
 from lightning_mp.contrastive._cache.verification import Sketch, rounding_noise
 from lightning_mp.numerics.replay_state import AutocastState, BufferState, RngState, version_of
 
@@ -31,7 +39,6 @@ __all__ = ["Call", "Replayed", "Settings"]
 class Settings:
     """What all calls of a cache share; see `GradientCache`."""
 
-    micro_batch_size: int
     device: torch.device | None
     prefetch: int
     rows: tuple[str, ...]
@@ -102,7 +109,6 @@ class Call:
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             arguments.is_cut,
             batch_size=arguments.batch_size,
-            micro_batch_size=settings.micro_batch_size,
             device=settings.device,
             prefetch=settings.prefetch,
         )
@@ -117,24 +123,81 @@ class Call:
         self.leaves: dict[int, Tensor] = {}
         self.is_reentrant = False
         self.outputs = Outputs(tower, arguments, settings.leave_out)
+        self.sharded = sharded_modules(module)
+        """The parts of the tower that `fully_shard` was called for."""
+        own = own_parameters(module) if module is not None and self.sharded else []
+        self._own = {id(parameter) for parameter in own}
+        if self.sharded and self.inputs:
+            raise RuntimeError(
+                f"Called the sharded tower `{tower}` with `{arguments.name(self._with_grad[0])}`, "
+                "which requires grad. It is replayed after the backward of the loss, when "
+                "gradients for inputs come too late. Put what makes the input into the tower, or "
+                "detach it."
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parts of the tower are spread over ranks."""
+        return bool(self.sharded)
+
+    @property
+    def batch_size(self) -> int:
+        """How many rows it is for."""
+        return self._arguments.batch_size
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters of its module that are trained."""
+        parameters = () if self._module is None else self._module.parameters()
+        return [p for p in parameters if p.requires_grad]
 
     @property
     def needs_grad(self) -> bool:
         """Whether anything is trained through the call."""
         return bool(self.leaves or self.is_reentrant) or any(facts[2] for facts in self._facts)
 
-    def run(self) -> list[Tensor]:
+    def probe(self, rows: int) -> int:
+        """Run the first rows and differentiate them, without a trace; return the bytes of a row.
+
+        The gradients are of zeros, so that nothing that watches them sees an overflow.
+        """
+        set_reduction(self.sharded, False)
+        with self._undisturbed():
+            since = sequence_number()
+            samples = self._batches.samples(rows)
+            returned, inputs = self._run(samples[0])
+            outputs = self.outputs.open(returned, slice(0, rows))
+            size = sum(x.numel() * x.element_size() for x in outputs) // rows
+            roots = [x for x in outputs if x.requires_grad]
+            del returned, outputs
+            if roots:
+                graph = explore(roots, since)
+                gradients_aside(
+                    roots,
+                    [torch.zeros_like(x) for x in roots],
+                    [*inputs, *self._taken_aside(graph.leaves).values()],
+                    is_full=graph.is_reentrant or self.is_sharded,
+                    retain_graph=graph.goes_outside,
+                )
+        set_reduction(self.sharded, True)
+        return size
+
+    def run(self, micro_batch_size: int) -> list[Tensor]:
         """Run every micro-batch, and return the outputs for the whole batch.
 
         Each runs as it will be replayed, with a graph, so that the same kernels are chosen and
         what it trains is seen; the graph is let go at once.
         """
+        parts = None
+        if self.is_sharded:
+            parts = agree_on_parts(self.tower, self.batch_size, micro_batch_size, self.device)
+        self._batches.cut(micro_batch_size, parts)
         needs_grad: list[bool] = []
         try:
             for rows, leaves in self._batches.first_run():
                 self._buffers.restore(keep_grown=True)
                 rng = self._rng()
-                since = _sequence_number()
+                since = sequence_number()
                 returned, inputs = self._run(leaves)
                 self._buffers.collect(rows.stop - rows.start)
                 tensors = self.outputs.open(returned, rows)
@@ -153,6 +216,12 @@ class Call:
                 "on a copy, such as `x = x * 2` for `x.mul_(2)`."
             ) from None
         self._buffers.commit()
+        if self.is_sharded and any(part.leaves - self._parts[-1].leaves for part in self._parts):
+            raise RuntimeError(
+                f"The sharded tower `{self.tower}` trains other parameters in some micro-batches "
+                "than in the last one, which reduces the gradients of all. Let it use the same "
+                "layers for every row."
+            )
         self._versions = {key: version_of(leaf) for key, leaf in self.leaves.items()}
         tensors, self.outputs.tensors = self.outputs.tensors, []
         self._facts = [
@@ -165,8 +234,14 @@ class Call:
         """Return the outputs that no gradient reaches."""
         return [x for x, (*_, needed) in zip(tensors, self._facts, strict=True) if not needed]
 
-    def replay(self, cotangents: Sequence[Tensor | None]) -> Replayed:
+    def replay(
+        self, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
+    ) -> Replayed:
         """Run every micro-batch again and return the gradients of all of them together.
+
+        Args:
+            cotangents: Of the outputs.
+            to_reduce: Sharded modules whose gradients are complete after the last micro-batch.
 
         Raises:
             RuntimeError: Something changed since the call, so that no replay can be right.
@@ -180,7 +255,7 @@ class Call:
             for (rows, leaves), part in zip(self._batches, self._parts, strict=True):
                 self._buffers.rewind()
                 part.rng.restore()
-                since = _sequence_number()
+                since = sequence_number()
                 with torch.enable_grad(), self._settings.context():
                     returned, inputs = self._run(leaves)
                 roots, grads = [], []
@@ -195,17 +270,19 @@ class Call:
                 if not roots:
                     continue
                 self._check_leaves(explore(roots, since), inputs, part)
+                if part is self._parts[-1]:
+                    set_reduction(to_reduce, True)
                 gradients = gradients_aside(
                     roots,
                     grads,
                     [*inputs, *wanted],
-                    is_reentrant=self.is_reentrant,
+                    is_full=self.is_reentrant or self.is_sharded,
                     retain_graph=self._goes_outside,
                 )
                 self._add_input_grads(input_grads, gradients[: len(inputs)], rows)
                 sums.add(gradients[len(inputs) :])
         return self._result(
-            [*input_grads, *_for_hooks(wanted, sums.totals())], differences, cotangents
+            [*input_grads, *for_hooks(wanted, sums.totals())], differences, cotangents
         )
 
     def _result(
@@ -245,15 +322,22 @@ class Call:
         leaves = dict(graph.leaves)
         for tensor in inputs:
             leaves.pop(id(tensor), None)
-        if graph.is_reentrant and self._module is not None:
-            hidden = [p for p in self._module.parameters() if p.requires_grad]
-            leaves.update({id(p): p for p in hidden})
-        self.leaves.update(leaves)
+        if graph.is_reentrant:
+            leaves.update({id(p): p for p in self.trained})
+        self.leaves.update(self._taken_aside(leaves))
         self.is_reentrant |= graph.is_reentrant
         self._goes_outside |= graph.goes_outside
         # Without a graph there is no replay.
         sketches = [Sketch(x) for x in tensors] if torch.is_grad_enabled() else []
         self._parts.append(_Part(rng, frozenset(leaves), sketches))
+
+    def _taken_aside(self, leaves: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the leaves whose gradients are summed up here: all but those FSDP gathered."""
+        return {
+            key: leaf
+            for key, leaf in leaves.items()
+            if not self.sharded or key in self._own or not isinstance(leaf, nn.Parameter)
+        }
 
     def _rng(self) -> RngState:
         return RngState(self.device, self._module)
@@ -312,20 +396,3 @@ class Call:
         finally:
             rng.restore()
             buffers.restore()
-
-
-def _for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor | None]:
-    """Give zeros to leaves without a gradient that have hooks, which cannot take `None`."""
-    return [
-        torch.zeros_like(leaf) if total is None and leaf._backward_hooks else total
-        for leaf, total in zip(leaves, totals, strict=True)
-    ]
-
-
-def _sequence_number() -> int:
-    """Return autograd's count of nodes so far."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
-    assert node is not None
-    number: int = node._sequence_nr()
-    return number

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype
 
-__all__ = ["GradientSums", "Graph", "explore", "gradients_aside", "hooks_held"]
+__all__ = [
+    "GradientSums",
+    "Graph",
+    "explore",
+    "for_hooks",
+    "gradients_aside",
+    "hooks_held",
+    "sequence_number",
+]
 
 
 class Graph(NamedTuple):
@@ -105,16 +113,16 @@ def gradients_aside(
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
     *,
-    is_reentrant: bool,
+    is_full: bool,
     retain_graph: bool,
 ) -> Sequence[Tensor | None]:
     """Return gradients for `inputs`, without touching a `.grad` and without firing a hook of them.
 
-    A reentrant checkpoint refuses `torch.autograd.grad`; there a full backward runs, and `.grad` is
-    put aside before.
+    A reentrant checkpoint refuses `torch.autograd.grad`, and FSDP does not see it; there a full
+    backward runs, and `.grad` is put aside before.
     """
     with hooks_held(inputs):
-        if not is_reentrant:
+        if not is_full:
             return torch.autograd.grad(
                 roots, inputs, cotangents, retain_graph=retain_graph, allow_unused=True
             )
@@ -145,3 +153,20 @@ def hooks_held(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in held:
             hooks.update(kept)
+
+
+def for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor | None]:
+    """Give zeros to leaves without a gradient that have hooks, which cannot take `None`."""
+    return [
+        torch.zeros_like(leaf) if total is None and leaf._backward_hooks else total
+        for leaf, total in zip(leaves, totals, strict=True)
+    ]
+
+
+def sequence_number() -> int:
+    """Return autograd's count of nodes so far."""
+    with torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
+    assert node is not None
+    number: int = node._sequence_nr()
+    return number

@@ -7,8 +7,10 @@ Shapes:
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +39,9 @@ class MicroBatches:
         leaves: The leaves of the argument tree.
         is_cut: Which of them are cut; all others go to each micro-batch as they are.
         batch_size: Rows of what is cut.
-        micro_batch_size: Rows in a micro-batch; the last one may have fewer.
         device: Where the function runs; `None` leaves everything where it is.
         prefetch: Micro-batches to copy ahead.
+
     """
 
     def __init__(
@@ -48,12 +50,11 @@ class MicroBatches:
         is_cut: Sequence[bool],
         *,
         batch_size: int,
-        micro_batch_size: int,
         device: torch.device | None,
         prefetch: int,
     ) -> None:
         self.batch_size = batch_size
-        self._micro_batch_size = micro_batch_size
+        self._slices = [slice(0, batch_size)]
         self._device = device
         self._prefetch = prefetch
         self._is_cut = is_cut
@@ -71,18 +72,26 @@ class MicroBatches:
         }
         self._kept: dict[tuple[int, int], Tensor] = {}
 
+    def cut(self, rows: int, parts: int | None = None) -> None:
+        """Cut the batch; until then it is one micro-batch.
+
+        Args:
+            rows: In a micro-batch; the last one may have fewer.
+            parts: How many to make, as even as can be, with up to that many rows.
+        """
+        count = parts or 1
+        even = [self.batch_size * part // count for part in range(count + 1)]
+        bounds = even if parts else [*range(0, self.batch_size, rows), self.batch_size]
+        self._slices = [slice(start, stop) for start, stop in pairwise(bounds)]
+
     def __len__(self) -> int:
-        return -(-self.batch_size // self._micro_batch_size)
+        return len(self._slices)
 
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
         """Yield the rows and the leaves of every micro-batch, in order."""
-        starts = range(0, self.batch_size, self._micro_batch_size)
-        slices = [
-            slice(start, min(start + self._micro_batch_size, self.batch_size)) for start in starts
-        ]
-        if self._device is not None and self._device.type == "cuda" and self._any_on_host():
-            return self._copied_ahead(slices)
-        return ((rows, self._take(rows)) for rows in slices)
+        if self._copies_ahead():
+            return self._copied_ahead(self._slices)
+        return ((rows, self._take(rows)) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
         """Iterate for the first time, and note what the function writes to."""
@@ -98,6 +107,11 @@ class MicroBatches:
             self._suspects = written
             self._kept.update({(i, rows.start): before[i] for i in written})
 
+    def samples(self, rows: int) -> list[list[Any]]:
+        """Return copies of the first rows: as many as an iteration has on the device at a time."""
+        count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
+        return [[_copied(x) for x in self._take(slice(0, rows))] for _ in range(count)]
+
     def written_since(self) -> list[int]:
         """Return the leaves that somebody has written to since the first iteration ended."""
         now = self._count_writes()
@@ -110,8 +124,9 @@ class MicroBatches:
     def _count_writes(self) -> list[int]:
         return [version_of(x) if isinstance(x, Tensor) else 0 for x in self._leaves]
 
-    def _any_on_host(self) -> bool:
-        return any(self._is_on_host(index) for index in range(len(self._leaves)))
+    def _copies_ahead(self) -> bool:
+        is_cuda = self._device is not None and self._device.type == "cuda"
+        return is_cuda and any(self._is_on_host(index) for index in range(len(self._leaves)))
 
     def _is_on_host(self, index: int) -> bool:
         leaf = self._leaves[index]
@@ -170,6 +185,12 @@ class MicroBatches:
             parts[index] if index in parts else self._part(index, rows)
             for index in range(len(self._leaves))
         ]
+
+
+def _copied(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.clone()
+    return part.copy() if isinstance(part, np.ndarray) else part
 
 
 @functools.cache

@@ -27,8 +27,10 @@ def attach(cache: "GradientCache", call: Call, outputs: list[Tensor]) -> list[Te
     of the loss give a parameter, accumulates it once, fires hooks once, and DDP finds the parameter
     in the graph and reduces it once, as if the tower had been called plainly.
     """
+    # Of a sharded tower nothing may be left that is trained here.
+    anchor = [torch.zeros((), requires_grad=True)] if call.is_sharded else []
     attached: tuple[Tensor, ...] = _Replay.apply(
-        (cache, call, outputs), *call.inputs, *call.leaves.values()
+        (cache, call, outputs), *call.inputs, *call.leaves.values(), *anchor
     )
     outputs.clear()  # else the node would hold itself
     return list(attached)

@@ -36,38 +36,54 @@ def blocks_of(
     precision: Precision,
     units: tuple[Tensor | None, Tensor | None],
     diagonal: int | None,
+    positive_rows: slice | None = None,
 ) -> Iterator[Block]:
     """Yield the blocks of a shard, each of at most `shape`, always in the same order.
 
     Columns are prepared once, rows once for each block of columns: a copy of `n D` values for
-    `n c D` products.
+    `n c D` products. Rows that have their positives here and others are not put into one block, so
+    that kernels know of one diagonal only.
     """
     b, m = len(rows_bD), len(columns_mD)
     for left in range(0, m, shape[1]):
         columns = slice(left, min(left + shape[1], m))
         column_operand = make_operand(columns_mD[columns], precision, units[1], is_columns=True)
-        for top in range(0, b, shape[0]):
-            rows = slice(top, min(top + shape[0], b))
+        for rows, has_positives in _row_steps(b, shape[0], diagonal, positive_rows):
             row_operand = make_operand(rows_bD[rows], precision, units[0], is_columns=False)
-            offset = None if diagonal is None else diagonal + top - left
+            offset = None
+            if diagonal is not None and has_positives:
+                offset = diagonal + rows.start - left
             yield Block(rows, columns, row_operand, column_operand, offset)
 
 
-def block_shape(b: int, m: int, values: int) -> tuple[int, int]:
+def _row_steps(
+    b: int, step: int, diagonal: int | None, positive_rows: slice | None
+) -> Iterator[tuple[slice, bool]]:
+    """Yield slices of at most `step` rows, and whether they have their positives here."""
+    own = slice(0, b) if positive_rows is None else positive_rows
+    ends = (0, b, b, b) if diagonal is None else (0, own.start, own.stop, b)
+    for start, stop, has_positives in zip(ends, ends[1:], (False, True, False), strict=False):
+        for top in range(start, stop, step):
+            yield slice(top, min(top + step, stop)), has_positives
+
+
+def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
     """Return rows and columns of a block of at most `values`, as near to a square as it may be.
 
     Every block adds its part of the gradients to totals in memory. For `n` rows and `c` columns
     that costs about `1/n + 1/c` of the products, least for a square. Blocks of columns are of even
-    size; no block is smaller than 128 x 64.
+    size; no block is smaller than 128 x 64. A row or column takes as much as `edge` values beside:
+    `n c + edge (n + c)` is what has to fit.
     """
-    most = max(math.isqrt(values), values // b, _COLUMN_MULTIPLE)
+    square = math.isqrt(edge**2 + values) - edge
+    most = max(square, (values - edge * b) // (b + edge), _COLUMN_MULTIPLE)
     columns = m
     if most < m:
         limit = most // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
         # Even blocks, of whole multiples; the limit is one, so rounding up stays within it.
         even = -(-m // -(-m // limit))
         columns = -(-even // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-    rows = max(values // columns, _ROW_MULTIPLE)
+    rows = max((values - edge * columns) // (columns + edge), _ROW_MULTIPLE)
     return min(rows, b), columns
 
 

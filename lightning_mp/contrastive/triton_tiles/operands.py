@@ -73,6 +73,16 @@ class Precision:
         """
         return 14 if self.softmax == torch.float16 else 0
 
+    def operand_bytes(self, features_nD: Tensor) -> int:
+        """Return the bytes that an operand takes for each row of rows and of columns."""
+        padded = -(-features_nD.shape[1] // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        if self.is_split:
+            # Three halves for the logits and two for the gradients. What one of the two sides needs
+            # to make the latter, four bytes in fp32, counts half for each.
+            return (3 + 2) * 2 * padded + 4 * padded // 2
+        is_used_in_place = features_nD.dtype == self.operand and _is_aligned(features_nD)
+        return 0 if is_used_in_place else 2 * padded * self.operand.itemsize
+
     def unit(self, features_nD: Tensor) -> Tensor | None:
         """Return the power of two, as one fp32 value, that split features are multiplied by.
 
@@ -119,19 +129,15 @@ def make_operand(
     `[high, low, high]`, so that one product of three times the width is
     `high high + high low + low high`, times the units of both.
     """
-    pieces: tuple[Tensor, ...]
-    if unit is not None:
-        high_nD, low_nD = _halves(features_nD * unit, precision.operand)
-        pieces = (high_nD, low_nD, high_nD) if is_columns else (high_nD, high_nD, low_nD)
-    else:
-        pieces = (features_nD.to(precision.operand),)
-        if _is_aligned(pieces[0]):
-            return Operand(features_nD, pieces[0], precision)
+    values_nD = features_nD.to(precision.operand) if unit is None else features_nD * unit
+    if unit is None and _is_aligned(values_nD):
+        return Operand(features_nD, values_nD, precision)
     n, width = features_nD.shape
     padded = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    tiles = pieces[0].new_zeros(n, len(pieces), padded)
-    for index, piece_nD in enumerate(pieces):
-        tiles[:, index, :width] = piece_nD
+    tiles = values_nD.new_zeros(n, 1 if unit is None else 3, padded, dtype=precision.operand)
+    tiles[:, :, :width] = values_nD[:, None]
+    if unit is not None:  # high everywhere; what it lacks takes one of the places
+        tiles[:, 1 if is_columns else 2, :width] = values_nD.sub_(tiles[:, 0, :width])
     return Operand(features_nD, tiles.flatten(1), precision)
 
 

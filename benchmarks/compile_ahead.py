@@ -1,0 +1,176 @@
+"""Compile the kernels for a GPU that need not be there, into a cache that can be carried to it.
+
+    TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
+
+The launchers of the package run as on a device, on CPU tensors and up to the launch: Triton
+specialises (alignment, divisibility, descriptors) and looks kernels up by the code that it looks
+them up by there. Its key is made of its own files, the source of the kernel and of all that it
+calls, the specialisation, the options, the assembler's version and the architecture, and of no path
+and no device; so the same wheels on the GPU's machine find what lies here. Only the cache itself
+notes where its files lay: a folder that was moved is put right first, or all of it would be
+compiled again. With `--check` the exit status is 1 if a kernel was not in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import JITFunction, driver  # noqa: E402
+
+from lightning_mp.contrastive.triton_tiles import TritonTiles  # noqa: E402
+from lightning_mp.contrastive.triton_tiles.configs import _ARCHS  # noqa: E402
+from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
+from lightning_mp.optim.fused_adamw import fused_adamw_step  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS = 4096  # counts of tiles are multiples of 16, as at all larger batches of the suite
+WIDTHS = 512, 768, 1024
+_WARP = 32
+
+
+class _AbsentDevice:
+    """Triton's driver, as far as finding a kernel needs one."""
+
+    numbers = itertools.count(-1, -1)
+
+    def __init__(self, arch: int) -> None:
+        # Triton remembers kernels by the number of the device: these are of one that is new.
+        self.arch, self.number = arch, next(self.numbers)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, _WARP)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def pretend(arch: int) -> Iterator[list[tuple[str, bool]]]:
+    """Let launches find or compile their kernels for an architecture, and launch nothing.
+
+    Yields:
+        A list that grows: the name of each kernel, and whether it lay in the cache.
+    """
+    found: list[tuple[str, bool]] = []
+    run = JITFunction.run
+
+    def find(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        found.append((src.name, cache_hit))
+
+    with (
+        mock.patch.object(driver, "_active", _AbsentDevice(arch)),
+        mock.patch.object(knobs.compilation, "listener", note),
+        mock.patch.object(JITFunction, "run", find),
+    ):
+        yield found
+
+
+def sweeps(arch: int) -> None:
+    """Launch both sweeps of the loss, for the dtypes and widths of the suite."""
+    tiles = TritonTiles(arch=_ARCHS.get(divmod(arch, 10), 80))
+    for dtype in (BF16, FP16, FP32):
+        for width in WIDTHS:
+            rows, columns = (torch.zeros(ROWS, width, dtype=dtype) for _ in range(2))
+            scale, lses = torch.tensor(100.0), torch.zeros(2, ROWS, dtype=torch.float64)
+            tiles.lse_sweep(rows, columns, scale, *lses, 0)
+            # The gradient products are cuBLAS'.
+            tiles.grad_sweep(rows, columns, scale, *lses, None, None, 0)
+
+
+def optimizer(arch: int) -> None:
+    """Launch the fused AdamW as SafeAdamW does, for fp32 and half weights."""
+    options = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False)
+    half: tuple[tuple[torch.dtype, str], ...] = ((FP32, "nearest"), (FP16, "kahan"))
+    for dtype, write_back in (*half, (BF16, "kahan")):
+        for clip, count in ((None, 7), (1.0, 7)):
+            params, grads = ([torch.zeros(64, dtype=dtype)] * count for _ in range(2))
+            moments = [[torch.zeros(64) for _ in range(count)] for _ in range(2)]
+            residuals = [torch.zeros_like(p) for p in params] if write_back == "kahan" else None
+            steps = [torch.ones(()) for _ in range(count)]
+            fused_adamw_step(
+                params, grads, *moments, residuals, steps, **options, rule="adam",
+                write_back=write_back, seed=0, clip_update_rms=clip, grad_scale=None,
+                found_inf=None,
+            )  # fmt: skip
+
+
+def statistics(arch: int) -> None:
+    """Launch the monitors' statistics of tensors."""
+    values: Sequence[Tensor] = [torch.zeros(2**16, dtype=dtype) for dtype in (FP32, FP16, BF16)]
+    fused_stats(values, (torch.tensor(2.0**-14), torch.tensor(2.0**-25)))
+
+
+def settle(cache: Path) -> int:
+    """Let the notes of a cache that was carried here name its present place.
+
+    Returns:
+        How many had to be changed.
+    """
+    changed = 0
+    for note in cache.glob("*/__grp__*"):
+        old = json.loads(note.read_text())["child_paths"]
+        new = {name: str(note.parent / Path(path).name) for name, path in old.items()}
+        if new != old:
+            note.write_text(json.dumps({"child_paths": new}))
+            changed += 1
+    return changed
+
+
+GROUPS: dict[str, Callable[[int], None]] = {
+    "sweeps": sweeps,
+    "optimizer": optimizer,
+    "statistics": statistics,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, or check; the exit status is 1 if a check finds less than all."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arch", type=int, help="capability times ten; this GPU's if not given")
+    parser.add_argument("--groups", choices=GROUPS, nargs="+", default=[*GROUPS])
+    parser.add_argument("--check", action="store_true", help="fail if a kernel is not in the cache")
+    args = parser.parse_args(argv)
+    if args.arch is None and not torch.cuda.is_available():
+        parser.error("torch sees no GPU. Say what to compile for, such as --arch 90.")
+    arch = args.arch
+    if arch is None:
+        major, minor = torch.cuda.get_device_capability()
+        arch = 10 * major + minor
+    cache = Path(knobs.cache.dir).absolute()
+    if moved := settle(cache):
+        print(f"{moved} kernels were carried here from another folder.")
+    with pretend(arch) as found:
+        for group in args.groups:
+            GROUPS[group](arch)
+            hits = Counter(is_hit for _, is_hit in found)
+            counts = f"{hits[True]} in the cache, {hits[False]} compiled"
+            print(f"sm{arch}, {group}: {counts}", flush=True)
+    if args.check and hits[False]:
+        print("Not in the cache:", *sorted({name for name, is_hit in found if not is_hit}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

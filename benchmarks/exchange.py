@@ -1,0 +1,208 @@
+"""Count what the host of one rank launches, sends and waits for in one loss, by exchange and ranks.
+
+Forward and backward run through the Triton launchers on tensors without memory and in a process
+group without peers: every operation, kernel, product and collective is counted, none is done. So
+the counts are exact and need no GPU. Seconds are computed from them by a stated model, not
+measured: they say which side of a step waits for the other.
+
+    python benchmarks/exchange.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks._common import format_table  # noqa: E402
+from lightning_mp.contrastive import infonce  # noqa: E402
+from lightning_mp.contrastive.agreement import make_plan  # noqa: E402
+from lightning_mp.contrastive.triton_tiles import lse_kernels, softmax_kernels, tiles  # noqa: E402
+from lightning_mp.contrastive.triton_tiles.tiles import TritonTiles  # noqa: E402
+from lightning_mp.numerics import row_dots, row_dots_kernels  # noqa: E402
+
+CASES = ((8, 8192), (64, 1024), (256, 256))
+
+# The model. A launch of torch, of Triton and of a collective on the host, from profiles of H100
+# machines; a product at 400 TFLOP/s, half of what large ones reach.
+SECONDS = {"op": 5e-6, "kernel": 40e-6, "product": 8e-6, "collective": 30e-6}
+FLOP_A_SECOND = 400e12
+
+# They do no work on the device. What waits for the device would be among these last two.
+_FREE = ("empty", "detach", "alias", "_unsafe_view")
+_WAITS = ("_local_scalar_dense", "item", "equal", "is_nonzero")
+
+
+@dataclass
+class Counts:
+    """What one rank's host does for one loss, forward and backward.
+
+    Attributes:
+        ops: Operations of torch that work on the device.
+        kernels: Launches of Triton.
+        products: Gradient products, for cuBLAS.
+        collectives: By the names of c10d's operators; the one for the facts is not among them.
+        waits: Operations that bring a value to the host.
+        peak_bytes: The most that tensors made inside have taken at a time.
+    """
+
+    ops: int = 0
+    kernels: int = 0
+    products: int = 0
+    waits: int = 0
+    peak_bytes: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def host_seconds(self) -> float:
+        """The host's time by the model."""
+        sent = self.collectives.total()
+        counts = {"op": self.ops, "kernel": self.kernels, "product": self.products}
+        return sum(SECONDS[name] * n for name, n in {**counts, "collective": sent}.items())
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+        self._seen: set[int] = set()
+        self._live = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = function(*args, **(kwargs or {}))
+        name = function._opname
+        if function.namespace == "c10d":
+            self.counts.collectives[name] += 1
+        elif name in _WAITS:
+            self.counts.waits += 1
+        elif (
+            function.namespace == "aten"
+            and not function.is_view
+            and not any(free in name for free in _FREE)
+        ):
+            self.counts.ops += 1
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._remember(tensor.untyped_storage())
+        return result
+
+    def _remember(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self._live += size
+            self.counts.peak_bytes = max(self.counts.peak_bytes, self._live)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._live -= size
+
+
+class _Kernel:
+    """Stands in for a Triton kernel: takes its launches and does nothing."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._counts.kernels += 1
+
+
+@contextlib.contextmanager
+def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
+    """Have no device, no memory and no peers, and count what would reach them."""
+
+    def product(*args: Any) -> None:
+        counts.products += 1
+
+    kernels = {
+        lse_kernels: ("lse_kernel", "lse_redo_kernel", "merge_kernel"),
+        softmax_kernels: ("softmax_kernel",),
+        row_dots_kernels: ("row_dots_kernel",),
+    }
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        with contextlib.ExitStack() as stack:
+            for module, names in kernels.items():
+                for name in names:
+                    stack.enter_context(mock.patch.object(module, name, _Kernel(counts)))
+            stack.enter_context(mock.patch.object(tiles, "add_product", product))
+            fused = lambda left, right, dtype: row_dots.fused_row_dots(left, right)  # noqa: E731
+            stack.enter_context(mock.patch.object(infonce, "row_dots", fused))
+            stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", return_value=4096))
+            stack.enter_context(FakeTensorMode())
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def count(
+    sizes: Sequence[int],
+    width: int,
+    exchange: str,
+    workspace_bytes: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Counts:
+    """Return what rank 0 does for a loss with `sizes` pairs on the ranks."""
+    counts = Counts()
+    with _pretended(counts, len(sizes)):
+        features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
+        scale = torch.empty(())
+        plan = make_plan(
+            sizes, features[0], exchange, [True] * 3,
+            lambda left: TritonTiles(left, arch=90), workspace_bytes,
+        )  # fmt: skip
+        with _Counter(counts):
+            swept = infonce.sweep(*features, scale, None, plan)
+            infonce.differentiate(torch.empty(()), *features, scale, None, swept, plan)
+    return counts
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Count, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--width", type=int, default=768)
+    options = parser.parse_args(args)
+    rows = []
+    for world_size, batch in CASES:
+        flop = 4 * 2 * world_size * batch**2 * options.width
+        for exchange in ("ring", "slices"):
+            n = count([batch] * world_size, options.width, exchange)
+            rows.append(
+                [
+                    f"{world_size} x {batch}", exchange, str(n.ops), str(n.kernels),
+                    str(n.products), str(n.collectives.total() + 1), str(n.waits),
+                    f"{1e3 * n.host_seconds:.1f}", f"{1e3 * flop / FLOP_A_SECOND:.1f}",
+                ]  # fmt: skip
+            )  # fmt: skip
+    header = ["ranks x pairs", "exchange", "torch ops", "Triton", "products", "collectives"]
+    header += ["device waits", "host ms (computed)", "products ms (computed)"]
+    print(format_table(header, rows))
+    costs = ", ".join(f"{1e6 * seconds:.0f} us a {name}" for name, seconds in SECONDS.items())
+    print(f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.")
+
+
+if __name__ == "__main__":
+    main()

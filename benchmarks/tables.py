@@ -1,0 +1,126 @@
+"""Turn the CSV files of all benchmarks into the tables and plots of the documentation.
+
+    python benchmarks/tables.py --plots plots
+
+A table in Markdown for each file, with the command that fills it, and under each row's chip and
+versions the day of the measurement. Of rows that differ in the day alone the newest is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks._common import MIB  # noqa: E402
+
+NAMES = {
+    "ours, torch tiles": "`ContrastiveLoss`",
+    "ours, triton tiles": "`ContrastiveLoss`",
+    "dense, formula": "dense (open_clip's formula)",
+    "torch chunked": "torch's `linear_cross_entropy`, chunked, once a direction",
+}
+FACTS = "device_name", "threads", "torch", "triton"
+# What is drawn: the file, then the columns across, upwards, and one line for each.
+PLOTS = {
+    "contrastive_loss": ("batch", "ms_median", "contender"),
+    "optimizer_step": ("parameters", "gb_per_second", "contender"),
+    "precision": ("parameters", "images_per_second", "precision"),
+}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, with numbers where there are such, `None` where nothing is."""
+    with path.open(newline="") as file:
+        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text or None
+
+
+def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the loss, one table a problem, ours first."""
+    yield "| | ms, median | ours is | of the GEMM rate | extra memory |\n|---|---|---|---|---|"
+    for row in rows:
+        name = NAMES.get(row["contender"], row["contender"])
+        ratio = "" if row["time_ratio"] == 1 else f"{row['time_ratio']:.2f}x as fast"
+        peak = row["peak_extra_bytes"]
+        cells = [name, f"{row['ms_median']:,.0f}", ratio, f"{row['gemm_fraction']:.0%}"]
+        yield _line([*cells, "" if peak is None else f"{peak / MIB:,.0f} MiB"])
+
+
+def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of any other benchmark, as its own table has them."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    yield _line(module.TABLE) + "\n" + "|---" * len(module.TABLE) + "|"
+    for row in rows:
+        yield _line([module.common.cell(form, row) for form in module.TABLE.values()])
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table for each problem, chip and set of versions."""
+    problem = ("batch", "width", "dtype") if name == "contrastive_loss" else ()
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row.get(column, "")) for column in (*problem, *FACTS))
+
+    for values, group in groupby(sorted(rows, key=key), key):
+        found = list(group)
+        named = zip((*problem, *FACTS), values, strict=True)
+        said = ", ".join(f"{column} {value}" for column, value in named if value)
+        yield f"\n{said}; {str(found[0]['date'])[:10]}:\n"
+        yield from loss_lines(found) if name == "contrastive_loss" else lines_of(name, found)
+
+
+def plot(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Draw what the benchmark found by size, on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    across, upwards, label = PLOTS[name]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for each in dict.fromkeys(row[label] for row in rows):
+        points = sorted((row[across], row[upwards]) for row in rows if row[label] == each)
+        axes.plot(*zip(*points, strict=True), marker="o", label=NAMES.get(each, each))
+    axes.set(xscale="log", yscale="log", xlabel=across, ylabel=upwards, title=name)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.png", dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables of all files that there are."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--plots", type=Path, help="folder for pictures")
+    args = parser.parse_args(argv)
+    for path in sorted(args.results.glob("*.csv")):
+        rows = read(path)
+        print(f"\n## `python benchmarks/{path.stem}.py`")
+        print("\n".join(tables_of(path.stem, rows)))
+        if args.plots is not None and path.stem in PLOTS:
+            plot(path.stem, rows, args.plots)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""Turns the formulas of docstrings, which are written for Sphinx, into MathML: no script needed."""
+
+import re
+from typing import Any
+
+import griffe
+from latex2mathml.converter import convert
+
+_BLOCK = re.compile(r"^( *)\.\. math::\n((?:\1 +.*\n?|\s*\n)+)", re.MULTILINE)
+_INLINE = re.compile(r":math:`([^`]+)`")
+
+
+def to_mathml(text: str) -> str:
+    """Return a docstring with MathML in place of Sphinx' directives and roles."""
+
+    def block(found: re.Match[str]) -> str:
+        formula = " ".join(found[2].split())
+        return f"{found[1]}<div>{convert(formula, display='block')}</div>\n\n"
+
+    return _INLINE.sub(lambda found: convert(found[1]), _BLOCK.sub(block, text))
+
+
+class RstMath(griffe.Extension):
+    """Rewrites every docstring once it is loaded."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite one."""
+        if obj.docstring is not None:
+            obj.docstring.value = to_mathml(obj.docstring.value)

@@ -1,0 +1,68 @@
+"""Real data without a download: letters in matplotlib's fonts, and this repository's text.
+
+Legend: `N` images or windows, `L` letters, `T` characters of a window.
+"""
+
+from pathlib import Path
+
+import matplotlib
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+__all__ = ["FONTS", "LETTERS", "letters", "text_windows"]
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+FONTS = (
+    *(
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSansMono",
+        "DejaVuSansMono-Bold",
+    ),
+    *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol"),
+)
+
+
+def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Tensor]:
+    """Draw every letter in every font, at several places.
+
+    Args:
+        fonts: Names of files, without `.ttf`.
+        shifts: Places on each axis.
+
+    Returns:
+        Images of shape (N, 1, 16, 16) in 0 to 1, and the letter's number of each, of shape (N,).
+    """
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    images, labels = [], []
+    for name in fonts:
+        font = ImageFont.truetype(str(folder / f"{name}.ttf"), 13)
+        for label, letter in enumerate(LETTERS):
+            for place in range(shifts * shifts):
+                image = Image.new("L", (16, 16))
+                at = (2 + place % shifts, place // shifts)
+                ImageDraw.Draw(image).text(at, letter, font=font, fill=255)
+                images.append(torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8))
+                labels.append(label)
+    return torch.stack(images).reshape(-1, 1, 16, 16) / 255, torch.tensor(labels)
+
+
+def text_windows(count: int, length: int = 33) -> Tensor:
+    """Cut windows out of this repository's README and licence, as ASCII codes.
+
+    Args:
+        count: How many.
+        length: Characters of each, T.
+
+    Returns:
+        Shape (N, T).
+    """
+    root = Path(__file__).parents[1]
+    text = "".join((root / name).read_text() for name in ("README.md", "LICENSE"))
+    codes = torch.tensor(list(text.encode("ascii", "ignore")))
+    starts = torch.randint(
+        len(codes) - length, (count,), generator=torch.Generator().manual_seed(0)
+    )
+    return codes[starts[:, None] + torch.arange(length)]

@@ -1,0 +1,39 @@
+"""Lines in place of a progress bar, where nobody would see it move: in a log, in CI."""
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+__all__ = ["LineProgress"]
+
+
+class LineProgress(Callback):
+    """Prints step, loss and seconds now and then, if standard output is no terminal.
+
+    Args:
+        every_n_seconds: Seconds between two lines.
+    """
+
+    def __init__(self, *, every_n_seconds: float = 20.0) -> None:
+        self.every_n_seconds = every_n_seconds
+        self._start = self._last = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock."""
+        self._start = self._last = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Print a line if it is time."""
+        now, step = time.monotonic(), trainer.global_step
+        is_last = step == trainer.estimated_stepping_batches
+        if sys.stdout.isatty() or (now - self._last < self.every_n_seconds and not is_last):
+            return
+        self._last = now
+        loss = float(outputs["loss"])
+        print(
+            f"Step {step} of {trainer.estimated_stepping_batches:.0f}: loss {loss:.3f}, "
+            f"{now - self._start:.0f} s",
+            flush=True,
+        )

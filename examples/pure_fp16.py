@@ -1,0 +1,43 @@
+"""The next character, in fp16 weights alone, with SafeAdamW: `python -m examples.pure_fp16`."""
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.data import text_windows
+from lightning_mp import PureFP16, SafeAdamW
+
+
+class Writer(pl.LightningModule):
+    """Predicts a character from the eight before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 24)
+        hidden = nn.Linear(8 * 24, 128), nn.LayerNorm(128), nn.GELU()
+        self.network = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(128, 128))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss, in fp32: half is for the model."""
+        return F.cross_entropy(self.network(self.embed(batch[:, :8])).float(), batch[:, 8])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer that steps weight and residual as they are."""
+        return SafeAdamW(self.parameters(), lr=3e-3)
+
+
+def main() -> float:
+    """Train, and return the loss of text that was not in training."""
+    pl.seed_everything(0)
+    model, windows = Writer(), text_windows(12_000, length=9)
+    trainer = pl.Trainer(plugins=PureFP16(), max_epochs=3, logger=False, gradient_clip_val=1.0)
+    trainer.fit(model, DataLoader(windows[:11_000], batch_size=100, shuffle=True))
+    loss = float(model.float().training_step(windows[11_000:], 0).detach())  # fp32 from here on
+    print(f"{loss:.2f} nats a character; a guess among 128 costs 4.85")
+    return loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What the ranks of a group tell each other before a loss: one collective of eight numbers a rank.
+
+Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
+can know that another one's have changed: whatever it assumed, the collectives of the two would not
+fit, and NCCL would hang. So every loss reads them. What that costs is one small collective, and not
+a wait for the device: on CUDA it runs on a stream of its own, behind nothing that the towers have
+queued, so that the host waits for the other hosts and the network (tens of microseconds) while the
+device works on. Arguments that do not fit, of any rank, are seen by all of them and raise on all.
+
+Shapes:
+    b: this rank's batch. D: feature width. W: ranks.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.contrastive.backends import ExchangeName, make_tiles
+from lightning_mp.contrastive.infonce import Plan
+from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.slices import Slices, all_gather, block_bytes, slice_count
+from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.numerics.async_readback import AsyncReadback
+from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
+
+__all__ = ["agree", "make_plan", "report_unusable"]
+
+_NAMES: tuple[str, ...] = get_args(ExchangeName)
+
+_UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
+_FACTS = 8
+# Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
+# tiles remember by their workspace which shapes were the fastest.
+_PARTS, _MOST_PARTS = 8, 5
+# And beside it four times what the smallest batch takes in fp32: of the eight that are promised,
+# gradients take two, two more while they are put together and rounded.
+_FREE_BATCHES = 4
+
+
+def agree(
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    *,
+    exchange: ExchangeName,
+    options: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+) -> Plan:
+    """Return the plan that all ranks of a group follow; each calls this once a loss.
+
+    Args:
+        image_bD: Image features.
+        text_bD: Text features.
+        scale: The logit scale.
+        exchange: How columns travel.
+        options: The keyword arguments of `make_tiles`.
+        group: Whose ranks share the batch; `None` is the default group.
+
+    Raises:
+        ValueError: Arguments of some ranks do not fit; on all ranks.
+    """
+
+    def tiles_of(workspace_bytes: int | None) -> TileBackend:
+        chosen = {**options, "workspace_bytes": workspace_bytes}
+        return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
+
+    budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
+    grad = torch.is_grad_enabled()
+    needs = [grad and tensor.requires_grad for tensor in (image_bD, text_bD, scale)]
+    dtype = FLOAT_DTYPES.index(image_bD.dtype)
+    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, *needs]
+    by_rank = _gather(facts, image_bD.device, group)
+    _refuse_what_differs(by_rank)
+    sizes, _, _, _, budgets, *by_need = zip(*by_rank, strict=True)
+    return make_plan(
+        sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
+    )
+
+
+def make_plan(
+    sizes: Sequence[int],
+    image_bD: Tensor,
+    exchange: str,
+    needs_grad: Sequence[bool],
+    tiles_of: Callable[[int | None], TileBackend],
+    budget: int | None,
+    group: dist.ProcessGroup | None = None,
+) -> Plan:
+    """Return the plan for batch sizes that all ranks know.
+
+    Args:
+        sizes: Rows on each rank.
+        image_bD: Image features.
+        exchange: How columns travel.
+        needs_grad: Whether any rank needs gradients for images, texts and scale.
+        tiles_of: Makes the tiles for a workspace in bytes.
+        budget: The workspace, the same on all ranks: they have to cut alike. `None`: the tiles'.
+        group: The process group.
+    """
+    rank = dist.get_rank(group)
+    if exchange == "ring":
+        return Plan(Ring(sizes, rank, group), tiles_of(budget), *needs_grad)
+    budget = tiles_of(budget).budget(image_bD.device)
+    sums = accumulation_dtype(image_bD.dtype).itemsize
+    row_bytes = image_bD.shape[1] * (image_bD.element_size() + sums)
+    free = _FREE_BATCHES * min(sizes) * image_bD.shape[1] * 4
+    count = slice_count(sizes, row_bytes, budget * _MOST_PARTS // _PARTS + free)
+    taken = -(-max(0, block_bytes(sizes, row_bytes, count) - free) * _PARTS // budget)
+    left = budget * max(_PARTS - taken, _PARTS - _MOST_PARTS) // _PARTS
+    return Plan(Slices(sizes, rank, group, count), tiles_of(left), *needs_grad)
+
+
+def report_unusable(image_features: object, group: dist.ProcessGroup | None) -> None:
+    """Stop the other ranks as well, from a rank whose arguments cannot be used."""
+    if isinstance(image_features, Tensor):
+        device = image_features.device
+    else:
+        device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+    _gather([_UNUSABLE] * _FACTS, device, group)
+
+
+def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
+    world_size = len(by_rank)
+    sizes, widths, dtypes, exchanges = list(zip(*by_rank, strict=True))[:4]
+    if _UNUSABLE in sizes:
+        raise ValueError(
+            f"Rank {sizes.index(_UNUSABLE)} of {world_size} passed arguments that "
+            "`ContrastiveLoss` cannot use; its own error says why. Every rank stops here, so "
+            "that none waits for it."
+        )
+    if len(set(widths)) > 1 or len(set(dtypes)) > 1:
+        formats = [
+            (width, FLOAT_DTYPES[dtype]) for width, dtype in zip(widths, dtypes, strict=True)
+        ]
+        raise ValueError(
+            f"Passed features of (width, dtype) {formats} on ranks 0 to {world_size - 1}. All "
+            "ranks must have the same. Use the same model and precision everywhere."
+        )
+    if len(set(exchanges)) > 1:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(exchange=...)` of {[_NAMES[index] for index in exchanges]} "
+            f"on ranks 0 to {world_size - 1}. All ranks must have the same. Configure every rank "
+            "alike."
+        )
+
+
+def _gather(
+    facts: Sequence[int], device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[int]]:
+    """Return the facts of every rank in the order of ranks; the host waits for the other hosts."""
+    readback = AsyncReadback()
+    with _beside(device):
+        mine = torch.tensor([int(fact) for fact in facts])
+        if device.type == "cuda":
+            mine = mine.pin_memory()
+        mine = mine.to(device, non_blocking=True)
+        by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
+        all_gather(by_rank, mine, group=group)
+        readback.submit(0, by_rank)
+    (arrived,) = readback.drain()
+    rows: list[list[int]] = arrived.array.reshape(-1, len(facts)).tolist()
+    return rows
+
+
+def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a stream current that nothing else is queued on."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(_stream_of(device))
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,76 @@
+"""What the loss asks of the code that brings the columns of other ranks, and takes sums back home.
+
+Shapes:
+    b: this rank's batch. m: columns that are visiting. W: ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+__all__ = ["Combine", "Exchange", "Home", "Visit"]
+
+Combine = Literal["sum", "logsumexp"]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Columns of some ranks that this rank works on now.
+
+    Args:
+        columns: For each tensor of the shard, its rows of all visiting columns.
+        diagonal: The positive of row `i` is visiting column `i + diagonal`; `None`: none visits.
+        positive_rows: The rows whose positive visits; only they have one.
+    """
+
+    columns: list[Tensor]
+    diagonal: int | None
+    positive_rows: slice
+
+
+class Home(Protocol):
+    """Sums about columns that end on the rank whose columns they are."""
+
+    def add(self, part: Tensor) -> None:
+        """Add this rank's part about the columns that visit now; once in each visit."""
+        ...
+
+    def result(self) -> Tensor:
+        """Return what all ranks together have about this rank's own columns, in its own order."""
+        ...
+
+
+class Exchange(Protocol):
+    """Brings every column of every rank to this rank once in a sweep.
+
+    All ranks go through `visit` and `Home.add` in the same order; what travels does so while the
+    visiting columns are in use.
+    """
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the batch."""
+        ...
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows on all ranks together."""
+        ...
+
+    def visit(self, shard: Sequence[Tensor]) -> Iterator[Visit]:
+        """Yield all columns, some at a time.
+
+        Args:
+            shard: This rank's tensors, each with its batch as the first dimension.
+        """
+        ...
+
+    def home(self, combine: Combine) -> Home:
+        """Return an empty sum; `"logsumexp"` adds exponentials of what it is given."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the ranks, in place."""
+        ...

@@ -1,0 +1,187 @@
+"""A timed training by a stock Trainer: seconds and losses of its steps, and peak memory."""
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+
+from lightning_mp.optim.safe_adamw import SafeAdamW
+
+__all__ = ["OPTIMIZERS", "Classifier", "Outcome", "fit", "scale_of"]
+
+OPTIMIZERS = "fused", "foreach", "safe"
+"""Kernels of torch's AdamW, and SafeAdamW."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one fit left behind.
+
+    Args:
+        step_seconds: Of timed steps that were not skipped.
+        losses: Of all steps, before their updates.
+        updates: How many updates the last of these losses had behind it.
+        loss_scale: After the last step; `None` without.
+        skipped_steps: Steps without an update.
+        peak_bytes: Of the allocator; `None` on a CPU.
+        parameters: Of the model.
+    """
+
+    step_seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    updates: int
+    loss_scale: float | None
+    skipped_steps: int
+    peak_bytes: int | None
+    parameters: int
+
+
+class Classifier(pl.LightningModule):
+    """A model that learns labels with AdamW.
+
+    Args:
+        model: From images to logits.
+        lr: The learning rate.
+        optimizer: One of `OPTIMIZERS`.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float, optimizer: str) -> None:
+        super().__init__()
+        self.model, self.lr, self.optimizer = model, lr, optimizer
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
+        """Return the cross entropy, and remember it on the device."""
+        images, labels = batch
+        loss = F.cross_entropy(self.model(images).float(), labels)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SafeAdamW, or AdamW in the kernels asked for."""
+        if self.optimizer == "safe":
+            return SafeAdamW(self.parameters(), lr=self.lr)
+        kind: dict[str, Any] = {self.optimizer: True}
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, **kind)
+
+
+class _Steps:
+    """A loader; a list would be taken for a list of loaders."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+class _Clock(pl.Callback):
+    """Takes the time of every step after the warm-up that was not skipped."""
+
+    def __init__(self, warm_up: int, device: torch.device) -> None:
+        self.warm_up, self.device = warm_up, device
+        self.step_seconds: list[float] = []
+        self.steps = self.skipped_steps = self.updates_before = 0
+        self.loss_scale: float | None = None
+        self.peak_bytes: int | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start with what the model, its weights converted, takes."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.loss_scale = scale_of(trainer.precision_plugin)
+        self._start = self._now()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Note a step."""
+        took = self._now() - self._start
+        self.updates_before = self.steps - self.skipped_steps
+        scale = scale_of(trainer.precision_plugin)
+        if scale is not None and self.loss_scale is not None and scale < self.loss_scale:
+            self.skipped_steps += 1  # no precision here lowers its scale for another reason
+        elif self.steps >= self.warm_up:
+            self.step_seconds.append(took)
+        self.steps += 1
+        self.loss_scale = scale
+        self._start = self._now()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the peak before the model leaves the device."""
+        if self.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def scale_of(plugin: Precision) -> float | None:
+    """Return the loss scale of Lightning's plugin or ours; `None` without."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None:
+        return None
+    return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.scale)
+
+
+def fit(
+    classifier: Classifier,
+    batches: Sequence[Batch],
+    *,
+    device: torch.device,
+    plugin: Precision | None = None,
+    strategy: Any = "auto",
+    devices: int = 1,
+    warm_up: int = 1,
+) -> Outcome:
+    """Train for all batches, once.
+
+    Args:
+        classifier: What is trained.
+        batches: A step each.
+        device: Where.
+        plugin: The precision; fp32 if not given.
+        strategy: Of the Trainer.
+        devices: How many, from `device` on.
+        warm_up: Steps that are not timed.
+    """
+    clock = _Clock(warm_up, device)
+    with warnings.catch_warnings():
+        # Advice about loops and data, and what Lightning 2.6 says of itself; it names places, too.
+        warnings.filterwarnings("ignore", module=r"lightning\.")
+        trainer = pl.Trainer(
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            devices=devices if device.index is None else [device.index],
+            strategy=strategy,
+            max_epochs=1,
+            limit_train_batches=len(batches),
+            plugins=plugin,
+            callbacks=[clock],
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(classifier, train_dataloaders=_Steps(batches))
+    return Outcome(
+        tuple(clock.step_seconds),
+        tuple(float(loss) for loss in classifier.losses),
+        clock.updates_before,
+        clock.loss_scale,
+        clock.skipped_steps,
+        clock.peak_bytes,
+        sum(p.numel() for p in classifier.parameters()),
+    )

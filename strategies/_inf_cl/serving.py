@@ -1,0 +1,208 @@
+"""What `InfCLStrategy` and `InfCLModelParallelStrategy` share: towers that a cache serves."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_mp._foreign import ForLightning
+from lightning_mp.contrastive._cache.towers import Tower, find_tower
+from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.strategies._inf_cl.arguments import check_arguments
+from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
+
+__all__ = ["ServesTowers"]
+
+if TYPE_CHECKING:  # what it is mixed into
+    from lightning.pytorch.strategies import ParallelStrategy as _Strategy
+else:
+    _Strategy = object
+
+_KEY = "micro_batch_sizes"
+
+
+class ServesTowers(ForLightning, _Strategy):
+    """Serves the calls of towers in `training_step`; to be mixed into a strategy, before it.
+
+    Its arguments are those of `InfCLStrategy`; all others go to the strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        towers: Sequence[str] = ("visual", "text"),
+        micro_batch_size: int | Literal["auto"] = 256,
+        activation_bytes: int | None = None,
+        loader_batches_per_step: int = 1,
+        offload: Literal["none", "host"] = "none",
+        prefetch: int = 2,
+        rows: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        leave_out: Sequence[str] = (),
+        replay_tolerance: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        counts = {
+            "loader_batches_per_step": (loader_batches_per_step, 1),
+            "prefetch": (prefetch, 0),
+        }
+        if micro_batch_size != "auto":
+            counts["micro_batch_size"] = (micro_batch_size, 1)
+        if activation_bytes is not None:
+            counts["activation_bytes"] = (activation_bytes, 1)
+        check_arguments(type(self).__name__, towers, counts, offload)
+        self._check_others(kwargs)
+        super().__init__(**kwargs)
+        self.towers = tuple(towers)
+        self.micro_batch_size = micro_batch_size
+        self.activation_bytes = activation_bytes
+        self.loader_batches_per_step = loader_batches_per_step
+        self.offload = offload
+        self.prefetch = prefetch
+        self.rows = tuple(rows)
+        self.whole = tuple(whole)
+        self.leave_out = tuple(leave_out)
+        self.replay_tolerance = replay_tolerance
+        self._cache: GradientCache | None = None
+        self._micro_batch_sizes: dict[str, int] = {}
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._find_towers()  # a wrong name should not cost a set-up
+        super().setup(trainer)
+        if fitting:
+            _warn_of_batch_norm(self._find_towers())  # the precision plugin may replace modules
+            self._cache = self._make_cache(self.precision_plugin.train_step_context)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._cache is not None
+        assert self.lightning_module is not None
+        batch = args[0] if args else next(iter(kwargs.values()), None)
+        with self._cache.serving(self.lightning_module, self.towers, batch):
+            output = super().training_step(*args, **kwargs)
+        if self._micro_batch_sizes != self._cache.micro_batch_sizes:
+            self._note_sizes(self._cache.micro_batch_sizes)
+        return output
+
+    @override
+    def teardown(self) -> None:
+        cache, self._cache = self._cache, None
+        super().teardown()
+        if cache is not None:
+            cache.check()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._micro_batch_sizes:
+            checkpoint[_KEY] = dict(self._micro_batch_sizes)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._micro_batch_sizes = dict(checkpoint.get(_KEY, {}))
+        if self._cache is not None:
+            self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
+        return checkpoint
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
+            return dataloader
+        pin = self.root_device.type == "cuda"
+        return gather_batches(dataloader, self.loader_batches_per_step, pin=pin)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        module = self.lightning_module
+        if self.offload == "host" and module is not None and module.trainer.training:
+            device = torch.device("cpu")
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _check_others(self, arguments: dict[str, Any]) -> None:
+        """Refuse what the strategy itself would take and cannot be used."""
+
+    def _make_cache(self, context: Callable[[], AbstractContextManager[Any]]) -> GradientCache:
+        cache = GradientCache(
+            micro_batch_size=self.micro_batch_size,
+            activation_bytes=self.activation_bytes,
+            device=self.root_device,
+            prefetch=self.prefetch,
+            rows=self.rows,
+            whole=self.whole,
+            leave_out=self.leave_out,
+            replay_tolerance=self.replay_tolerance,
+            context=context,
+        )
+        cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
+        return cache
+
+    def _note_sizes(self, sizes: dict[str, int]) -> None:
+        """Remember and log what `micro_batch_size="auto"` has found."""
+        new = {name: rows for name, rows in sizes.items() if name not in self._micro_batch_sizes}
+        self._micro_batch_sizes = dict(sizes)
+        found = ", ".join(f"{rows} rows of `{name}`" for name, rows in new.items())
+        rank_zero_info(f"{type(self).__name__}(micro_batch_size='auto'): {found} at a time.")
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers:
+            metrics = {f"micro_batch_size/{name}": float(rows) for name, rows in new.items()}
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    def _check_calls(self) -> GradientCache:
+        """Return the cache, and refuse a training step that called no tower."""
+        assert self._cache is not None
+        if not self._cache.calls:
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}(towers={list(self.towers)})`, but the first "
+                "training step called none of them, so nothing would be served in micro-batches. "
+                "Name what `training_step` calls, and call it there as `self.name(batch)`: not as "
+                "`self.name.forward(batch)`, and not from inside compiled code."
+            )
+        return self._cache
+
+    def _find_towers(self) -> list[Tower]:
+        module = self.lightning_module
+        assert module is not None
+        if module._compiler_ctx is not None:
+            raise MisconfigurationException(
+                f"Passed `torch.compile({type(module).__name__}())` with `{type(self).__name__}`. "
+                "Calls to towers cannot be served from inside one compiled training step. Compile "
+                f"the towers instead, such as `self.{self.towers[0]}.compile()`."
+            )
+        try:
+            return [find_tower(module, name) for name in self.towers]
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+
+def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
+    names = [
+        f"{tower.name}.{name}" if name else tower.name
+        for tower in towers
+        for name, module in tower.module.named_modules()
+        if isinstance(module, _BatchNorm)
+    ]
+    if names:
+        rank_zero_warn(
+            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) see "
+            "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
+            "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
+            "matters."
+        )

@@ -1,0 +1,195 @@
+"""`InfCLModelParallelStrategy`: `InfCLStrategy` for models that `fully_shard` has sharded."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive._cache.sharding import own_parameters, sharded_modules
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
+from lightning_mp.strategies._inf_cl.serving import ServesTowers
+
+__all__ = ["InfCLModelParallelStrategy"]
+
+_OTHERS = sorted(set(inspect.signature(ModelParallelStrategy.__init__).parameters) - {"self"})
+
+
+@explains_arguments(also=_OTHERS)
+class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
+    r"""FSDP2 for near-infinite contrastive batches: sharded towers, activations of a micro-batch.
+
+    What `InfCLStrategy` is to DDP: calls to the towers in `training_step` are served in
+    micro-batches and replayed for their gradients, which are those of the whole batch. Under plain
+    FSDP2 each micro-batch of a replay would reduce and scatter all gradients, 128 times a step at
+    128 micro-batches. Here replays run after the backward of the loss without reducing; the last
+    one reduces and scatters, once a step, also over accumulated batches. Until then each rank holds
+    the gradients of the towers whole, 4 bytes a parameter with FSDP's reduction in fp32.
+
+    The model shards itself in `configure_model`, over all ranks:
+
+        def configure_model(self):
+            mesh = self.device_mesh["data_parallel"]
+            for tower in (self.visual, self.text):
+                for block in tower.blocks:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(tower, mesh=mesh)
+
+    **Parameters that are not sharded**, such as the scale of the logits, which FSDP2 takes in no
+    other way, start as those of rank 0, and their gradients are averaged as by DDP.
+
+    **All ranks run as many micro-batches**, since each gathers the layers from all others. Where
+    batches are not of one size, those with fewer rows cut them finer.
+
+    Args:
+        towers: Submodules or methods of the LightningModule by dotted path, such as `visual`.
+            Methods of a sharded module are to be named to `register_fsdp_forward_method`.
+        micro_batch_size: Rows that a tower sees at a time on one rank, or `"auto"`, which here
+            tries nothing that could run out of memory and stays below half of what is free.
+        activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
+            `None`: 1 GiB on a CPU, up to half of what is free on CUDA.
+        loader_batches_per_step: Batches of the training loader that make the batch of a step.
+        offload: `"host"` leaves training batches in host memory until towers need them.
+        prefetch: Micro-batches to copy ahead with `offload="host"`.
+        rows: Names of arguments of towers that have one row for each of the batch.
+        whole: Names of arguments that all rows share.
+        leave_out: Names of outputs that towers return as `None`.
+        replay_tolerance: See `GradientCache`.
+        **kwargs: `save_distributed_checkpoint`, `process_group_backend` and `timeout` of
+            `ModelParallelStrategy`.
+
+    Raises:
+        ValueError: For arguments that cannot be used, with what is accepted.
+        MisconfigurationException: Nothing is sharded, a tower is not in the model or not called, or
+            the set-up cannot work with gradient caching.
+        RuntimeError: A tower was called with an input that requires grad, or a micro-batch trains
+            what the last one does not.
+
+    References:
+        - Inf-CL, https://arxiv.org/abs/2410.17243
+        - PyTorch FSDP, https://arxiv.org/abs/2304.11277
+
+    Example::
+
+        strategy = InfCLModelParallelStrategy(towers=["visual", "text"], micro_batch_size=256)
+        trainer = Trainer(strategy=strategy, plugins=ModelParallelBalancedAMP(half="bf16"))
+    """
+
+    strategy_name = "inf_cl_fsdp2"
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        is_ours = isinstance(precision_plugin, ModelParallelBalancedAMP)
+        if isinstance(precision_plugin, BalancedAMP) and not is_ours:
+            raise MisconfigurationException(
+                f"Passed `{type(precision_plugin).__name__}` with `{type(self).__name__}`. It does "
+                "not know shards. Pass `ModelParallelBalancedAMP()` instead."
+            )
+        self._precision_plugin = precision_plugin
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._reduces = True
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        if not sharded_modules(module):
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}`, but no module is sharded. Call `fully_shard` in "
+                "`configure_model`, or pass `InfCLStrategy`, which is DDP."
+            )
+        self._own = [p for p in own_parameters(module) if p.requires_grad]
+        for parameter in self._own:
+            dist.broadcast(parameter.detach(), 0)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_clipping(trainer)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        cache = self._check_calls()
+        closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        cache.finish(reduce=self._reduces)
+        if self._reduces:
+            _average_gradients(self._own)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients on each rank, as Lightning does while it accumulates batches."""
+        others = sharded_modules(self.lightning_module)
+        self._reduces = False
+        for part in others:
+            part.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            self._reduces = True
+            for part in others:
+                part.set_requires_gradient_sync(True, recurse=False)
+
+    @override
+    def _check_others(self, arguments: dict[str, Any]) -> None:
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            size = arguments.get(name, "auto")  # as LightningCLI passes it
+            if size != "auto":
+                raise ValueError(
+                    f"Passed `{type(self).__name__}({name}={size!r})`. `{name}` must be 'auto', as "
+                    "all ranks share the batch. Leave it out."
+                )
+
+    @override
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+
+    def _check_clipping(self, trainer: "pl.Trainer") -> None:
+        by_value = trainer.gradient_clip_algorithm == "value"
+        large = [
+            name
+            for name, parameter in trainer.lightning_module.named_parameters()
+            if parameter.numel() > 1 and any(parameter is own for own in self._own)
+        ]
+        if trainer.gradient_clip_val and not by_value and large:
+            raise MisconfigurationException(
+                f"Passed `Trainer(gradient_clip_val={trainer.gradient_clip_val!r})`, but "
+                f"{large[0]!r} is not sharded, and torch takes no norm over shards and whole "
+                "gradients. Call `fully_shard` for what holds it, or clip by value."
+            )
+
+
+def _average_gradients(parameters: list[Tensor]) -> None:
+    """Average the gradients of what is not sharded, in one all-reduce a dtype."""
+    if not parameters or dist.get_world_size() == 1:
+        return
+    for dtype in {p.dtype for p in parameters}:
+        group = [p for p in parameters if p.dtype == dtype]
+        # A rank that did not train a parameter takes part all the same.
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        total = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+        means = total.split([part.numel() for part in parts])
+        for parameter, mean in zip(group, means, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean.view_as(parameter))
+            elif mean.any():
+                parameter.grad = mean.view_as(parameter).clone()

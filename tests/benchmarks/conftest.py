@@ -1,0 +1,13 @@
+"""Benchmarks set the number of threads; the tests after them have it as it was."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _number_of_threads_survives() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

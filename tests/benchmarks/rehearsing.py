@@ -1,0 +1,12 @@
+"""How the benchmarks are rehearsed: on one thread of the CPU, into a file that is read again."""
+
+import csv
+from pathlib import Path
+
+QUICK = ["--quick", "--device", "cpu", "--threads", "1"]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,76 @@
+"""Launches, collectives, waits and memory of one rank's loss, counted without a device or peers."""
+
+import pytest
+import torch
+
+from benchmarks.exchange import CASES, FLOP_A_SECOND, count, main
+
+WIDTH = 768
+DEFAULT_BYTES = 544 * 2**20
+
+
+@pytest.mark.parametrize(("world_size", "batch"), CASES)
+def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -> None:
+    counts = count([batch] * world_size, WIDTH, "slices")
+    # Texts, column sums home; texts and log-sum-exps, dT home; loss and scale: one slice is enough.
+    assert counts.collectives == {
+        "_allgather_base_": 3, "alltoall_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2,
+    }  # fmt: skip
+    assert counts.waits == 0
+    # A block of a sweep is 4 launches forward, 2 and 2 products backward. 65,536 columns by 1,024
+    # or 256 rows are one block of bf16; by 8,192 they are 2^30 bytes: at most 4 of what is left.
+    # Positives and the scale's gradient are a launch each.
+    blocks = 4 if batch == 8192 else 1
+    assert counts.kernels <= 6 * blocks + 2
+    assert counts.products <= 2 * blocks
+    # What one process does for the same rows, and for each of five tensors that travel a buffer,
+    # padding, adding and a sum.
+    alone = count([batch], WIDTH, "ring")
+    assert counts.ops <= alone.ops + 4 * 5 + 8 * blocks
+    # By the model the host is done before twice the time of the products, but where a rank's part
+    # of them is a third of a millisecond.
+    products = 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
+    assert counts.host_seconds < 2 * max(products, 1e-3)
+
+
+@pytest.mark.parametrize(("world_size", "batch"), [(8, 1024), (16, 256)])
+def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
+    counts = count([batch] * world_size, WIDTH, "ring")
+    assert counts.kernels == 6 * world_size + 2
+    # Texts and column sums; texts, log-sum-exps and dT: each sent and received.
+    sent = 2 * (3 * (world_size - 1) + 2 * world_size)
+    assert counts.collectives == {"send": sent / 2, "recv_": sent / 2, "allreduce_": 2}
+    assert counts.waits == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "workspace_bytes"),
+    [
+        ([8192] * 8, DEFAULT_BYTES),
+        ([1024] * 64, DEFAULT_BYTES),
+        ([1024] * 16, 2**26),
+        ([2048] * 4 + [100] * 4, 2**26),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_slices_take_the_workspace_and_eight_batches(
+    sizes: list[int], workspace_bytes: int, dtype: torch.dtype
+) -> None:
+    counts = count(sizes, WIDTH, "slices", workspace_bytes, dtype)
+    assert counts.peak_bytes <= workspace_bytes + 8 * sizes[0] * WIDTH * 4
+    if sizes == [1024] * 64 and workspace_bytes == DEFAULT_BYTES:  # and it is the exchange's
+        assert counts.peak_bytes > sum(sizes) * WIDTH * dtype.itemsize
+
+
+def test_benchmark_prints_a_row_for_every_exchange(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.exchange.CASES", ((2, 64), (3, 64)))
+    main([])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " x 64" in line]
+    # Two sweeps of each of W turns: four launches and two products forward, two of each backward;
+    # and two for inner products of rows.
+    assert [row[3:6] for row in rows] == [
+        [name, rows[i][4], str(6 * turns + 2)]
+        for i, (name, turns) in enumerate([("ring", 2), ("slices", 1), ("ring", 3), ("slices", 1)])
+    ]

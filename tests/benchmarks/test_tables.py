@@ -1,0 +1,34 @@
+"""The tables of the documentation come out of the CSV files."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from benchmarks._common import CsvTable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_documented_figures_of_the_loss_are_those_of_the_file():
+    rows = tables.read(ROOT / "benchmarks" / "results" / "contrastive_loss.csv")
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    documented = "\n".join(page.read_text() for page in pages)
+    lines = list(tables.loss_lines(rows))[1:]
+    assert lines
+    for line in lines:
+        assert line in documented
+
+
+@pytest.mark.slow
+def test_every_file_becomes_a_table_and_a_plot(tmp_path, capsys):
+    row = {"date": "2026-01-02T03:04:05", "contender": "SafeAdamW", "device_name": "a chip"}
+    row |= {"ms_median": 2.0, "ms_min": 1.0, "ms_max": 3.0, "speedup": None, "parameters": 10}
+    row |= {"bytes_per_element": 28, "gb_per_second": 4.0, "copy_fraction": 0.5, "error": 1e-6}
+    CsvTable(tmp_path / "optimizer_step.csv", list(row)).append([row])
+    assert tables.main(["--results", str(tmp_path), "--plots", str(tmp_path / "plots")]) == 0
+    said = capsys.readouterr().out
+    assert "## `python benchmarks/optimizer_step.py`" in said
+    assert "device_name a chip; 2026-01-02:" in said
+    assert "| SafeAdamW | 2.00 [1.00-3.00] | - | 28 | 4.0 | 50% | 1.0e-06 |" in said
+    assert (tmp_path / "plots" / "optimizer_step.png").stat().st_size > 0

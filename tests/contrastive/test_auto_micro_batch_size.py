@@ -1,0 +1,184 @@
+"""`micro_batch_size="auto"`: as many rows as there is memory for, found without a trace."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mp import GradientCache
+from lightning_mp.contrastive._cache import auto_size, micro_batches
+from tests.fake_memory import SmallCuda
+from tests.processes import run_ranks
+
+WIDTH, LAYERS, BATCH = 64, 10, 200
+DEVICE = torch.device("cuda", 0)
+# Of a row, when its backward begins: the input, the tanhs, the cotangent and two gradients.
+ROW_BYTES = (1 + LAYERS + 3) * WIDTH * 4
+
+
+class Tower(nn.Module):
+    """Tanhs, each of which keeps its output; notes how many rows it saw."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dropout = dropout
+        self.register_buffer("calls", torch.tensor(0))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        self.calls += 1
+        x = F.dropout(x, self.dropout) if self.dropout else x
+        x = self.linear(x)
+        for _ in range(LAYERS):
+            x = x.tanh()
+        return x
+
+
+def gradient_of(cache: GradientCache, tower: Tower, batch: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    cache.call(tower, batch).square().sum().backward()
+    cache.check()
+    gradient, tower.linear.weight.grad = tower.linear.weight.grad, None
+    assert gradient is not None
+    return gradient
+
+
+def batch() -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def test_rows_on_a_cpu_are_those_that_the_budget_holds() -> None:
+    weight_bytes = WIDTH * WIDTH * 4
+    for rows in (40, 104):
+        # Beside it are the gradients of weights, however many rows there are, and a scalar or two.
+        budget = ROW_BYTES * rows - weight_bytes + 16
+        cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=budget), Tower()
+        gradient_of(cache, tower, batch())
+        assert cache.micro_batch_sizes == {"Tower": rows}
+
+
+def test_whole_batch_is_taken_where_it_fits_and_one_row_where_none_does() -> None:
+    for budget, rows in ((2**30, BATCH), (1, 1)):
+        cache = GradientCache(micro_batch_size="auto", activation_bytes=budget)
+        tower = Tower() if rows > 1 else _without_gradients(Tower())
+        cache.call(tower, batch())
+        assert cache.micro_batch_sizes == {"Tower": rows}
+
+
+def _without_gradients(tower: Tower) -> Tower:
+    return tower.requires_grad_(False)
+
+
+def test_probes_leave_no_trace() -> None:
+    found = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40)
+    tower = Tower(dropout=0.5)
+    gradient = gradient_of(found, tower, batch())
+    rows = found.micro_batch_sizes["Tower"]
+    assert 32 <= rows < BATCH
+    assert tower.calls == 1  # as buffers count calls, not micro-batches or probes
+    given = GradientCache(micro_batch_size=rows)
+    assert torch.equal(gradient, gradient_of(given, Tower(dropout=0.5), batch()))
+
+
+def test_second_call_takes_what_the_first_has_found_and_so_does_a_resumed_run() -> None:
+    cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40), Tower()
+    gradient_of(cache, tower, batch())
+    rows = cache.micro_batch_sizes["Tower"]
+    resumed = GradientCache(micro_batch_size="auto", activation_bytes=1)
+    resumed.load_state_dict(cache.state_dict())
+    for one in (cache, resumed):
+        tower.seen = []
+        gradient_of(one, tower, batch()[: 2 * rows])
+        assert tower.seen == [rows] * 4  # two, and their replays
+
+
+def test_call_without_grad_has_a_size_of_its_own() -> None:
+    cache, tower = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * 40), Tower()
+    gradient_of(cache, tower, batch())
+    with torch.no_grad():
+        cache.call(tower, batch())
+    sizes = cache.micro_batch_sizes
+    assert sizes["Tower (without grad)"] > 2 * sizes["Tower"]  # three tensors a row, not thirteen
+
+
+def _find_with_budget_of_rank(rank: int) -> dict[str, int]:
+    cache = GradientCache(micro_batch_size="auto", activation_bytes=ROW_BYTES * (20 + 40 * rank))
+    gradient_of(cache, Tower(), batch())
+    return cache.micro_batch_sizes
+
+
+@pytest.mark.distributed
+def test_all_ranks_take_the_least() -> None:
+    alone = _find_with_budget_of_rank(0)
+    assert run_ranks(_find_with_budget_of_rank, 2) == [alone, alone]
+    assert _find_with_budget_of_rank(1) != alone
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # Of real size, the place that is held would be the loss's workspace alone.
+    monkeypatch.setattr(auto_size, "_LOSS_BYTES", 0)
+    micro_batches._copying_stream.cache_clear()
+    yield SmallCuda
+    micro_batches._copying_stream.cache_clear()
+
+
+# What a step needs beside activations: four copies of the weights, eight of the features.
+BESIDE = 4 * WIDTH * WIDTH * 4 + 8 * BATCH * WIDTH * 4
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_rows_on_cuda_are_doubled_until_memory_runs_out(small_gpu: Any, rows: int) -> None:
+    expected = gradient_of(GradientCache(micro_batch_size=BATCH), Tower(), batch())
+    # Between what `rows` take and what twice as many do; backwards are not seen by the fake.
+    memory = BESIDE + 3 * rows * (LAYERS + 1) * WIDTH * 4 // 2
+    with small_gpu(memory) as gpu:
+        cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE, prefetch=0), Tower()
+        gradient = gradient_of(cache, tower, batch().pin_memory())
+        assert cache.micro_batch_sizes == {"Tower": rows}
+        assert gpu.times_full == 1
+    assert max(tower.seen) <= 2 * rows
+    assert tower.seen.count(rows) == 1 + 2 * (BATCH // rows)  # a probe, the call, the replay
+    assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_batch_that_fits_on_cuda_is_taken(small_gpu: Any) -> None:
+    with small_gpu(2**40) as gpu:
+        cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE), Tower()
+        gradient_of(cache, tower, batch().pin_memory())
+        assert (cache.micro_batch_sizes, gpu.times_full) == ({"Tower": BATCH}, 0)
+
+
+def test_budget_on_cuda_is_kept_by_what_was_measured(small_gpu: Any) -> None:
+    with small_gpu(2**40) as gpu:
+        budget = 50 * LAYERS * WIDTH * 4
+        cache = GradientCache(micro_batch_size="auto", activation_bytes=budget, device=DEVICE)
+        gradient_of(cache, Tower(), batch().pin_memory())
+        assert 25 <= cache.micro_batch_sizes["Tower"] <= 50
+        assert gpu.times_full == 0
+
+
+def test_memory_that_is_too_small_for_any_row_is_said(small_gpu: Any) -> None:
+    with small_gpu(LAYERS * WIDTH) as gpu:
+        cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE), Tower()
+        with pytest.raises(RuntimeError, match="no memory for 2 rows of the tower `Tower`"):
+            gradient_of(cache, tower, batch().pin_memory())
+        assert gpu.times_full > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"micro_batch_size": "all"}, "must be 'auto' or an integer of at least 1"),
+        ({"activation_bytes": 0}, r"`activation_bytes` must be an integer of at least 1"),
+    ],
+)
+def test_arguments_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GradientCache(**{"micro_batch_size": "auto", **settings})

@@ -1,0 +1,178 @@
+"""`InfCLModelParallelStrategy` with half precision, checkpoints, and what it refuses."""
+
+import re
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from lightning_mp import (
+    BalancedAMP,
+    InfCLModelParallelStrategy,
+    LossScaleConfig,
+    ModelParallelBalancedAMP,
+)
+from tests.processes import run_ranks
+from tests.reference.contrastive import relative_error
+from tests.strategies.models import TinyCLIP, make_trainer, parameters_of
+from tests.strategies.test_inf_cl_model_parallel import RANKS, ROWS, STEPS, Model, batches
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SCALE = LossScaleConfig(init_scale=2.0**8, growth_interval=3)
+
+
+class Wide(Model):
+    """Trains with AdamW, and with what the plugin gathers in half."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return AdamW(self.parameters(), lr=1e-2)
+
+
+class Leading(Model):
+    """Calls a tower with what requires grad."""
+
+    def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        image, text = batch
+        return super().features([image * self.log_scale, text])
+
+
+def fit(rank: int, model: Model, dtype: torch.dtype = torch.float64, **kwargs: Any) -> Any:
+    strategy = kwargs.pop("strategy", {})
+    rows = kwargs.pop("rows", slice(12 * rank, 12 * rank + 12))
+    trainer = make_trainer(
+        InfCLModelParallelStrategy(**{"micro_batch_size": ROWS, **strategy}),
+        devices=RANKS,
+        use_distributed_sampler=False,
+        **{"max_epochs": 1, **{k: v for k, v in kwargs.items() if k != "path"}},
+    )
+    trainer.fit(model, batches(rows, dtype), ckpt_path=kwargs.get("path"))
+    return trainer
+
+
+def _train(rank: int, folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for half in ("fp16", "bf16"):
+        plugin = ModelParallelBalancedAMP(half=half, loss_scale=SCALE if half == "fp16" else None)
+        model = Model()
+        fit(rank, model, torch.float32, plugins=plugin, gradient_clip_val=0.05)
+        results[half] = model.end, plugin.state_dict()
+    whole = Wide()
+    fit(rank, whole, max_epochs=2)
+    strategy = {"micro_batch_size": "auto", "activation_bytes": 2**12}
+    for distributed in (True, False):
+        strategy["save_distributed_checkpoint"] = distributed
+        first = Wide()
+        trainer = fit(rank, first, strategy=strategy)
+        trainer.save_checkpoint(f"{folder}/{distributed}")
+        rest = Wide()
+        other = fit(
+            rank, rest, strategy=strategy, max_epochs=2, path=f"{folder}/{distributed}"
+        ).strategy
+        sizes = trainer.strategy._micro_batch_sizes, other._micro_batch_sizes
+        results[f"resumed {distributed}"] = whole.end, first.end, rest.end, sizes
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(_train, RANKS, folder)[0]
+
+
+@pytest.mark.parametrize(("half", "bound"), [("fp16", 2**-9), ("bf16", 2**-7)])
+def test_half_precision_and_clipping_train_as_fp32(results: Any, half: str, bound: float) -> None:
+    model = TinyCLIP(dropout=0.0)
+    make_trainer("auto", max_epochs=1, gradient_clip_val=0.05).fit(
+        model, batches(dtype=torch.float32)
+    )
+    end, state = results[half]
+    start = parameters_of(TinyCLIP(dropout=0.0))
+    assert relative_error(end - start, parameters_of(model) - start) < bound
+    if half == "fp16":
+        assert state["scale"] == 2.0 ** (8 + STEPS // 3)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_run_resumes_from_its_checkpoint(results: Any, distributed: bool) -> None:
+    whole, first, rest, (found, kept) = results[f"resumed {distributed}"]
+    assert relative_error(first, whole) > 1e-3
+    # The same sums but for how rows are cut, in float64.
+    assert relative_error(rest, whole) < 1e-12
+    assert found == kept
+    assert set(found) == {"visual", "text"}
+
+
+class Dropping(nn.Sequential):
+    """Leaves a layer out of the third micro-batch, which is the last."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self[1:] if self.calls % 3 == 0 else self:
+            x = layer(x)
+        return x
+
+
+class Uneven(Model):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        layers = [nn.Linear(12, 12) for _ in range(2)]
+        self.visual = Dropping(*layers, nn.Linear(12, 24)).double()
+
+
+REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
+    "plugin": (Model, {"plugins": BalancedAMP()}, r"Pass `ModelParallelBalancedAMP\(\)`"),
+    "head": (Model, {"layout": "plain head", "gradient_clip_val": 1.0}, "'head.weight' is not"),
+    "input": (Leading, {}, r"visual` with `input`, which requires grad"),
+    "layers": (Uneven, {}, "`visual` trains other parameters in some micro-batches"),
+    "rows": (Model, {"rows": [slice(0, 2), slice(2, 24)]}, "2 rows .* 5 micro-batches"),
+}
+
+
+def _refuse(rank: int) -> dict[str, str]:
+    messages = {}
+    for name, (kind, settings, _) in REFUSED.items():
+        settings = dict(settings)
+        if "rows" in settings:
+            settings["rows"] = settings["rows"][rank]
+        model = kind(layout=settings.pop("layout", "towers"))
+        try:
+            fit(rank, model, **settings)
+        except (MisconfigurationException, RuntimeError, ValueError) as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_what_cannot_work_is_refused_on_all_ranks() -> None:
+    for messages in run_ranks(_refuse, RANKS):
+        assert set(messages) == set(REFUSED)
+        for name, (_, _, said) in REFUSED.items():
+            assert re.search(said, messages[name]), messages[name]
+
+
+class Unsharded(TinyCLIP):
+    def configure_model(self) -> None:
+        pass
+
+
+def _leave_whole(rank: int) -> str:
+    trainer = make_trainer(InfCLModelParallelStrategy(), devices=1)
+    with pytest.raises(MisconfigurationException, match="no module is sharded") as caught:
+        trainer.fit(Unsharded(), DataLoader([]))
+    return str(caught.value)
+
+
+def test_model_that_is_not_sharded_is_refused() -> None:
+    assert "`InfCLStrategy`, which is DDP" in run_ranks(_leave_whole, 1)[0]
+
+
+def test_sizes_of_meshes_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'auto', as all ranks share the batch"):
+        InfCLModelParallelStrategy(tensor_parallel_size=2)

@@ -1,0 +1,137 @@
+"""What the README and the pages of docs/ show is run as it stands there.
+
+A block with a title, such as ```python title="clip.py"```, is a file that all others may import.
+Every other Python block is a script, and every YAML block a file for `lightning-mp fit`. Of a
+`diff` block the lines that are left are a script. A `text` block after it is what it prints.
+`<!-- slow -->` or `<!-- sweep -->` above a block is its mark, `<!-- only on ... -->` says where it
+runs, and why it cannot here.
+"""
+
+import re
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from lightning_mp.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r'(?:^ *<!-- (?P<note>[^\n]*) -->\n)?^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>'
+    r'[\w./]+)")?\n(?P<code>.*?)^(?P=indent)```$(?:\n+(?P=indent)```text\n(?P<prints>.*?)^(?P=indent)'
+    r"```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+RUN = ("python", "yaml", "diff")
+SHOWN = ("", "text", "bash", "json", "css")  # for the eye: commands, tables, what is printed
+
+
+class Block(NamedTuple):
+    """A block of a page."""
+
+    page: str
+    line: int
+    language: str
+    title: str | None
+    code: str
+    note: str
+    prints: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text, found = page.read_text(), []
+    for match in FENCE.finditer(text):
+        code, indent = match["code"], match["indent"]
+        if match["language"] == "diff":
+            code = "".join(s[1:] for s in code.splitlines(keepends=True) if not s.startswith("-"))
+        prints = match["prints"]
+        found.append(
+            Block(
+                page=str(page.relative_to(ROOT)),
+                line=text.count("\n", 0, match.start()) + 1,
+                language=match["language"],
+                title=match["title"],
+                code=textwrap.dedent(code) if indent else code,
+                note=match["note"] or "",
+                prints=None if prints is None else textwrap.dedent(prints),
+            )
+        )
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+FILES = {block.title: block.code for block in BLOCKS if block.title}
+SCRIPTS = [
+    pytest.param(
+        block,
+        id=f"{block.page}:{block.line}",
+        marks=[getattr(pytest.mark, block.note)] if block.note in ("slow", "sweep") else [],
+    )
+    for block in BLOCKS
+    if block.language in RUN and not block.note.startswith("only ")
+]
+pytestmark = pytest.mark.filterwarnings(
+    # Lightning's advice about data loaders and loops, and what it says of itself.
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
+    "ignore:Precision .* is not supported by the model summary",
+    "ignore::DeprecationWarning",
+    # What monitors are for; pages show runs that fail.
+    "ignore::lightning_mp.callbacks.InstabilityWarning",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the reader's with all files that have a title; the working directory."""
+    for title, code in FILES.items():
+        (tmp_path / title).write_text(code)
+        monkeypatch.delitem(sys.modules, title.removesuffix(".py"), raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-mp", "fit", "--config", "config.yaml"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # several GPUs would start this test on each
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", SCRIPTS)
+def test_block_runs_as_it_stands(
+    block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    if block.language == "yaml":
+        (folder / "config.yaml").write_text(block.code)
+        main()
+        return
+    (folder / "script.py").write_text(block.code)
+    runpy.run_path("script.py", run_name="__main__")
+    printed = capsys.readouterr().out
+    if block.prints is not None:
+        expected = block.prints.split()
+        assert printed.split()[-len(expected) :] == expected  # behind the Trainer's own table
+
+
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    for block in BLOCKS:
+        assert block.language in (*RUN, *SHOWN), f"{block.page}:{block.line}"
+    fences = sum(len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) for page in PAGES)
+    printed = sum(block.prints is not None for block in BLOCKS)
+    assert fences == 2 * (len(BLOCKS) + printed)  # none was missed
+
+
+def test_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for block in BLOCKS:
+        for target in re.findall(r"^make ([\w-]+)", block.code, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), (block.page, target)
+
+
+def test_readme_links_lead_somewhere() -> None:
+    text = PAGES[0].read_text()
+    for target in re.findall(r"(?:\]\(|src=\")([^)\"#]+)", text):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+    assert len(text.splitlines()) < 120

@@ -1,0 +1,117 @@
+"""The page of metrics and alarms names all that the code has, and nothing else."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+
+from lightning_mp import (
+    ActivationRangeMonitor,
+    AdamStateMonitor,
+    BalancedAMP,
+    GradientUnderflowMonitor,
+    LossScaleMonitor,
+    SpikeGuard,
+)
+from lightning_mp.callbacks._rules.history import History
+from lightning_mp.callbacks._rules.sentences import MESSAGES
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "callbacks" / "alarms.md").read_text()
+
+
+def _named(section: str) -> set[str]:
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^\| ([^|]*)\|", text, re.MULTILINE)
+    return {name for cell in cells[1:] for name in re.findall(r"`(\w+)`", cell)}
+
+
+def _kinds() -> set[str]:
+    """All kinds of alarms: what is passed to `Verdict` and `alarm`, and what is put together."""
+    kinds = {key for key in MESSAGES if re.match(r"(activation|output_gradient|norm_input)_", key)}
+    kinds = {re.sub("_forecast$", "", key) for key in kinds}
+    for path in (ROOT / "callbacks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            given = [k.value for k in node.keywords if k.arg == "kind"]
+            given += node.args[:1] if name == "Verdict" else node.args[1:2]
+            if name not in ("Verdict", "alarm") or not given:
+                continue
+            choices = [n.value for n in ast.walk(given[0]) if isinstance(n, ast.Constant)]
+            kinds |= {c for c in choices if isinstance(c, str) and re.fullmatch(r"[a-z_]{6,}", c)}
+    return kinds
+
+
+def test_page_names_every_alarm_of_the_code() -> None:
+    kinds = _kinds() | {"loss_spike", "gradient_spike"}  # chosen by a condition
+    assert {"divergence", "rewind_lost", "non_finite", "skip_rate"} < kinds
+    assert _named("Alarms") == kinds
+
+
+_NONE = History()  # of callbacks that are no monitors
+
+
+class _Keys(Logger):
+    name, version = "keys", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[str] = set()
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.keys |= set(metrics)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+class _Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(4, 3, 8), batch_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+def test_page_names_every_metric_of_the_code() -> None:
+    keys = _Keys()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=keys,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=BalancedAMP(half="fp16", inf_clamp=["auto"]),
+        callbacks=[
+            LossScaleMonitor(),
+            GradientUnderflowMonitor(every_n_steps=1),
+            ActivationRangeMonitor(every_n_steps=1, backward=True),
+            AdamStateMonitor(every_n_steps=1),
+            SpikeGuard(),
+        ],
+    )
+    trainer.fit(_Model())
+    logged = {key.removeprefix("instability/") for key in keys.keys if "instability/" in key}
+    # Curves are what is logged, but for alarms; `loss_z` needs steps to hold a step against.
+    curves = {name for each in trainer.callbacks for name in getattr(each, "history", _NONE).curves}
+    assert _named("Metrics") == (logged & curves) | {"loss_z", "gradient_norm_z"}
