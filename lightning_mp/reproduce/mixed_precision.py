@@ -161,13 +161,14 @@ def histogram(out: Output) -> None:
         bins = range(math.floor(float(logs.min())) - 1, math.ceil(overflow) + 2)
         for row, color in zip(rows, ("tab:blue", "tab:orange"), strict=True):
             shifted = (logs + math.log2(float(row["scale"]))).numpy()  # type: ignore[arg-type]
-            label = f"{row['gradients']} ({row['scale']:g})"
+            label = f"{row['gradients']} (2^{math.log2(float(row['scale'])):g})"  # type: ignore[arg-type]
             axes.hist(shifted, bins=[*bins], alpha=0.55, label=label, color=color)
         axes.axvspan(axes.get_xlim()[0], flushed, color="0.8", zorder=0, label="zero in fp16")
         axes.axvspan(flushed, math.log2(_TINY), color="0.92", zorder=0, label="subnormal")
         axes.axvline(math.log2(_HUGE), color="tab:red", label="fp16's largest")
         axes.set(xlabel="log2 |g|", ylabel="gradients", yscale="log")
-        axes.legend(fontsize="small", loc="lower left")
+        axes.set_ylim(0.5, 1e4 * axes.get_ylim()[1])  # room for the legend
+        axes.legend(fontsize="small", loc="upper left")
 
 
 def scale(out: Output) -> None:
@@ -309,7 +310,9 @@ def zeros(out: Output) -> None:
         for name, run in runs.items()
     ]
     out.table("zeros", rows, "Share of gradients that are exactly 0")
-    with out.picture("zeros", 2, "Zero gradients come before the run stands still") as panels:
+    with out.picture(
+        "zeros", 2, "Without a loss scale most gradients are zero, and little is learned"
+    ) as panels:
         for name, run in runs.items():
             panels[0].plot(run.zero_shares, label=name)
             panels[1].plot(run.losses, label=name)
