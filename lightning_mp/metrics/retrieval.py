@@ -16,12 +16,14 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.metrics._checks import check_features, check_ids
+from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics.tiled_ranks import SimilarityTiles, retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["ContrastiveRecall"]
 
-_ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DIRECTIONS = ("image_to_text", "text_to_image")
 
 
 @explains_arguments()
@@ -49,6 +51,9 @@ class ContrastiveRecall(Metric):
     * **A query without a match** is left out of the averages (`*_queries` counts the rest) and
       stays a candidate: distractors are allowed. The first such `compute()` warns how many. If no
       query at all has a match, the ids are wrong and it raises.
+    * **Repeats**: to give W ranks as much, `DistributedSampler` repeats up to W - 1 samples. Each
+      would be a query twice and a rival twice, which moves recall by up to W / N. With keys beside
+      the ids, what was seen before is left out. Without keys nothing tells a repeat: it counts.
     * **Non-finite features never help**: a NaN or inf row is ahead of every match when it is a
       candidate. A query with no finite score to any match gets rank M + 1 and is a hit at no k.
 
@@ -58,6 +63,9 @@ class ContrastiveRecall(Metric):
     Args:
         top_k: The k of each recall@k, positive.
         normalize: True scores by cosine similarity, False by dot product.
+        value: Name of the one value that `compute()` returns instead of all, such as
+            `"image_to_text_recall@1"`: for `self.log(name, metric)` and `MetricTracker`, which take
+            no dict. `higher_is_better` is then known.
         workspace_bytes: Bound on what the tiles of `compute()` take beside the gathered features
             and one rank a query, in bytes; the default is 64 MiB. It changes no result.
         **kwargs: Passed to `torchmetrics.Metric`.
@@ -66,6 +74,8 @@ class ContrastiveRecall(Metric):
         * image_features: (n, D), text_features: (m, D), floating point of one dtype.
         * image_ids: (n,), text_ids: (m,), integers; equal ids match. They name items of the whole
           data set, not of a batch or rank. Without ids n = m, and row i belongs to row i.
+        * image_keys: (n,), text_keys: (m,), integers from 0, each another image or text of the data
+          set, such as its index; each is optional, and needs ids.
         * Returns a dict of float32 scalars, `{image_to_text,text_to_image}_` followed by
           `recall@k` for each k, `median_rank`, `mean_rank` (both count from 1) and `queries`.
 
@@ -89,11 +99,11 @@ class ContrastiveRecall(Metric):
 
         In a LightningModule: `self.recall.update(image, text)` in `validation_step`, then
         `self.log_dict(self.recall.compute())` and `self.recall.reset()` in
-        `on_validation_epoch_end`.
+        `on_validation_epoch_end`. With `value=...`, `self.log("recall", self.recall)` after the
+        update does all that.
     """
 
     is_differentiable = False
-    higher_is_better = None  # recall rises, ranks fall
     full_state_update = False
 
     image_features: list[Tensor]
@@ -106,6 +116,7 @@ class ContrastiveRecall(Metric):
         *,
         top_k: Sequence[int] = (1, 5, 10),
         normalize: bool = True,
+        value: str | None = None,
         workspace_bytes: int = 64 * 2**20,
         **kwargs: Any,
     ) -> None:
@@ -129,12 +140,24 @@ class ContrastiveRecall(Metric):
                 f"Passed `ContrastiveRecall(workspace_bytes={workspace_bytes!r})`. "
                 "`workspace_bytes` must be a positive integer: leave it out for 64 MiB."
             )
+        names = [f"{d}_{n}" for d in _DIRECTIONS for n in (*_names(top_k), "queries")]
+        if value is not None and value not in names:
+            raise ValueError(
+                f"Passed `ContrastiveRecall(value={value!r})`. `value` must be one of {names}. "
+                "Leave it out to get all of them."
+            )
         self.top_k = tuple(top_k)
+        self.value = value
         self.normalize = normalize
         self.workspace_bytes = workspace_bytes
         self._warned_of_unmatched = False
         for name in ("image_features", "text_features", "image_ids", "text_ids"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    @property
+    def higher_is_better(self) -> bool | None:  # type: ignore[override]
+        """Whether the one value rises: recall does, ranks fall; `None` for all of them."""
+        return None if self.value is None else not self.value.endswith("_rank")
 
     def update(
         self,
@@ -142,21 +165,25 @@ class ContrastiveRecall(Metric):
         text_features: Tensor,
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
+        image_keys: Tensor | None = None,
+        text_keys: Tensor | None = None,
     ) -> None:
         """Adds a batch of images and texts, which need not be equally many if they have ids."""
         self._check(image_features, text_features, image_ids, text_ids)
+        self._check_keys(image_ids, text_ids, image_keys, text_keys)
         # Copies, since a CUDA graph's outputs or a reused buffer change under a reference.
         self.image_features.append(image_features.detach().clone())
         self.text_features.append(text_features.detach().clone())
         if image_ids is not None and text_ids is not None:
             device = image_features.device
-            self.image_ids.append(image_ids.to(device, torch.int64, copy=True))
-            self.text_ids.append(text_ids.to(device, torch.int64, copy=True))
+            self.image_ids.append(with_keys(image_ids, image_keys, device))
+            self.text_ids.append(with_keys(text_ids, text_keys, device))
 
-    def compute(self) -> dict[str, Tensor]:
+    def compute(self) -> dict[str, Tensor] | Tensor:
         """Ranks everything seen since the last `reset()`, on all ranks, in both directions."""
         try:
-            return self._compute()
+            values = self._compute()
+            return values if self.value is None else values[self.value]
         except Exception:
             # torchmetrics (1.9) would keep the gathered state and refuse every later compute().
             if self._is_synced and self._should_unsync:
@@ -169,20 +196,27 @@ class ContrastiveRecall(Metric):
         text_features: Tensor,
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+        image_keys: Tensor | None = None,
+        text_keys: Tensor | None = None,
+    ) -> dict[str, Tensor] | Tensor:
         """Adds a batch as `update()` does and returns the values of this batch alone."""
         # torchmetrics empties the state before it updates: check against the full state, and
         # put it back if anything fails.
         self._check(image_features, text_features, image_ids, text_ids)
+        self._check_keys(image_ids, text_ids, image_keys, text_keys)
         before = {**self.__dict__, **self._copy_state_dict()}
         try:
-            batch_values: dict[str, Tensor] = super().forward(
-                image_features, text_features, image_ids, text_ids
+            batch_values: dict[str, Tensor] | Tensor = super().forward(
+                image_features, text_features, image_ids, text_ids, image_keys, text_keys
             )
         except Exception:
             self.__dict__.update(before)
             raise
         return batch_values
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draws one or several results of `compute()`, or the current one; see torchmetrics."""
+        return self._plot(val, ax)
 
     def _compute(self) -> dict[str, Tensor]:
         # Without a layout no rank has seen a batch; with one, either side may still be empty.
@@ -197,7 +231,8 @@ class ContrastiveRecall(Metric):
                 "`update(image_features, text_features)` first."
             )
         if len(self.image_ids):
-            image_ids_N, text_ids_M = dim_zero_cat(self.image_ids), dim_zero_cat(self.text_ids)
+            image_ND, image_ids_N = without_repeats(image_ND, dim_zero_cat(self.image_ids))
+            text_MD, text_ids_M = without_repeats(text_MD, dim_zero_cat(self.text_ids))
         else:
             image_ids_N = text_ids_M = torch.arange(len(image_ND), device=image_ND.device)
         device_type = image_ND.device.type
@@ -215,9 +250,8 @@ class ContrastiveRecall(Metric):
         self._report_unmatched(len(image_ND) - len(text_ranks), len(text_MD) - len(image_ranks))
         return {
             f"{direction}_{name}": value
-            for direction, ranks, n_candidates in (
-                ("image_to_text", text_ranks, len(text_MD)),
-                ("text_to_image", image_ranks, len(image_ND)),
+            for direction, ranks, n_candidates in zip(
+                _DIRECTIONS, (text_ranks, image_ranks), (len(text_MD), len(image_ND)), strict=True
             )
             for name, value in _summary(ranks, n_candidates, self.top_k).items()
         }
@@ -240,7 +274,7 @@ class ContrastiveRecall(Metric):
         text_ids: Tensor | None,
     ) -> None:
         """Raises ValueError on a batch that this state cannot take."""
-        _check_features(image_features, text_features)
+        check_features(image_features, text_features)
         if self.image_features:
             seen = self.image_features[0]
             if (seen.shape[1], seen.dtype) != (image_features.shape[1], image_features.dtype):
@@ -264,14 +298,31 @@ class ContrastiveRecall(Metric):
                 "be mixed: pass ids in every update or in none, or call `reset()` first."
             )
         if image_ids is not None and text_ids is not None:
-            _check_ids("image", image_ids, len(image_features))
-            _check_ids("text", text_ids, len(text_features))
+            check_ids("image", image_ids, len(image_features))
+            check_ids("text", text_ids, len(text_features))
         elif len(image_features) != len(text_features):
             raise ValueError(
                 f"Passed {len(image_features)} images and {len(text_features)} texts without ids. "
                 "Without ids row i belongs to row i, so both must be equally many: pass "
                 "`image_ids` and `text_ids`."
             )
+
+    def _check_keys(
+        self,
+        image_ids: Tensor | None,
+        text_ids: Tensor | None,
+        image_keys: Tensor | None,
+        text_keys: Tensor | None,
+    ) -> None:
+        for side, ids, keys in (("image", image_ids, image_keys), ("text", text_ids, text_keys)):
+            if keys is None:
+                continue
+            if ids is None:
+                raise ValueError(
+                    f"Passed `{side}_keys` without `{side}_ids`. Where rows are left out, pairs "
+                    "cannot be told by their positions: pass `image_ids` and `text_ids` too."
+                )
+            check_ids(side, keys, len(ids), what="keys")
 
     def _copy_state_dict(self) -> dict[str, Tensor | list[Any]]:
         # torchmetrics copies every tensor on each forward(), O(N^2) over an epoch. Nothing here
@@ -315,49 +366,18 @@ class ContrastiveRecall(Metric):
             dtype = FLOAT_DTYPES[dtype_index]
             self.image_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
             self.text_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
-            self.image_ids = [torch.empty(0, dtype=torch.int64, device=self.device)]
-            self.text_ids = [torch.empty(0, dtype=torch.int64, device=self.device)]
+            self.image_ids = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
+            self.text_ids = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
         if not has_ids:  # a stand-in, since not every backend gathers nothing from everyone
-            self.image_ids = [torch.zeros(1, dtype=torch.int64, device=self.device)]
-            self.text_ids = [torch.zeros(1, dtype=torch.int64, device=self.device)]
+            self.image_ids = [torch.zeros(1, 2, dtype=torch.int64, device=self.device)]
+            self.text_ids = [torch.zeros(1, 2, dtype=torch.int64, device=self.device)]
         super()._sync_dist(dist_sync_fn, process_group=process_group)
         if not has_ids:
             self.image_ids, self.text_ids = [], []
 
 
-def _check_features(image_features: Tensor, text_features: Tensor) -> None:
-    for name, features in (("image_features", image_features), ("text_features", text_features)):
-        if not isinstance(features, Tensor):
-            raise ValueError(
-                f"Passed `{name}` as {type(features).__name__}. `ContrastiveRecall` accepts a "
-                "floating-point tensor of shape (n, D): stack the features."
-            )
-        if features.ndim != 2 or not features.shape[1] or features.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"Passed `{name}` of shape {tuple(features.shape)} and dtype {features.dtype}. "
-                "`ContrastiveRecall` accepts (n, D) in float16, bfloat16, float32 or float64: pool "
-                "to one vector a row, or cast."
-            )
-    image, text = image_features, text_features
-    if (image.shape[1], image.dtype, image.device) != (text.shape[1], text.dtype, text.device):
-        raise ValueError(
-            f"Passed image features of width {image.shape[1]}, {image.dtype} on {image.device} and "
-            f"text features of width {text.shape[1]}, {text.dtype} on {text.device}. "
-            "`ContrastiveRecall` needs the same of both: project to one width, or use `.to()`."
-        )
-
-
-def _check_ids(side: str, ids: Tensor, n_rows: int) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES or ids.shape != (n_rows,):
-        passed = (
-            f"of shape {tuple(ids.shape)} and dtype {ids.dtype}"
-            if isinstance(ids, Tensor)
-            else f"as {type(ids).__name__}"
-        )
-        raise ValueError(
-            f"Passed `{side}_ids` {passed} for {n_rows} rows. `ContrastiveRecall` accepts one "
-            f"integer a row: write `torch.tensor([...])` of shape ({n_rows},), dtype torch.int64."
-        )
+def _names(top_k: Sequence[int]) -> list[str]:
+    return [*(f"recall@{k}" for k in top_k), "median_rank", "mean_rank"]
 
 
 def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[str, Tensor]:

@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import BalancedAMP, ModelParallelBalancedAMP, PureFP16
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.reproduce._characters import CHARACTERS, draw
-from lightning_mp.reproduce._fit import Classifier, Outcome, fit
+from lightning_mp.reproduce._fit import Batch, Classifier, Outcome, fit
 from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output
 from lightning_mp.reproduce.ranks import on_ranks
@@ -125,7 +124,7 @@ class Scene:
         kinds: dict[str, Any] = {"pool": rung.pool, "layout": rung.layout, "channels": 1}
         return ViT(self.size, image=self.edge(rung), classes=len(CHARACTERS), **kinds)
 
-    def batches(self, rung: Rung, steps: int, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
+    def batches(self, rung: Rung, steps: int, rank: int = 0) -> list[Batch]:
         """Return the batches of a rank."""
         images, labels = draw(steps * self.batch, self.edge(rung), seed=1 + rank)
         parts = zip(images.split(self.batch), labels.split(self.batch), strict=True)
@@ -147,19 +146,17 @@ class _Sharding(Classifier):
         fully_shard(self.model, mesh=mesh, mp_policy=plugin.mp_policy)
 
 
-def train(scene: Scene, rung: Rung, *, steps: int, seed: int = 0, rank: int = 0) -> Outcome:
+def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
     """Train a rung on this rank; of a group if there is one.
 
     Args:
         scene: Where.
         rung: What.
-        steps: Optimizer steps.
+        batches: A step each.
         seed: Of the weights.
-        rank: In the group.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     device, ranks = torch.device(scene.device), _ranks()
-    batches = scene.batches(rung, steps, rank)
     torch.manual_seed(seed)
     with device:
         classifier = _Sharding(scene.model(rung), lr=1e-3, optimizer=rung.optimizer)
@@ -175,7 +172,7 @@ def train(scene: Scene, rung: Rung, *, steps: int, seed: int = 0, rank: int = 0)
             plugin=_PRECISIONS[rung.precision](),
             strategy=strategy,
             devices=ranks,
-            warm_up=min(5, steps - 1),
+            warm_up=min(5, len(batches) - 1),
         )
     del classifier
     if device.type == "cuda":
@@ -211,8 +208,8 @@ def _peak(scene: Scene, rung: Rung, outcome: Outcome) -> int | None:
     """Return the most bytes of a training: the allocator's, or on a CPU those of two steps."""
     if scene.device == "cuda":
         return outcome.peak_bytes
-    # Drawing takes more than a small model: the batches are there before.
-    return peak_allocated(lambda: train(scene, rung, steps=2))
+    batches = scene.batches(rung, 2)  # drawing takes more than a small model
+    return peak_allocated(lambda: train(scene, rung, batches))
 
 
 def ladder(out: Output) -> None:
@@ -224,7 +221,7 @@ def ladder(out: Output) -> None:
     rows: list[dict[str, object]] = []
     losses: dict[str, Sequence[float]] = {}
     for rung, seed in out.progress(seeds, "rungs"):
-        outcome = train(scene, rung, steps=scene.steps, seed=seed)
+        outcome = train(scene, rung, scene.batches(rung, scene.steps), seed=seed)
         losses[rung.name] = outcome.losses
         loss = statistics.mean(outcome.losses[-_LAST:])
         flops = flops_of(scene, rung)
@@ -267,7 +264,7 @@ def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
         torch.cuda.set_device(rank)
         address = "tcp://127.0.0.1:29531"
         dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size)
-    return statistics.median(train(scene, rung, steps=steps, rank=rank).step_seconds)
+    return statistics.median(train(scene, rung, scene.batches(rung, steps, rank)).step_seconds)
 
 
 def chips(out: Output) -> None:

@@ -1,0 +1,34 @@
+"""Leaves out rows that were seen twice, as those that `DistributedSampler` repeats.
+
+Shapes: `N` rows, `D` feature width; `n` rows of a batch.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["first_rows", "with_keys", "without_repeats"]
+
+_NO_KEY = -1  # of a row that is never left out
+
+
+def with_keys(ids_n: Tensor, keys_n: Tensor | None, device: torch.device) -> Tensor:
+    """Return ids and keys side by side, in memory of their own."""
+    ids_n = ids_n.to(device, torch.int64)
+    keys_n = torch.full_like(ids_n, _NO_KEY) if keys_n is None else keys_n.to(device, torch.int64)
+    return torch.stack([ids_n, keys_n], 1)
+
+
+def without_repeats(values_N: Tensor, ids_and_keys_N2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows and their ids, without those whose key was seen before."""
+    ids_N, keys_N = ids_and_keys_N2.unbind(1)
+    first = first_rows(keys_N)
+    return (values_N, ids_N) if len(first) == len(ids_N) else (values_N[first], ids_N[first])
+
+
+def first_rows(keys_N: Tensor) -> Tensor:
+    """Return the indices of the rows whose key no row before them has, in order."""
+    order_N = keys_N.argsort(stable=True)
+    sorted_N = keys_N[order_N]
+    is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
+    is_first_N[1:] = (sorted_N[1:] != sorted_N[:-1]) | (sorted_N[1:] == _NO_KEY)
+    return order_N[is_first_N].sort().values
