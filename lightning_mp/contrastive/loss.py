@@ -87,6 +87,11 @@ class ContrastiveLoss(nn.Module):
 
     `logit_bias` shifts all logits alike, which softmax does not see: its gradient is exactly 0.
 
+    **Duplicates**: where an image stands in the batch with several texts, each of these would be a
+    negative of the others' rows, and a perfect embedding of two would have a loss of log 2. With
+    `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
+    are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
+
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
         workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
@@ -148,6 +153,8 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = ...,
         output_dict: Literal[False] = ...,
+        *,
+        ids: Tensor | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -159,6 +166,7 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = ...,
         *,
         output_dict: Literal[True],
+        ids: Tensor | None = ...,
     ) -> dict[str, Tensor]: ...
 
     def forward(
@@ -168,15 +176,27 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for."""
+        """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
+
+        Args:
+            image_features: (b, D).
+            text_features: (b, D); row i belongs to image i.
+            logit_scale: One value.
+            logit_bias: One value, or `None`.
+            output_dict: Return a dictionary, as open_clip's losses do.
+            ids: What each row shows, integers of shape (b,). Pairs of equal ids, on whatever
+                ranks, are no negatives of each other.
+        """
         if not torch.compiler.is_compiling():
             _check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = _in_one_dtype(image_features, text_features)
         if self._world_size() == 1:
-            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias)
+            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias, ids)
         else:
-            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias)
+            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias, ids)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def extra_repr(self) -> str:
@@ -211,15 +231,30 @@ class ContrastiveLoss(nn.Module):
             "autotune": self.autotune,
         }
 
+    def _options_with(self, ids_b: Tensor | None) -> dict[str, Any]:
+        """Return the options of the tiles: those of Triton know no ids."""
+        return self._options if ids_b is None else {**self._options, "backend": "torch"}
+
+    def _problem(
+        self, image: object, text: object, scale: object, bias: object, ids: object
+    ) -> str | None:
+        if ids is not None and self.backend == "triton":
+            return (
+                "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
+                "Leave `backend` out: with `ids` torch multiplies the tiles."
+            )
+        return find_problem(image, text, scale, bias, ids)
+
     def _loss_of_one(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of one process, by an operator that `torch.compile` can take in."""
-        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         if problem is not None:
             raise ValueError(problem)
         scale = as_tensor(logit_scale, image_bD)
@@ -227,7 +262,9 @@ class ContrastiveLoss(nn.Module):
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
-        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options, keeps=keeps)[0]
+        loss: Tensor = infonce(
+            image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b
+        )[0]
         return loss
 
     @torch.compiler.disable
@@ -237,9 +274,10 @@ class ContrastiveLoss(nn.Module):
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of all ranks, who first agree on what they have."""
-        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
         if problem is not None:
@@ -248,8 +286,8 @@ class ContrastiveLoss(nn.Module):
         scale = as_tensor(logit_scale, image_bD)
         bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         plan = agree(
-            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None,
-            exchange=self.exchange, options=self._options, group=self.process_group,
+            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None, ids_b,
+            exchange=self.exchange, options=self._options_with(ids_b), group=self.process_group,
         )  # fmt: skip
         loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         return loss

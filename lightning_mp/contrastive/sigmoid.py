@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.agreement import trained
-from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.loss import ContrastiveLoss, as_tensor
@@ -42,7 +41,8 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
     in fp32. The bias gets its exact gradient. `torch.compile` leaves its graph for this loss.
 
-    **Precision**, **backends**, **several ranks** and the arguments are those of `ContrastiveLoss`.
+    **Precision**, **backends**, **several ranks**, **duplicates** and the arguments are those of
+    `ContrastiveLoss`.
     Logits are rounded as fp32 (float64 for float64 features); the Triton tiles keep
     `sigmoid(S_ij)` in `tile_dtype` between its two products. The pairs of the batch stay outside
     the sweep in fp32 and float64.
@@ -75,16 +75,19 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of one process."""
-        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         if problem is not None:
             raise ValueError(problem)
         scale = as_tensor(logit_scale, image_bD)
         bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
-        tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **self._options)
+        tiles = make_tiles(
+            device=image_bD.device, dtype=image_bD.dtype, **self._options_with(ids_b)
+        )
         needs = trained(image_bD, text_bD, scale, bias)
         loss: Tensor = self._pairs.apply(
-            image_bD, text_bD, scale, bias, Plan(Ring([len(image_bD)]), tiles, *needs)
+            image_bD, text_bD, scale, bias, Plan(Ring([len(image_bD)]), tiles, *needs, ids_b=ids_b)
         )
         return loss

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Visit
-from lightning_mp.contrastive.infonce import Plan
+from lightning_mp.contrastive.infonce import Plan, visiting_ids
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -123,17 +123,18 @@ def _negatives_sweep(
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
     totals_2 = scale.new_zeros(2)
+    own_ids = [] if plan.ids_b is None else [plan.ids_b]
 
     def sweep_block(visit: Visit) -> None:
-        (text_mD,) = visit.columns
+        text_mD, *ids_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.sigmoid_sweep(
             image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
-            visit.diagonal, visit.positive_rows,
+            visit.diagonal, visit.positive_rows, visiting_ids(plan, ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_bD]):
+    for visit in plan.exchange.visit([text_bD, *own_ids]):
         sweep_block(visit)
     return totals_2, d_image_bD, None if d_text is None else d_text.result()

@@ -4,12 +4,24 @@ Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kept", "TileBackend"]
+__all__ = ["Ids", "Kept", "TileBackend"]
+
+
+class Ids(NamedTuple):
+    """What each row and column shows; pairs of equal ids are no negatives.
+
+    Args:
+        rows_b: Of the rows, int64.
+        columns_m: Of the columns.
+    """
+
+    rows_b: Tensor
+    columns_m: Tensor
 
 
 class Kept:
@@ -37,9 +49,9 @@ class TileBackend(Protocol):
 
     The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
     `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
-    alone have theirs there. Log-sum-exps are natural logarithms in
-    `state_dtype`, gradients are in `accumulation_dtype`; both sweeps add to what they are given,
-    in an order that does not depend on the run.
+    alone have theirs there. With `ids`, every pair of equal ids is left out with them. Log-sum-exps
+    are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all sweeps add
+    to what they are given, in an order that does not depend on the run.
     """
 
     def budget(self, device: torch.device) -> int:
@@ -67,6 +79,7 @@ class TileBackend(Protocol):
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
@@ -88,6 +101,7 @@ class TileBackend(Protocol):
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 
@@ -109,6 +123,7 @@ class TileBackend(Protocol):
         d_columns_mD: Tensor | None,
         diagonal: int | None,
         positive_rows: slice | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to the sigmoid loss and its gradients, in place.
 

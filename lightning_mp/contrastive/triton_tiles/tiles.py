@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Kept
+from lightning_mp.contrastive.tile_backend import Ids, Kept
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -89,6 +89,7 @@ class TritonTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -127,6 +128,7 @@ class TritonTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -169,6 +171,7 @@ class TritonTiles:
         d_columns_mD: Tensor | None,
         diagonal: int | None,
         positive_rows: slice | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
