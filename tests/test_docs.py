@@ -3,8 +3,8 @@
 A block with a title, such as ```python title="clip.py"```, is a file that all others may import.
 Every other Python block is a script, and every YAML block a file for `lightning-mp fit`. Of a
 `diff` block the lines that are left are a script. A `text` block after it is what it prints.
-`<!-- sweep -->` above a block leaves it to `make sweep`; `<!-- ranks -->` is for one that is started
-by `torchrun` on two ranks; `<!-- only ... -->` says where it runs, if not here.
+`<!-- sweep -->` above a block leaves it to `make sweep`; `<!-- ranks -->` for one that `torchrun`
+starts on 2 ranks; `<!-- only ... -->` says where it runs, if not here.
 """
 
 import os
