@@ -189,7 +189,7 @@ def two_sweeps() -> None:
     f.words(825, 175, "dI = s P T\n(1 product)", 12)
     f.arrow(615, 258, 615, 285)
     f.words(615, 300, "dT = s Pᵀ I (1 product)", 12)
-    f.words(615, 318, "one tile exists at a time: memory O(b), not O(b²)", 12)
+    f.words(615, 318, "tiles stay within a workspace: memory O(b), not O(b²)", 12)
     f.save("two-sweeps")
 
 
