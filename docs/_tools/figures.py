@@ -157,7 +157,7 @@ def residuals() -> None:
     f.box(250, 192, 360, 40, "step(m, fp32 gradient, fp32 states)", "green")
     f.arrow(430, 160, 430, 192)
     f.arrow(250, 212, 30, 212, 30, 65, 60, 65)
-    f.words(140, 200, "split, exact", 12)
+    f.words(140, 200, "split: 22 bits are kept", 12)
     f.arrow(610, 212, 790, 212, 790, 65, 744, 65)
     f.words(700, 140, "an update of w · 2⁻²⁰ is kept;\nin w alone, below w · 2⁻¹² is lost", 12)
     f.save("residuals")
