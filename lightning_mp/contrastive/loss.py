@@ -25,7 +25,9 @@ from lightning_mp.contrastive.backends import (
     triton_problem,
 )
 from lightning_mp.contrastive.infonce import InfoNCE
+from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.library import infonce
+from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
 __all__ = ["ContrastiveLoss", "as_tensor"]
@@ -112,6 +114,15 @@ class ContrastiveLoss(nn.Module):
         directions: Which of both terms count: `"image_to_text"` is the first alone, each image
             among all texts, as retrieval losses for text have it; `"text_to_image"` the second.
             L is then the mean of B terms, not of 2 B.
+        local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
+            each rank to its own rows; here every rank has the loss of the whole batch, from its
+            own rows.
+        gather_with_grad: Gradients are always those of the whole batch. With False and several
+            ranks open_clip's are W times too small, and a warning says what that means.
+        cache_labels: There are no labels to keep.
+        rank: Of this process; the process group knows, and another one is refused.
+        world_size: Ranks; likewise.
+        use_horovod: Only False is accepted.
 
     Shapes:
         image_features: (b, D), already normalised if they are to be.
@@ -145,9 +156,18 @@ class ContrastiveLoss(nn.Module):
         autotune: bool = False,
         exchange: ExchangeName = "slices",
         directions: Directions = "both",
+        local_loss: bool = True,
+        gather_with_grad: bool = True,
+        cache_labels: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
     ) -> None:
         super().__init__()
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
+        take_open_clip(gather_with_grad, world_size, use_horovod)
+        self._said = None if world_size == 1 else (rank, world_size)
+        self._checks = InputChecks()
         self.process_group = process_group
         self.workspace_bytes = workspace_bytes
         self.backend = backend
@@ -204,10 +224,13 @@ class ContrastiveLoss(nn.Module):
         if not torch.compiler.is_compiling():
             _check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = _in_one_dtype(image_features, text_features)
+        check_ranks(self._said, self.process_group)
         if self._world_size() == 1:
             loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias, ids)
         else:
             loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias, ids)
+        if not torch.compiler.is_compiling():
+            self._checks.look(image_features, text_features, logit_scale)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def extra_repr(self) -> str:

@@ -14,6 +14,9 @@ from lightning_mp.contrastive.library import infonce, infonce_backward
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from tests.reference.contrastive import reference, relative_error
 
+# Some scales and features here are meant to be extreme.
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
+
 CPU = torch.device("cpu")
 OPTIONS = ("auto", "auto", None, False)
 

@@ -13,6 +13,9 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.numerics import FLOAT_DTYPES
 from tests.reference.contrastive import reference, relative_error
 
+# Some scales and features here are meant to be extreme.
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
+
 # Rounding of the inputs is not counted: the reference sees the rounded ones. Gradients come back
 # in the dtype of the features, so its rounding is.
 GRADIENT_TOLERANCE = {

@@ -18,6 +18,9 @@ from torch.autograd import forward_ad
 from lightning_mp import ContrastiveLoss
 from tests.processes import run_ranks
 
+# Some scales and features here are meant to be extreme.
+pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
+
 
 def features(*dtypes: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from examples import balanced_amp, data, gradient_cache, inf_cl, locate_nan, pure_fp16, spike_guard
+from lightning_mp import LightningMPCLI
 from tests.precision.models import one_thread
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,23 @@ def test_spike_guard_saves_the_run() -> None:
 def test_planted_nan_is_located() -> None:
     with one_thread():
         assert locate_nan.main() == "network.3"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse and Lightning
+def test_text_to_text_finds_names_of_characters_it_never_saw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-mp"])
+    config = str(ROOT / "examples" / "text_to_text.yaml")
+    args = ["fit", "--config", config, "--model.width=24", "--data.batch_size=256"]
+    args += ["--trainer.max_epochs=12", "--trainer.check_val_every_n_epoch=12"]
+    with one_thread():
+        cli = LightningMPCLI(args=[*args, "--trainer.enable_progress_bar=false"])
+    chance = 1 / len(cli.datamodule.unseen)
+    assert chance < 0.01
+    assert cli.trainer.callback_metrics["recall@1"] > 5 * chance
+    assert cli.trainer.strategy._micro_batch_sizes["tower"] <= 256
 
 
 @pytest.mark.sweep

@@ -15,7 +15,11 @@ from lightning_mp.contrastive.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import reference, relative_error
 
-pytestmark = pytest.mark.interpreted
+# Some scales and features here are meant to be extreme.
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)"),
+]
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 CPU = torch.device("cpu")

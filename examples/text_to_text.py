@@ -1,0 +1,125 @@
+"""Text to text with one shared tower: names of characters and what HTML and TeX call them.
+
+`lightning-mp fit --config examples/text_to_text.yaml`, from the repository's root. The data are
+there already: Python's `unicodedata` and `html.entities`, matplotlib's table of TeX commands.
+"""
+
+import html.entities
+import unicodedata
+import zlib
+from collections.abc import Iterator, Sequence
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from matplotlib._mathtext_data import tex2uni
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_mp import ContrastiveLoss, ContrastiveRecall
+
+
+def aliases() -> dict[str, list[str]]:
+    """Return what every named character is called: 'LEFTWARDS ARROW' is 'larr', 'leftarrow', ..."""
+    found = {(code, name.rstrip(";")) for name, code in html.entities.html5.items()}
+    found |= {(chr(code), name) for name, code in tex2uni.items()}
+    table: dict[str, list[str]] = {}
+    for code, name in sorted(found):
+        title = unicodedata.name(code, None) if len(code) == 1 else None
+        if title is not None:
+            table.setdefault(title, []).append(name)
+    return table
+
+
+def encode(texts: Sequence[str], length: int) -> Tensor:
+    """Return ASCII codes of shape (texts, length), padded with zeros."""
+    rows = [list(text.encode()[:length].ljust(length, b"\0")) for text in texts]
+    return torch.tensor(rows, dtype=torch.uint8)
+
+
+class Pairs(IterableDataset[tuple[Tensor, Tensor]]):
+    """Names in a new order every epoch, each with one of its aliases: no text comes twice."""
+
+    def __init__(self, table: dict[str, list[str]], batch_size: int) -> None:
+        self.names, self.batch_size = list(table), batch_size
+        self.titles = encode(self.names, 48)
+        self.codes = [encode(table[name], 24) for name in self.names]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches."""
+        for rows in torch.randperm(len(self.names)).split(self.batch_size):
+            if len(rows) < self.batch_size:
+                return
+            chosen = [self.codes[i][int(torch.randint(len(self.codes[i]), ()))] for i in rows]
+            yield self.titles[rows], torch.stack(chosen)
+
+
+class Names(pl.LightningDataModule):
+    """Nine in ten characters to train on, and one to find among the others of its kind.
+
+    Args:
+        batch_size: Pairs in a step.
+    """
+
+    def __init__(self, batch_size: int = 512) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        kept = {name: zlib.crc32(name.encode()) % 10 > 0 for name in aliases()}
+        self.seen, self.unseen = (
+            {name: codes for name, codes in aliases().items() if kept[name] == is_seen}
+            for is_seen in (True, False)
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        """Return batches of pairs."""
+        return DataLoader(Pairs(self.seen, self.batch_size), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return every name with each of its aliases, and the numbers of name and alias."""
+        rows = [(i, name, code) for i, name in enumerate(self.unseen) for code in self.unseen[name]]
+        numbers, titles, codes = zip(*rows, strict=True)
+        tensors = encode(titles, 48), encode(codes, 24), torch.tensor(numbers)
+        return DataLoader(TensorDataset(*tensors, torch.arange(len(rows))), batch_size=256)
+
+
+class TextToText(pl.LightningModule):
+    """One tower for both texts, called twice a step; micro-batches are the strategy's affair.
+
+    Args:
+        width: Channels.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, width, padding_idx=0)
+        self.near, self.far = (nn.Conv1d(width, width, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(width, width)
+        self.log_scale = nn.Parameter(torch.tensor(2.66))
+        self.loss = ContrastiveLoss()
+        self.recall = ContrastiveRecall(value="text_to_image_recall@1")
+
+    def tower(self, codes: Tensor) -> Tensor:
+        """Return unit features of texts, which are read without regard to case."""
+        lower = codes.long() + 32 * ((codes >= 65) & (codes <= 90))
+        letters = self.embedding(lower).transpose(1, 2)
+        hidden = F.gelu(self.near(letters))
+        hidden = hidden + F.gelu(self.far(hidden))
+        hidden = hidden.masked_fill((codes == 0)[:, None], -torch.inf).amax(2)
+        return F.normalize(self.head(hidden), dim=1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of all pairs of the batch."""
+        titles, codes = (self.tower(texts) for texts in batch)
+        return self.loss(titles, codes, self.log_scale.exp())
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Log how often an alias finds its name first."""
+        titles, codes, numbers, places = batch
+        names, others = self.tower(titles), self.tower(codes)
+        # A name comes once for each of its aliases; by its key it counts as one.
+        self.recall.update(names, others, numbers, numbers, numbers, places)
+        self.log("recall@1", self.recall, prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)

@@ -1,0 +1,104 @@
+"""Inputs that are no error and hardly meant are said once, without a wait for the device."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.numerics import triton_support
+from tests.fake_cuda import FakeCuda
+
+BATCH, WIDTH = 40, 24
+
+
+def pair(batch: int = BATCH, width: int = WIDTH, norm: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(batch, width, generator=generator) for _ in range(2)]
+    return [norm * F.normalize(x, dim=1) for x in rows]
+
+
+def said(loss: ContrastiveLoss, features: list[Tensor], scale: Any, calls: int = 4) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            loss(*features, scale)
+    return [str(one.message) for one in caught]
+
+
+WRONG: dict[str, tuple[list[Tensor], float, str]] = {
+    "scale": (pair(), -2.0, "logit_scale=-2`. With a negative scale"),
+    "norms": (
+        pair(norm=3.0),
+        100.0,
+        "norm 3 (images) and 3 (texts) with `logit_scale",
+    ),
+    "transposed": ([x.T for x in pair()], 100.0, "24, 40] whose columns are of norm 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_what_is_hardly_meant_is_said_once(name: str, as_tensor: bool) -> None:
+    features, scale, message = WRONG[name]
+    loss = ContrastiveLoss()
+    (warning,) = said(loss, features, torch.tensor(scale) if as_tensor else scale)
+    assert message in warning
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert len(said(other, features, scale)) == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "scale"),
+    [
+        (pair(), 100.0),
+        ([x.half() for x in pair()], 100.0),
+        ([x.bfloat16() for x in pair()], 100.0),
+        (pair(norm=30.0), 1.0),  # inner products, without a temperature
+        (pair(norm=1.5), 14.0),
+        (pair(batch=1), 100.0),
+        (pair(batch=WIDTH), 100.0),  # square
+        ([torch.full((BATCH, WIDTH), torch.nan)] * 2, 100.0),
+    ],
+)
+def test_what_may_be_meant_is_not_said(features: list[Tensor], scale: float) -> None:
+    assert said(ContrastiveLoss(), features, scale) == []
+
+
+def test_scale_that_becomes_negative_is_said() -> None:
+    loss = ContrastiveLoss()
+    assert said(loss, pair(), 1.0, calls=5) == []
+    assert said(loss, pair(), -1.0, calls=2) == []  # calls 6 and 7
+    assert len(said(loss, pair(), -1.0, calls=1)) == 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    triton_support.triton_problem.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernels by Triton
+    with FakeCuda() as gpu:
+        yield gpu
+    triton_support.triton_problem.cache_clear()
+
+
+def test_on_cuda_it_is_said_by_a_later_call_and_the_host_never_waits(gpu: FakeCuda) -> None:
+    for features, scale, message in WRONG.values():
+        loss = ContrastiveLoss()
+        features = [x.to("cuda") for x in features]
+        waited = gpu.syncs, gpu.waits
+        assert said(loss, features, scale, calls=1) == []
+        gpu.time += 1.0
+        launches = sum(gpu.launches.values())
+        (warning,) = said(loss, features, scale, calls=1)
+        second = sum(gpu.launches.values()) - launches
+        assert message in warning
+        assert (gpu.syncs, gpu.waits) == waited
+        launches = sum(gpu.launches.values())
+        said(loss, features, scale, calls=1)  # the third does not look
+        assert sum(gpu.launches.values()) - launches < second
