@@ -35,6 +35,7 @@ from triton.runtime import JITFunction, driver  # noqa: E402
 from lightning_mp.contrastive.triton_tiles import TritonTiles  # noqa: E402
 from lightning_mp.contrastive.triton_tiles.configs import _ARCHS  # noqa: E402
 from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
+from lightning_mp.optim.adamw_math import AdamWOptions  # noqa: E402
 from lightning_mp.optim.fused_adamw import fused_adamw_step  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,7 +101,6 @@ def sweeps(arch: int) -> None:
 
 def optimizer(arch: int) -> None:
     """Launch the fused AdamW as SafeAdamW does, for fp32 and half weights."""
-    options = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False)
     half: tuple[tuple[torch.dtype, str], ...] = ((FP32, "nearest"), (FP16, "kahan"))
     for dtype, write_back in (*half, (BF16, "kahan")):
         for clip, count in ((None, 7), (1.0, 7)):
@@ -109,9 +109,12 @@ def optimizer(arch: int) -> None:
             residuals = [torch.zeros_like(p) for p in params] if write_back == "kahan" else None
             steps = [torch.ones(()) for _ in range(count)]
             fused_adamw_step(
-                params, grads, *moments, residuals, steps, **options, rule="adam",
-                write_back=write_back, seed=0, clip_update_rms=clip, grad_scale=None,
-                found_inf=None,
+                params, grads, *moments, residuals, steps,
+                AdamWOptions(
+                    lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False,
+                    rule="adam", write_back=write_back, seed=0, clip_update_rms=clip,
+                    grad_scale=None, found_inf=None,
+                ),
             )  # fmt: skip
 
 

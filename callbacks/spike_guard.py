@@ -51,7 +51,7 @@ class SpikeGuard(InstabilityMonitor):
         window_steps: Healthy steps that a step is held against. Default 128.
         judge_after_steps: Healthy steps before the first spike is called. Default 64.
         patience: Spikes in a row after which the new level is accepted. Default 16.
-        rewind_steps: How many optimizer steps to go back at the least. Default 100.
+        rewind_steps: How many optimizer steps to go back at least. Default 100.
         skip_batches: How many batches to leave out, from the checkpoint on. Default 200; with
             `accumulate_grad_batches` rounded up to whole steps.
         max_rewinds: How often to rewind; spikes after that are only warned of. Default 3.

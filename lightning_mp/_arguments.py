@@ -25,7 +25,7 @@ def nearest(name: str, names: Collection[str]) -> str | None:
 def explains_arguments(
     *, also: Collection[str] | None = None, hints: Mapping[str, str] | None = None
 ) -> Callable[[_Class], _Class]:
-    """Make a class say which of its arguments is none, and what is near.
+    """Make a class name the argument that it does not take, and what is near.
 
     Python says of `BalancedAMP("bf16")` that `__init__` takes 1 positional argument but 2 were
     given, and of a misspelt keyword that `**kwargs` pass on to DDP nothing before training starts.

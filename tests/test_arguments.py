@@ -35,6 +35,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "OpPolicy": ([], "fp32_op", "fp32_ops"),
     "PureFP16": ([], "writeback", "write_back"),
     "SafeAdamW": ([PARAMETERS], "weight_decya", "weight_decay"),
+    "SigmoidContrastiveLoss": ([], "exchang", "exchange"),
     "SpikeGuard": ([], "acton", "action"),
     "TensorCollector": ([], "reduction", "reductions"),
     "ZeroShotAccuracy": ([], "num_class", "num_classes"),

@@ -3,8 +3,8 @@
 A block with a title, such as ```python title="clip.py"```, is a file that all others may import.
 Every other Python block is a script, and every YAML block a file for `lightning-mp fit`. Of a
 `diff` block the lines that are left are a script. A `text` block after it is what it prints.
-`<!-- slow -->` or `<!-- sweep -->` above a block is its mark, `<!-- only on ... -->` says where it
-runs, and why it cannot here.
+`<!-- sweep -->` above a block leaves it to `make sweep`, `<!-- only ... -->` says where it runs, if
+not here.
 """
 
 import re
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from lightning_mp import __all__ as NAMES
 from lightning_mp.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +71,7 @@ SCRIPTS = [
     pytest.param(
         block,
         id=f"{block.page}:{block.line}",
-        marks=[getattr(pytest.mark, block.note)] if block.note in ("slow", "sweep") else [],
+        marks=pytest.mark.sweep if block.note == "sweep" else pytest.mark.slow,
     )
     for block in BLOCKS
     if block.language in RUN and not block.note.startswith("only ")
@@ -123,11 +124,24 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
     assert fences == 2 * (len(BLOCKS) + printed)  # none was missed
 
 
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    assert set(re.findall(r"^::: lightning_mp\.(\w+)$", pages, re.MULTILINE)) == set(NAMES)
+
+
 def test_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for block in BLOCKS:
         for target in re.findall(r"^make ([\w-]+)", block.code, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), (block.page, target)
+
+
+def test_figures_are_what_their_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {}
+    monkeypatch.setattr(Path, "write_text", lambda path, text: drawn.__setitem__(path, text))
+    runpy.run_path(str(ROOT / "docs" / "_tools" / "figures.py"), run_name="__main__")
+    monkeypatch.undo()
+    assert drawn == {path: path.read_text() for path in (ROOT / "docs/images").glob("*.svg")}
 
 
 def test_readme_links_lead_somewhere() -> None:

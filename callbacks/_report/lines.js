@@ -85,7 +85,7 @@ function paintLine(svg, line, width, isFirst) {
   const toY = (value) => bottom - ((scaled(value) - low) / (high - low)) * (bottom - top);
   for (const tick of axis.ticks) {
     draw(svg, "line", { class: "grid", x1: left, x2: width - right, y1: toY(tick), y2: toY(tick) });
-    draw(svg, "text", { x: left - 6, y: toY(tick) + 4, "text-anchor": "end" }, line.axis === "log2" ? formatStep(tick) : format(tick, line.unit));
+    draw(svg, "text", { x: left - 6, y: toY(tick) + 4, "text-anchor": "end" }, line.axis === "log2" && tick >= 1 ? formatStep(tick) : format(tick, line.unit));
   }
   draw(svg, "line", { class: "axis", x1: left, x2: width - right, y1: bottom, y2: bottom });
   for (const tick of stepTicks(0, lastStep, width - left)) {

@@ -29,7 +29,7 @@ class Rewinder:
     Args:
         store: Keeps the checkpoints.
         every_n_steps: Optimizer steps between two checkpoints.
-        rewind_steps: How far back a checkpoint is at the least, in optimizer steps.
+        rewind_steps: How far back a checkpoint is at least, in optimizer steps.
         skip_batches: Batches that are not trained on, counted from the checkpoint.
         lr_factor: What each rewind multiplies learning rates by.
     """

@@ -65,7 +65,7 @@ class GlyphData(LightningDataModule):
         progress: Whether to show a bar while rendering.
 
     Raises:
-        ValueError: If `validation_fonts` names a font that is none of the training fonts.
+        ValueError: If `validation_fonts` names a font that is not a training font.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GlyphData(LightningDataModule):
         if unknown:
             raise ValueError(
                 f"Passed `GlyphData(validation_fonts={list(validation_fonts)!r})`. {unknown!r} are "
-                f"no training fonts. Choose among {TRAIN_FONTS!r}."
+                f"not training fonts. Choose among {TRAIN_FONTS!r}."
             )
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size

@@ -93,7 +93,7 @@ class GlyphCLIP(LightningModule):
         self._log_recall()
 
     def _log_recall(self) -> None:
-        values = self.recall.compute()
+        values: Any = self.recall.compute()
         shown = {name: value for name, value in values.items() if not name.endswith("_queries")}
         # Already over all ranks, and a mean of equals changes nothing: it only says so.
         self.log_dict(shown, sync_dist=True)

@@ -59,7 +59,7 @@ def _panel(axes: Axes, title: str, columns: float) -> None:
 
 
 def _best(scores_N: Tensor, answer: int, top: int) -> tuple[list[int], str]:
-    """Return the first rows found, and the rank of the right one if it is none of them."""
+    """Return the first rows found, and the rank of the right one if it is not among them."""
     found: list[int] = scores_N.topk(top).indices.tolist()
     rank = 1 + int((scores_N > scores_N[answer]).sum())
     return found, "" if answer in found else f"right: rank {rank}"

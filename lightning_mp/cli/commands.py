@@ -7,6 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lightning_mp.plan.command import plan
+from lightning_mp.reproduce.command import reproduce
 
 __all__ = ["COMMANDS", "command_parser", "run_command", "summary"]
 
@@ -28,7 +29,11 @@ def report(run_dir: str) -> None:
 
 # A new command is a function with types and a docstring, and its name here. What it needs beyond
 # the standard library it imports itself, so that `--help` and the others start at once.
-COMMANDS: dict[str, Callable[..., None]] = {"report": report, "plan": plan}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "report": report,
+    "plan": plan,
+    "reproduce": reproduce,
+}
 
 
 def summary(name: str) -> str:

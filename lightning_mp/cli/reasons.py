@@ -21,7 +21,7 @@ _UNION = "Does not validate against any of the Union subtypes"
 _PLACE = re.compile(r"""(?:Parser key "|Problem with given class_path ')(.+)["']:$""")
 _OPTION = re.compile(r"Option '(.+)' is not accepted")
 _UNKNOWN = re.compile(r"Expected a dot import path string: (.+)")
-# What is said of every type that the value was not meant to be, and of a class that is none of it.
+# What is said of every type that the value was not meant to be, and of a class of another kind.
 _NOISE = re.compile(r"Expected an? |Not a valid subclass of |Import path .+ does not correspond to")
 _MAX_REASONS = 3
 
@@ -58,7 +58,7 @@ def _reasons(
     elif head == _UNION and "Errors:" in body:
         items = (_reasons(item, places, is_choice=True) for item in _items(body))
         best = _best(each for item in items for each in item)
-        # A name that is none of the choices was not meant to be a class.
+        # A name that is not among the choices was not meant to be a class.
         least = 2 if "Literal[" in body[0] else 1
         yield from best if best and best[0].rank >= least else [_of_no_type(body, places)]
     elif option := _OPTION.match(head):

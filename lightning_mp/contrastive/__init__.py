@@ -2,5 +2,6 @@
 
 from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.contrastive.loss import ContrastiveLoss
+from lightning_mp.contrastive.sigmoid import SigmoidContrastiveLoss
 
-__all__ = ["ContrastiveLoss", "GradientCache"]
+__all__ = ["ContrastiveLoss", "GradientCache", "SigmoidContrastiveLoss"]

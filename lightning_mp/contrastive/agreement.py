@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a loss: one collective of eight numbers a rank.
+"""What the ranks of a group tell each other before a loss: one collective of nine numbers a rank.
 
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
@@ -12,6 +12,7 @@ Shapes:
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
@@ -28,12 +29,12 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "make_plan", "report_unusable"]
+__all__ = ["agree", "make_plan", "report_unusable", "trained"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
-_FACTS = 8
+_FACTS = 9
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
@@ -46,6 +47,8 @@ def agree(
     image_bD: Tensor,
     text_bD: Tensor,
     scale: Tensor,
+    bias: Tensor | None = None,
+    ids_b: Tensor | None = None,
     *,
     exchange: ExchangeName,
     options: Mapping[str, Any],
@@ -57,6 +60,8 @@ def agree(
         image_bD: Image features.
         text_bD: Text features.
         scale: The logit scale.
+        bias: The logit bias, if its gradient takes work.
+        ids_b: What this rank's pairs show, if that is known.
         exchange: How columns travel.
         options: The keyword arguments of `make_tiles`.
         group: Whose ranks share the batch; `None` is the default group.
@@ -70,15 +75,29 @@ def agree(
         return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
 
     budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
-    grad = torch.is_grad_enabled()
-    needs = [grad and tensor.requires_grad for tensor in (image_bD, text_bD, scale)]
+    needs = trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
-    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, *needs]
+    has_ids = ids_b is not None
+    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, has_ids, *needs]
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
-    sizes, _, _, _, budgets, *by_need = zip(*by_rank, strict=True)
-    return make_plan(
+    sizes, _, _, _, budgets, _, *by_need = zip(*by_rank, strict=True)
+    plan = make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
+    )
+    return dataclasses.replace(plan, ids_b=ids_b)
+
+
+def trained(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
+) -> tuple[bool, bool, bool]:
+    """Return whether this rank needs gradients for images, texts, and scale or bias."""
+    grad = torch.is_grad_enabled()
+    scalars = [x for x in (scale, bias) if x is not None]
+    return (
+        grad and image_bD.requires_grad,
+        grad and text_bD.requires_grad,
+        grad and any([x.requires_grad for x in scalars]),
     )
 
 
@@ -140,6 +159,12 @@ def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
         raise ValueError(
             f"Passed features of (width, dtype) {formats} on ranks 0 to {world_size - 1}. All "
             "ranks must have the same. Use the same model and precision everywhere."
+        )
+    with_ids = [bool(facts[5]) for facts in by_rank]
+    if len(set(with_ids)) > 1:
+        raise ValueError(
+            f"Passed `ids` on ranks {[rank for rank, has in enumerate(with_ids) if has]} of "
+            f"{world_size} only. All ranks must pass them, or none. Pass `ids` on every rank."
         )
     if len(set(exchanges)) > 1:
         raise ValueError(

@@ -11,7 +11,11 @@ __all__ = ["find_problem"]
 
 
 def find_problem(
-    image_features: object, text_features: object, logit_scale: object, logit_bias: object
+    image_features: object,
+    text_features: object,
+    logit_scale: object,
+    logit_bias: object,
+    ids: object = None,
 ) -> str | None:
     """Return what was passed, what is accepted and the fix; `None` if all is well."""
     return (
@@ -20,6 +24,7 @@ def find_problem(
         or _pair_problem(image_features, text_features)
         or _scalar_problem("logit_scale", logit_scale)
         or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
+        or (None if ids is None else _ids_problem(image_features, ids))
     )
 
 
@@ -55,14 +60,36 @@ def _pair_problem(image_features: object, text_features: object) -> str | None:
         return (
             f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` "
             f"of shape {list(text_features.shape)}. Row i of one belongs to row i of the other, "
-            "so the shapes must be equal. Project both to one width; of an image's several texts "
-            "draw one for each batch, because the others would count as its negatives."
+            "so the shapes must be equal. Project both to one width; an image with several texts "
+            "stands in one row for each, with the same value in `ids`, or its own texts would be "
+            "its negatives."
         )
     if image_features.device != text_features.device:
         return (
             f"Passed `image_features` on {image_features.device} and `text_features` on "
             f"{text_features.device}. Both must be on one device. Move one of them, such as "
             "`text_features.to(image_features.device)`."
+        )
+    return None
+
+
+def _ids_problem(image_features: object, ids: object) -> str | None:
+    if not isinstance(ids, Tensor) or not isinstance(image_features, Tensor):
+        return (
+            f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
+            "each row. Pass `torch.tensor(ids)`."
+        )
+    is_integer = not ids.is_floating_point() and not ids.is_complex()
+    if ids.shape != image_features.shape[:1] or not is_integer:
+        return (
+            f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with features of shape "
+            f"{list(image_features.shape)}. It must be integers of shape [batch]. Number what the "
+            "rows show, the same for the same image on every rank; a hash of its name will do."
+        )
+    if ids.device != image_features.device:
+        return (
+            f"Passed `ids` on {ids.device} with features on {image_features.device}. Both must be "
+            "on one device. Move them, such as `ids.to(image_features.device)`."
         )
     return None
 

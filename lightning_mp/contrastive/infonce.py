@@ -21,19 +21,28 @@ and `dL/dimage = scale dL/dS text`, `dL/dtext = scale dL/dS.T image`,
 see it: its gradient is exactly 0, and adding it would only cost digits.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Exchange, Visit
-from lightning_mp.contrastive.tile_backend import Kept, TileBackend
+from lightning_mp.contrastive.tile_backend import Ids, Kept, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
-__all__ = ["NO_SECOND_DERIVATIVE", "InfoNCE", "Plan", "Swept", "differentiate", "sweep"]
+__all__ = [
+    "NO_SECOND_DERIVATIVE",
+    "InfoNCE",
+    "Plan",
+    "Swept",
+    "differentiate",
+    "sweep",
+    "visiting_ids",
+]
 
 NO_SECOND_DERIVATIVE = (
     "Called a second derivative through `ContrastiveLoss`, which has a first one only. Write a "
@@ -51,6 +60,8 @@ class Plan:
         image_needs_grad: Whether any rank needs gradients for its images.
         text_needs_grad: Whether any rank needs gradients for its texts.
         scale_needs_grad: Whether any rank needs the gradient for the scale.
+        ids_b: What this rank's pairs show, int64: pairs of equal ids, on whatever ranks, are no
+            negatives of each other. `None` on all ranks or on none.
     """
 
     exchange: Exchange
@@ -58,6 +69,7 @@ class Plan:
     image_needs_grad: bool
     text_needs_grad: bool
     scale_needs_grad: bool
+    ids_b: Tensor | None = field(default=None, kw_only=True)
 
 
 class Swept(NamedTuple):
@@ -176,6 +188,11 @@ def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
 
 
+def visiting_ids(plan: Plan, columns: Sequence[Tensor]) -> Ids | None:
+    """Return the ids of rows and of visiting columns, if there are any."""
+    return None if plan.ids_b is None else Ids(plan.ids_b, columns[0])
+
+
 def _negatives_sweep(
     image_bD: Tensor, text_bD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
@@ -184,17 +201,18 @@ def _negatives_sweep(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
+    own_ids = [] if plan.ids_b is None else [plan.ids_b]
 
     def sweep_block(visit: Visit) -> None:
-        (text_mD,) = visit.columns
+        text_mD, *ids_m = visit.columns
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
-            visit.diagonal, visit.positive_rows, kept,
+            visit.diagonal, visit.positive_rows, kept, visiting_ids(plan, ids_m),
         )  # fmt: skip
         column_neg.add(part_m)
 
-    for visit in plan.exchange.visit([text_bD]):
+    for visit in plan.exchange.visit([text_bD, *own_ids]):
         sweep_block(visit)
     return row_neg_b, column_neg.result()
 
@@ -209,20 +227,21 @@ def _gradient_sweep(
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
     kept = Kept(swept.kept)
+    own_ids = [] if plan.ids_b is None else [plan.ids_b]
     if d_image_bD is None and d_text is None:
         return None, None
 
     def sweep_block(visit: Visit) -> None:
-        text_mD, column_lse_m = visit.columns
+        text_mD, column_lse_m, *ids_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, visit.positive_rows, kept,
+            visit.diagonal, visit.positive_rows, kept, visiting_ids(plan, ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_bD, swept.column_lse_b]):
+    for visit in plan.exchange.visit([text_bD, swept.column_lse_b, *own_ids]):
         sweep_block(visit)
     d_text_bD = None if d_text is None else d_text.result()
     weight_b1 = swept.weight_b.to(dtype)[:, None]

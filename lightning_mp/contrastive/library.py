@@ -32,6 +32,7 @@ def _plan(
     tile_dtype: str,
     workspace_bytes: int | None,
     autotune: bool,
+    ids_b: Tensor | None = None,
 ) -> Plan:
     tiles = make_tiles(
         backend,
@@ -41,7 +42,7 @@ def _plan(
         tile_dtype=tile_dtype,
         autotune=autotune,
     )
-    return Plan(Ring([image_bD.shape[0]]), tiles, *(needs_grad or [False] * 3))
+    return Plan(Ring([image_bD.shape[0]]), tiles, *(needs_grad or [False] * 3), ids_b=ids_b)
 
 
 @torch.library.custom_op("lightning_mp::infonce", mutates_args=())
@@ -55,6 +56,7 @@ def infonce(
     workspace_bytes: int | None,
     autotune: bool,
     keeps: bool = True,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of the batch and, for the backward, what `Swept` names.
 
@@ -68,8 +70,9 @@ def infonce(
         workspace_bytes: Memory for tiles.
         autotune: Choose tile shapes by the clock.
         keeps: Keep what tiles fit the workspace for a backward that is to come.
+        ids: What each pair shows, (b,) in int64, or `None`.
     """
-    plan = _plan(image_bD, [keeps] * 3, backend, tile_dtype, workspace_bytes, autotune)
+    plan = _plan(image_bD, [keeps] * 3, backend, tile_dtype, workspace_bytes, autotune, ids)
     swept = sweep(image_bD, text_bD, scale, bias, plan)
     return swept.loss, swept.row_lse_b, swept.column_lse_b, swept.weight_b, swept.kept
 
@@ -85,6 +88,7 @@ def _(
     workspace_bytes: int | None,
     autotune: bool,
     keeps: bool = True,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
     row_lse_b, column_lse_b, weight_b = (image_bD.new_empty(b, dtype=state) for _ in range(3))
@@ -108,6 +112,7 @@ def infonce_backward(
     tile_dtype: str,
     workspace_bytes: int | None,
     autotune: bool,
+    ids: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the gradients of images, texts and scale that are needed, and of a bias if given.
 
@@ -124,8 +129,9 @@ def infonce_backward(
         tile_dtype: What is multiplied.
         workspace_bytes: Memory for tiles.
         autotune: Choose tile shapes by the clock.
+        ids: What each pair shows, (b,) in int64, or `None`.
     """
-    plan = _plan(image_bD, needs_grad, backend, tile_dtype, workspace_bytes, autotune)
+    plan = _plan(image_bD, needs_grad, backend, tile_dtype, workspace_bytes, autotune, ids)
     d_inputs = differentiate(cotangent, image_bD, text_bD, scale, bias, Swept(*swept), plan)
     wanted = (*needs_grad, bias is not None)
     return [
@@ -154,20 +160,23 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output)
+    ids = inputs[9] if len(inputs) > 9 else None
+    ctx.save_for_backward(*inputs[:4], ids, *output)
     ctx.options = inputs[4:8]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    image_bD, text_bD, scale, bias, *swept = ctx.saved_tensors
+    image_bD, text_bD, scale, bias, ids, *swept = ctx.saved_tensors
     needs_grad = list(ctx.needs_input_grad[:3])
     gradients = iter(
-        infonce_backward(cotangent, image_bD, text_bD, scale, bias, swept, needs_grad, *ctx.options)
+        infonce_backward(
+            cotangent, image_bD, text_bD, scale, bias, swept, needs_grad, *ctx.options, ids
+        )
     )
     wanted = (*needs_grad, bias is not None)
     d_inputs = [next(gradients) if is_wanted else None for is_wanted in wanted]
-    return (*d_inputs, *(None for _ in ctx.options), None)
+    return (*d_inputs, *(None for _ in ctx.options), None, None)
 
 
 infonce.register_autograd(_differentiate, setup_context=_save)
@@ -204,7 +213,7 @@ def _backward_flops(
     if not sides:
         return 0
     b, width = image_bD.shape
-    tiles = _plan(image_bD, [], *options).tiles
+    tiles = _plan(image_bD, [], *options[:4]).tiles
     again = b * b
     if isinstance(tiles, TorchTiles):
         kept = swept[-1].numel()

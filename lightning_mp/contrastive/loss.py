@@ -29,7 +29,7 @@ from lightning_mp.contrastive.library import infonce
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["ContrastiveLoss"]
+__all__ = ["ContrastiveLoss", "as_tensor"]
 
 
 @explains_arguments(
@@ -89,6 +89,11 @@ class ContrastiveLoss(nn.Module):
 
     `logit_bias` shifts all logits alike, which softmax does not see: its gradient is exactly 0.
 
+    **Duplicates**: where an image stands in the batch with several texts, each of these would be a
+    negative of the others' rows, and a perfect embedding of two would have a loss of log 2. With
+    `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
+    are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
+
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
         workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
@@ -130,6 +135,8 @@ class ContrastiveLoss(nn.Module):
         loss = loss_fn(image_features, text_features, self.logit_scale.exp())
     """
 
+    _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
+
     def __init__(
         self,
         *,
@@ -166,6 +173,8 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = ...,
         output_dict: Literal[False] = ...,
+        *,
+        ids: Tensor | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -177,6 +186,7 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = ...,
         *,
         output_dict: Literal[True],
+        ids: Tensor | None = ...,
     ) -> dict[str, Tensor]: ...
 
     def forward(
@@ -186,16 +196,28 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for."""
+        """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
+
+        Args:
+            image_features: (b, D).
+            text_features: (b, D); row i belongs to image i.
+            logit_scale: One value.
+            logit_bias: One value, or `None`.
+            output_dict: Return a dictionary, as open_clip's losses do.
+            ids: What each row shows, integers of shape (b,). Pairs of equal ids, on whatever
+                ranks, are no negatives of each other.
+        """
         if not torch.compiler.is_compiling():
             _check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = _in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
         if self._world_size() == 1:
-            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias)
+            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias, ids)
         else:
-            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias)
+            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias, ids)
         if not torch.compiler.is_compiling():
             self._checks.look(image_features, text_features, logit_scale)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -232,23 +254,40 @@ class ContrastiveLoss(nn.Module):
             "autotune": self.autotune,
         }
 
+    def _options_with(self, ids_b: Tensor | None) -> dict[str, Any]:
+        """Return the options of the tiles: those of Triton know no ids."""
+        return self._options if ids_b is None else {**self._options, "backend": "torch"}
+
+    def _problem(
+        self, image: object, text: object, scale: object, bias: object, ids: object
+    ) -> str | None:
+        if ids is not None and self.backend == "triton":
+            return (
+                "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
+                "Leave `backend` out: with `ids` torch multiplies the tiles."
+            )
+        return find_problem(image, text, scale, bias, ids)
+
     def _loss_of_one(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of one process, by an operator that `torch.compile` can take in."""
-        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         if problem is not None:
             raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
-        loss: Tensor = infonce(image_bD, text_bD, scale, bias, **self._options, keeps=keeps)[0]
+        loss: Tensor = infonce(
+            image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b
+        )[0]
         return loss
 
     @torch.compiler.disable
@@ -258,21 +297,22 @@ class ContrastiveLoss(nn.Module):
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of all ranks, who first agree on what they have."""
-        problem = find_problem(image_bD, text_bD, logit_scale, logit_bias)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
         if problem is not None:
             report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
-        scale = _as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else _as_tensor(logit_bias, image_bD)
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         plan = agree(
-            image_bD, text_bD, scale,
-            exchange=self.exchange, options=self._options, group=self.process_group,
+            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None, ids_b,
+            exchange=self.exchange, options=self._options_with(ids_b), group=self.process_group,
         )  # fmt: skip
-        loss: Tensor = InfoNCE.apply(image_bD, text_bD, scale, bias, plan)
+        loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         return loss
 
     def _world_size(self) -> int:
@@ -287,7 +327,7 @@ class ContrastiveLoss(nn.Module):
         return size
 
 
-def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
     if isinstance(value, Tensor):
         return value.to(like.device)

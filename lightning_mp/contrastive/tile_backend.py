@@ -4,12 +4,24 @@ Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kept", "TileBackend"]
+__all__ = ["Ids", "Kept", "TileBackend"]
+
+
+class Ids(NamedTuple):
+    """What each row and column shows; pairs of equal ids are no negatives.
+
+    Args:
+        rows_b: Of the rows, int64.
+        columns_m: Of the columns.
+    """
+
+    rows_b: Tensor
+    columns_m: Tensor
 
 
 class Kept:
@@ -33,13 +45,13 @@ class Kept:
 
 
 class TileBackend(Protocol):
-    """Two sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
+    """Sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
 
     The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
     `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
-    alone have theirs there. Log-sum-exps are natural logarithms in
-    `state_dtype`, gradients are in `accumulation_dtype`; both sweeps add to what they are given,
-    in an order that does not depend on the run.
+    alone have theirs there. With `ids`, every pair of equal ids is left out with them. Log-sum-exps
+    are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all sweeps add
+    to what they are given, in an order that does not depend on the run.
     """
 
     def budget(self, device: torch.device) -> int:
@@ -67,6 +79,7 @@ class TileBackend(Protocol):
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
@@ -88,6 +101,7 @@ class TileBackend(Protocol):
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 
@@ -95,5 +109,26 @@ class TileBackend(Protocol):
         `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
         include the positives. `None` skips a gradient and its unit of work; `kept`, as the first
         sweep left it, takes up to one more off.
+        """
+        ...
+
+    def sigmoid_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        totals_2: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        diagonal: int | None,
+        positive_rows: slice | None = None,
+        ids: Ids | None = None,
+    ) -> None:
+        """Add one shard's negatives to the sigmoid loss and its gradients, in place.
+
+        With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
+        `totals_2 += [sum softplus(x_ij), sum P_ij]`, `d_rows_bD += P @ columns_mD` and
+        `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient.
         """
         ...

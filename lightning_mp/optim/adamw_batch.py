@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.triton_support import triton_problem
-from lightning_mp.optim.adamw_math import foreach_adamw_step
+from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
 
 __all__ = ["AdamWBatch"]
 
@@ -73,18 +73,20 @@ class AdamWBatch:
             self.exp_avg_sqs,
             self.residuals or None,
             self.steps,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            rule=group["rule"],
-            write_back=group["write_back"],
-            seed=seed,
-            clip_update_rms=group["clip_update_rms"],
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            AdamWOptions(
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                rule=group["rule"],
+                write_back=group["write_back"],
+                seed=seed,
+                clip_update_rms=group["clip_update_rms"],
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            ),
         )
         if found_inf is not None:
             torch._foreach_sub_(self.steps, [found_inf] * len(self.steps))

@@ -20,6 +20,7 @@ References:
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_mp.numerics.split_weights import join_weight, round_stochasticall
 __all__ = [
     "ATAN2_A",
     "ATAN2_B",
+    "AdamWOptions",
     "bias_corrections",
     "foreach_adamw_step",
     "mix_seed",
@@ -43,6 +45,41 @@ ATAN2_B = 1.0
 """Scale of the root of the second moment within Adam-atan2."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdamWOptions:
+    """How a step is made, whatever makes it.
+
+    Args:
+        lr: The learning rate; a tensor of one element may live on any device.
+        beta1: Decay of the first moments, in [0, 1).
+        beta2: Decay of the second moments, in [0, 1).
+        eps: Added to the root of the second moment, outside of it.
+        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight. The clip leaves
+            it alone, since no gradient drives it.
+        maximize: Step along the gradient, not against it.
+        rule: "adam" or "atan2".
+        write_back: How half weights take fp32 values: "kahan", "nearest" or "stochastic".
+        seed: Of the noise for "stochastic".
+        clip_update_rms: Bound on the RMS of the gradients over the roots of the second moments,
+            per tensor, or `None`.
+        grad_scale: What the gradients are divided by, one element on this device, or `None`.
+        found_inf: Not 0 where the step is to be skipped, one element on this device, or `None`.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+    rule: str
+    write_back: str
+    seed: int
+    clip_update_rms: float | None
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
 def foreach_adamw_step(
     params: list[Tensor],
     grads: list[Tensor],
@@ -50,19 +87,7 @@ def foreach_adamw_step(
     exp_avg_sqs: list[Tensor],
     residuals: list[Tensor] | None,
     steps: list[Tensor],
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    rule: str,
-    write_back: str,
-    seed: int,
-    clip_update_rms: float | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    options: AdamWOptions,
 ) -> None:
     """Step the tensors of one device, parameter dtype and gradient dtype, in place.
 
@@ -77,45 +102,32 @@ def foreach_adamw_step(
         exp_avg_sqs: Second moments, likewise.
         residuals: Of half weights, for `write_back="kahan"`; otherwise `None`.
         steps: Step counts of shape [], this step included, on the device of `params`.
-        lr: The learning rate; a tensor of one element may live on any device.
-        beta1: Decay of the first moments, in [0, 1).
-        beta2: Decay of the second moments, in [0, 1).
-        eps: Added to the root of the second moment, outside of it.
-        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight. The clip leaves
-            it alone, since no gradient drives it.
-        maximize: Step along the gradient, not against it.
-        rule: "adam" or "atan2".
-        write_back: How half weights take fp32 values: "kahan", "nearest" or "stochastic".
-        seed: Of the noise for "stochastic"; tensor `i` draws from `mix_seed(seed, i)`.
-        clip_update_rms: Bound on the RMS of the gradients over the roots of the second moments,
-            per tensor, or `None`.
-        grad_scale: What the gradients are divided by, one element on this device, or `None`.
-        found_inf: Not 0 where the step is to be skipped, one element on this device, or `None`.
+        options: How. For "stochastic", tensor `i` draws from `mix_seed(seed, i)`.
     """
     if not params:
         return
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-    gradients = _unscaled(grads, exp_avgs[0].dtype, grad_scale, maximize)
+    skip = None if options.found_inf is None else options.found_inf.reshape(()) != 0
+    gradients = _unscaled(grads, exp_avgs[0].dtype, options.grad_scale, options.maximize)
     weights = _working_copies(params, residuals, exp_avgs[0].dtype, skip)
     moments = exp_avgs if skip is None else [m.clone() for m in exp_avgs]
     squares = exp_avg_sqs if skip is None else [v.clone() for v in exp_avg_sqs]
 
-    if weight_decay != 0:
-        _scale_(weights, 1 - lr * weight_decay)
-    torch._foreach_lerp_(moments, gradients, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    if options.weight_decay != 0:
+        _scale_(weights, 1 - options.lr * options.weight_decay)
+    torch._foreach_lerp_(moments, gradients, 1 - options.beta1)
+    torch._foreach_mul_(squares, options.beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - options.beta2)
 
-    correction1, correction2 = bias_corrections(steps, beta1, beta2)
+    correction1, correction2 = bias_corrections(steps, options.beta1, options.beta2)
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
-    rates = _rates(lr, correction1)
-    if clip_update_rms is not None:
-        rms = _update_rms(gradients, roots, eps).to(rates.dtype)
-        rates = rates / (rms / clip_update_rms).clamp_min(1)
+    rates = _rates(options.lr, correction1)
+    if options.clip_update_rms is not None:
+        rms = _update_rms(gradients, roots, options.eps).to(rates.dtype)
+        rates = rates / (rms / options.clip_update_rms).clamp_min(1)
 
-    if rule == "adam":
-        torch._foreach_add_(roots, eps)
+    if options.rule == "adam":
+        torch._foreach_add_(roots, options.eps)
         updates = list(torch._foreach_div(moments, roots))
         torch._foreach_mul_(updates, _scalars(-rates / correction1, updates[0].dtype))
     else:
@@ -127,7 +139,7 @@ def foreach_adamw_step(
     if skip is not None:
         _commit(exp_avgs, moments, skip)
         _commit(exp_avg_sqs, squares, skip)
-    round_weights(params, residuals, weights, write_back, seed, skip)
+    round_weights(params, residuals, weights, options.write_back, options.seed, skip)
 
 
 def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:

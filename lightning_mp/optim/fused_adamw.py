@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_mp.numerics.split_weights import residual_unit
 from lightning_mp.numerics.triton_support import launching_on
 from lightning_mp.optim.adamw_kernels import NUM_WARPS, adamw_kernel, rms_kernel
-from lightning_mp.optim.adamw_math import foreach_adamw_step, mix_seed
+from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step, mix_seed
 from lightning_mp.optim.adamw_tables import Tables, tables_for_capture, tables_of
 
 __all__ = ["fused_adamw_step"]
@@ -27,19 +27,7 @@ def fused_adamw_step(
     exp_avg_sqs: list[Tensor],
     residuals: list[Tensor] | None,
     steps: list[Tensor],
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    rule: str,
-    write_back: str,
-    seed: int,
-    clip_update_rms: float | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    options: AdamWOptions,
 ) -> None:
     """Step the tensors of one CUDA device, parameter dtype and gradient dtype, in place.
 
@@ -60,19 +48,7 @@ def fused_adamw_step(
         exp_avg_sqs: Second moments in fp32.
         residuals: Of half weights, in their dtype, for `write_back="kahan"`; otherwise `None`.
         steps: Step counts in fp32 of shape [], this step included, on the device of `params`.
-        lr: The learning rate; a tensor of one element may live on any device.
-        beta1: Decay of the first moments, in [0, 1).
-        beta2: Decay of the second moments, in [0, 1).
-        eps: Added to the root of the second moment, outside of it.
-        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight.
-        maximize: Step along the gradient, not against it.
-        rule: "adam" or "atan2".
-        write_back: How half weights take fp32 values: "kahan", "nearest" or "stochastic".
-        seed: Of the noise for "stochastic".
-        clip_update_rms: Bound on the RMS of the gradients over the roots of the second moments,
-            per tensor, or `None`.
-        grad_scale: What the gradients are divided by, one element on this device, or `None`.
-        found_inf: Not 0 where the step is to be skipped, one element on this device, or `None`.
+        options: How.
 
     Raises:
         ValueError: The lists differ in length, or tensors are not of the dtypes, shapes or device
@@ -84,50 +60,45 @@ def fused_adamw_step(
     half, device = params[0].dtype, params[0].device
     with launching_on(device), _tables(lists, steps) as tables:
         if tables is None:
-            foreach_adamw_step(
-                params, grads, exp_avgs, exp_avg_sqs, residuals, steps,
-                lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-                maximize=maximize, rule=rule, write_back=write_back, seed=seed,
-                clip_update_rms=clip_update_rms, grad_scale=grad_scale, found_inf=found_inf,
-            )  # fmt: skip
+            foreach_adamw_step(params, grads, exp_avgs, exp_avg_sqs, residuals, steps, options)
             return
         table, chunks, parts = tables
         if len(chunks) == 0:
             return
         shared: dict[str, Any] = {
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
+            "grad_scale": options.grad_scale,
+            "found_inf": options.found_inf,
             "num_tensors": len(params),
-            "beta2": float(beta2),
-            "weight2": 1.0 - beta2,
-            "log_beta2": _log(beta2),
-            "sign": -1.0 if maximize else 1.0,
+            "beta2": float(options.beta2),
+            "weight2": 1.0 - options.beta2,
+            "log_beta2": _log(options.beta2),
+            "sign": -1.0 if options.maximize else 1.0,
             "GRAD": _FORMATS[grads[0].dtype],
             "num_warps": NUM_WARPS,
             "enable_fp_fusion": True,
         }
         partials = None
-        if clip_update_rms is not None:
+        if options.clip_update_rms is not None:
             partials = torch.empty(len(parts), dtype=torch.float32, device=device)
-            floor = max(float(eps), torch.finfo(torch.float32).tiny)
+            floor = max(float(options.eps), torch.finfo(torch.float32).tiny)
             rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
-        rate, rate_at = _rate(lr, device)
+        rate, rate_at = _rate(options.lr, device)
         adamw_kernel[(len(chunks),)](
             table,
             chunks,
             partials,
             lr=rate,
             lr_at=rate_at,
-            seed=_key_of_noise(seed),
-            beta1=float(beta1),
-            weight1=1.0 - beta1,
-            log_beta1=_log(beta1),
-            eps=float(eps),
-            weight_decay=float(weight_decay),
-            clip=float(clip_update_rms or 1.0),
+            seed=_key_of_noise(options.seed),
+            beta1=float(options.beta1),
+            weight1=1.0 - options.beta1,
+            log_beta1=_log(options.beta1),
+            eps=float(options.eps),
+            weight_decay=float(options.weight_decay),
+            clip=float(options.clip_update_rms or 1.0),
             PARAM=_FORMATS[half],
-            IS_ATAN2=rule == "atan2",
-            WRITE_BACK=_write_back(half, residuals, write_back),
+            IS_ATAN2=options.rule == "atan2",
+            WRITE_BACK=_write_back(half, residuals, options.write_back),
             UNIT=residual_unit(half),
             **shared,
         )

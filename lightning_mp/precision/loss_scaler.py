@@ -110,7 +110,7 @@ class LossScaler:
         fp16, 23.4% become zero; in fp32 it is less than 0.001%.
 
         Args:
-            gradients: fp32 or float64, dense or sparse, in the scale of now. Of a DTensor pass the
+            gradients: fp32 or float64, dense or sparse, at the current scale. Of a DTensor pass the
                 local shard, and reduce what returns with `all_reduce_found_inf`.
             device: Where the result goes; by default to that of the first gradient, else the CPU.
 

@@ -50,7 +50,7 @@ def hold_global_step(model: "pl.LightningModule") -> None:
     """Take back, ahead of Lightning, the step that it is about to count.
 
     `global_step` is the number of optimizer steps that were completed. It tells averages of weights
-    when to update and `max_steps` when to stop, and a skipped step is none.
+    when to update and `max_steps` when to stop, and a skipped step does not count.
     """
     loop = model.trainer.fit_loop.epoch_loop
     if model.automatic_optimization:

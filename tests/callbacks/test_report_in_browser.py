@@ -32,7 +32,7 @@ def _history() -> History:
     for step in range(STEPS):
         history.add_point("loss", step, 2 + math.cos(step / 30))
         history.add_point("gradient_norm", step, 10.0 ** (step / 100))
-        history.add_point("loss_scale", step, 2.0 ** (16 - step // 100))
+        history.add_point("loss_scale", step, 2.0 ** (16 - step // 5))  # to 2^-63
     history.add_point("loss_not_finite", 101, math.nan)
     names = [
         f"model.transformer.encoder.layers.{layer}.attention.self.{part}.weight"
@@ -114,6 +114,19 @@ def test_page_has_no_horizontal_overflow(page: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         inside = "[...document.querySelectorAll('figure')].map(f => f.scrollWidth - f.clientWidth)"
         assert max(page.evaluate(inside)) <= 0
+
+
+def test_labels_of_an_axis_differ(page: Any) -> None:
+    axes = page.evaluate(
+        """() => [...document.querySelectorAll("svg")].map((svg) => {
+          const labels = [...svg.querySelectorAll("text[text-anchor=end]")];
+          const x = labels.length && labels[0].getAttribute("x");
+          const column = labels.filter((each) => each.getAttribute("x") === x);
+          return column.map((each) => each.textContent);
+        })"""
+    )
+    assert any(len(labels) > 2 for labels in axes)
+    assert [labels for labels in axes if len(set(labels)) < len(labels)] == []
 
 
 def test_names_of_rows_show_their_layer_in_full(page: Any) -> None:

@@ -29,10 +29,23 @@ class OneRankExplodes(PlantedModel):
         return loss * 1000 if batch_idx == SPIKE and self.global_rank == 1 else loss
 
 
-def train(rank: int, folder: str) -> tuple[list[tuple[int, str]], list[int], list[Tensor]]:
+class LosesCheckpoint(OneRankExplodes):
+    """The checkpoint that is to be gone back to cannot be read at the spike."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == SPIKE and self.global_rank == 1:
+            (path,) = Path(self.trainer.default_root_dir).rglob(f"step={BACK_TO}.ckpt")
+            path.write_bytes(path.read_bytes()[:-100])
+        return super().training_step(batch, batch_idx)
+
+
+def train(
+    rank: int, folder: str, make: type[PlantedModel]
+) -> tuple[list[tuple[int, str]], list[int], list[Tensor]]:
     warnings.simplefilter("ignore")
     guard = SpikeGuard(
         action="rewind",
+        rewind_storage="disk",
         rewind_steps=10,
         skip_batches=SKIP,
         checkpoint_every_n_steps=10,
@@ -40,25 +53,34 @@ def train(rank: int, folder: str) -> tuple[list[tuple[int, str]], list[int], lis
         judge_after_steps=16,
         dirpath=folder,
     )
-    model = OneRankExplodes(None, lambda p: SGD(p, lr=0.05, momentum=0.9))
+    model = make(None, lambda p: SGD(p, lr=0.05, momentum=0.9))
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "default_root_dir": folder}
     fit(model, make_batches(140)[rank::2], guard, **options, use_distributed_sampler=False)
     return kinds(guard), model.seen, [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.distributed
-def test_ranks_rewind_together_when_one_of_them_explodes(tmp_path: Path) -> None:
-    results = run_ranks(train, 2, str(tmp_path))
+@pytest.mark.parametrize(
+    ("make", "back_to"), [(OneRankExplodes, BACK_TO), (LosesCheckpoint, BACK_TO + 10)]
+)
+def test_ranks_rewind_together_when_one_of_them_explodes(
+    tmp_path: Path, make: type[PlantedModel], back_to: int
+) -> None:
+    results = run_ranks(train, 2, str(tmp_path), make)
     for events, seen, _ in results:
-        assert [kind for _, kind in events] == ["loss_spike", "rewind_to_step"]
-        assert seen == [*range(SPIKE + 1), *range(BACK_TO + SKIP, 70)]
+        kinds_of_rank = [kind for _, kind in events]
+        assert kinds_of_rank[0] == "loss_spike"
+        assert kinds_of_rank[-1] == "rewind_to_step"
+        assert ("rewind_lost" in kinds_of_rank) == (back_to != BACK_TO)
+        assert seen == [*range(SPIKE + 1), *range(max(back_to + SKIP, SPIKE + 1), 70)]
     # One process with the samples of both ranks in a batch, without what was skipped.
     batches = make_batches(140)
     pairs = zip(batches[::2], batches[1::2], strict=True)
     whole = [[torch.cat(part) for part in zip(*pair, strict=True)] for pair in pairs]
+    whole = whole[:back_to] + whole[max(back_to + SKIP, SPIKE + 1) :]
     reference = PlantedModel()
     optimizer = SGD(reference.parameters(), lr=0.05, momentum=0.9)
-    for batch in whole[:BACK_TO] + whole[BACK_TO + SKIP :]:
+    for batch in whole:
         optimizer.zero_grad()
         reference.compute_loss(batch).backward()
         optimizer.step()

@@ -98,7 +98,9 @@ def test_bash_completes_commands_options_and_classes(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     for words, expected in (
-        (["r"], {"report"}),
+        (["r"], {"report", "reproduce"}),
+        (["p"], {"predict", "plan"}),
+        (["plan", "--check-p"], {"--check-paper"}),
         (["fit", "--trainer.plugins.half_o"], {"--trainer.plugins.half_ops"}),
         (["fit", "--trainer.callbacks", "lightning_mp.S"], {"lightning_mp.SpikeGuard"}),
         (["fit", "--trainer.strategy", "lightning_mp.I"], {"lightning_mp.InfCLStrategy"}),

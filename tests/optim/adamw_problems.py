@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.split_weights import join_weight
+from lightning_mp.optim.adamw_math import AdamWOptions
 from tests.reference.adamw import AdamWReference
 
 __all__ = [
@@ -68,7 +69,7 @@ class Problem:
     def after(self, step: Any, **options: Any) -> "Problem":
         """Return what a step makes of a copy."""
         copy = self.copy()
-        step(*copy.lists[:4], copy.residuals, copy.steps, **{**OPTIONS, **options})
+        step(*copy.lists[:4], copy.residuals, copy.steps, AdamWOptions(**{**OPTIONS, **options}))
         return copy
 
     def weights(self) -> list[Tensor]:

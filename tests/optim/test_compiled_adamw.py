@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_mp.optim.adamw_kernels import NUM_WARPS
+from lightning_mp.optim.adamw_math import AdamWOptions
 from lightning_mp.optim.fused_adamw import fused_adamw_step
 from tests.contrastive.triton_tiles.compiling import Compiled, compiler
 from tests.optim.adamw_problems import BF16, FP16, FP32, OPTIONS, make_problem
@@ -59,7 +60,7 @@ def launch(request: Request) -> None:
         "grad_scale": flags[0],
         "found_inf": flags[1],
     }
-    fused_adamw_step(*problem.lists[:4], problem.residuals, problem.steps, **options)
+    fused_adamw_step(*problem.lists[:4], problem.residuals, problem.steps, AdamWOptions(**options))
 
 
 STEPS = [

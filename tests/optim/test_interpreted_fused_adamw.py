@@ -10,7 +10,7 @@ import triton.language as tl
 from lightning_mp.numerics.split_weights import residual_unit
 from lightning_mp.optim import adamw_tables
 from lightning_mp.optim.adamw_kernels import BLOCK, CHUNK
-from lightning_mp.optim.adamw_math import foreach_adamw_step
+from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
 from lightning_mp.optim.adamw_tables import tables_of
 from lightning_mp.optim.fused_adamw import fused_adamw_step
 from lightning_mp.optim.safe_adamw import SafeAdamW
@@ -153,7 +153,7 @@ def test_rms_of_a_tensor_in_few_parts_is_that_of_all_its_elements(monkeypatch):
         expected = moved.in_float64(clip_update_rms=0.5)
         steps = [step.clone() for step in moved.steps]
         options = OPTIONS | {"clip_update_rms": 0.5}
-        fused_adamw_step(*moved.lists, None, steps, **options)
+        fused_adamw_step(*moved.lists, None, steps, AdamWOptions(**options))
         assert disagreement(moved, expected) < 1
 
 

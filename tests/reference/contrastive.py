@@ -28,6 +28,15 @@ def dense_loss(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
     return (terms[0] + terms[1]).mean() / 2
 
 
+def dense_sigmoid_loss(
+    image: Tensor, text: Tensor, scale: Tensor | float, bias: Tensor | float
+) -> Tensor:
+    """open_clip's `SigLipLoss` of one process: all pairs, divided by the batch size."""
+    logits = scale * image @ text.T + bias
+    labels = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
+    return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(logits)
+
+
 def reference(image: Tensor, text: Tensor, scale: float) -> Reference:
     """Loss and gradients of the float64 reference for features of any dtype."""
     image, text = (features.detach().double().requires_grad_() for features in (image, text))

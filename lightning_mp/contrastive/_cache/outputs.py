@@ -44,7 +44,7 @@ class Outputs:
         """Return the tensors among the outputs of a micro-batch, those left out excepted.
 
         Raises:
-            ValueError: There are none, or one has no rows.
+            ValueError: There are no outputs, or one has no rows.
         """
         count = rows.stop - rows.start
         structure = self._open(returned)

@@ -101,7 +101,7 @@ def find_tower(model: nn.Module, name: str) -> Tower:
     """Return the submodule or method of `model` that `name` (a dotted path) stands for.
 
     Raises:
-        ValueError: There is none; the message lists names that are near.
+        ValueError: There is no such tower; the message lists names that are near.
     """
     path, _, last = name.rpartition(".")
     try:

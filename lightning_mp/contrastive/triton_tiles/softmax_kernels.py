@@ -37,13 +37,13 @@ from lightning_mp.contrastive.triton_tiles.launch import (
     diagonal_offset,
 )
 
-__all__ = ["SoftmaxFactors", "softmax_kernel", "write_softmax"]
+__all__ = ["SoftmaxFactors", "softmax_kernel", "store_tile", "write_softmax"]
 
 _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     to, values, row, column, row_tile, column_tile, num_rows, num_columns, stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -132,12 +132,12 @@ def softmax_kernel(
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         values = tl.where(keep, values, 0.0)
-    left_over = _store_tile(
+    left_over = store_tile(
         softmax, values, row, column, row_tile, column_tile, num_rows, num_columns,
         softmax_stride, TILE_M, TILE_N, TMA,
     )  # fmt: skip
     if LOW:
-        _store_tile(
+        store_tile(
             softmax_low, left_over, row, column, row_tile, column_tile, num_rows, num_columns,
             softmax_stride, TILE_M, TILE_N, TMA,
         )  # fmt: skip

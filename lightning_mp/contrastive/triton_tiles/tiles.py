@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Kept
+from lightning_mp.contrastive.tile_backend import Ids, Kept
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -34,6 +34,7 @@ from lightning_mp.contrastive.triton_tiles.operands import (
     TileDtype,
 )
 from lightning_mp.contrastive.triton_tiles.products import add_product
+from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
@@ -88,6 +89,7 @@ class TritonTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -126,6 +128,7 @@ class TritonTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         kept: Kept | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -155,10 +158,40 @@ class TritonTiles:
             ):
                 softmax = workspace.block(block)
                 write(block, softmax, config)
-                if d_rows_bD is not None:
-                    softmax.add_rows(d_rows_bD[block.rows], block.column_operand)
-                if d_columns_mD is not None:
-                    softmax.add_columns(d_columns_mD[block.columns], block.row_operand)
+                softmax.add_products(block, d_rows_bD, d_columns_mD)
+
+    def sigmoid_sweep(
+        self,
+        rows_bD: Tensor,
+        columns_mD: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        totals_2: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        diagonal: int | None,
+        positive_rows: slice | None = None,
+        ids: Ids | None = None,
+    ) -> None:
+        """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
+        precision = Precision.of(rows_bD.dtype, self.tile_dtype)
+        units = (precision.unit(rows_bD), precision.unit(columns_mD))
+        log2_scale = _log2_parts(scale, units)
+        log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
+        with _on(rows_bD.device):
+            shape = self._softmax_block(rows_bD, columns_mD, precision)
+            workspace = _Workspace.make(shape, precision, rows_bD.device)
+            config = self._choose("softmax_wide", precision, rows_bD)
+            for block in blocks_of(
+                rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
+            ):
+                weights = workspace.block(block)
+                add_sigmoid(
+                    block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
+                    log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
+                    exponent=weights.exponent, split_scale=precision.is_split,
+                )  # fmt: skip
+                weights.add_products(block, d_rows_bD, d_columns_mD)
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace, see `TileBackend.budget`."""
@@ -211,6 +244,15 @@ class _Softmax:
     high_nc: Tensor
     low_nc: Tensor | None
     exponent: int
+
+    def add_products(
+        self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
+    ) -> None:
+        """Add both products of the block to the gradients that are wanted."""
+        if d_rows_bD is not None:
+            self.add_rows(d_rows_bD[block.rows], block.column_operand)
+        if d_columns_mD is not None:
+            self.add_columns(d_columns_mD[block.columns], block.row_operand)
 
     def add_rows(self, d_rows_nD: Tensor, columns: Operand) -> None:
         """Add `softmax @ columns`."""

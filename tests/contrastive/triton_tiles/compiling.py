@@ -28,6 +28,7 @@ from triton.runtime import driver
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive.triton_tiles.operands import Precision
+from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
 
 __all__ = ["Chip", "Compiled", "Request", "compiler"]
@@ -63,10 +64,12 @@ class Request:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
         precision = self.precision
         dtypes = dict.fromkeys([precision.operand, precision.softmax])
-        is_softmax = self.kernel == "softmax_kernel"
+        is_softmax = self.kernel in ("softmax_kernel", "sigmoid_kernel")
         parts = [
             f"sm{self.arch or self.config.arch}",
-            self.config.kernel if is_softmax else self.kernel.removesuffix("_kernel"),
+            self.config.kernel
+            if self.kernel == "softmax_kernel"
+            else self.kernel.removesuffix("_kernel"),
             "x".join(str(size) for size in self.config.tile),
             f"w{self.config.warps}",
             f"s{self.config.stages}",
@@ -238,9 +241,16 @@ def _launch(request: Request) -> None:
             rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config,
             split_scale=precision.is_split,
         )  # fmt: skip
+        return
+    # Rows are aligned even where their ends are not.
+    softmax, low = rows.new_empty(2, _SIZE, _SIZE, dtype=precision.softmax)[:, :, :m]
+    if request.kernel == "sigmoid_kernel":
+        add_sigmoid(
+            rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
+            low if precision.keeps_low else None, 0, request.config,
+            exponent=precision.softmax_exponent, split_scale=precision.is_split,
+        )  # fmt: skip
     else:
-        # Rows are aligned even where their ends are not.
-        softmax, low = rows.new_empty(2, _SIZE, _SIZE, dtype=precision.softmax)[:, :, :m]
         write_softmax(
             rows, columns, log2_scale, SoftmaxFactors.of(*lses, 0), softmax,
             low if precision.keeps_low else None, 0, (request.config, request.config),

@@ -123,6 +123,14 @@ def changed(kernel: str, arch: int, precision: Precision, **changes: object) -> 
 ROWS = all_configs()
 TILES = list(dict.fromkeys(request for row in ROWS for request in requests_of(row)))
 MERGES = [Request("merge_kernel", rows_of("lse", arch, torch.bfloat16)[1], BF16) for arch in CHIPS]
+# The sigmoid takes the rows of the softmax with two exponentials: it keeps as much in registers.
+SIGMOIDS = [
+    Request("sigmoid_kernel", bare(row), precision, ragged=precision.keeps_low)
+    for row in ROWS
+    if row.kernel == "softmax_wide"
+    for precision in PRECISIONS
+    if str(precision.operand).removeprefix("torch.") in row.dtypes
+]
 # The reasons say that nothing larger than their rows goes without spilling: these do.
 SPILLING = [
     changed("lse", 90, BF16, tile=(256, 256, 16), stages=2),
@@ -145,6 +153,7 @@ GATE = [
     *(r for r in USED if r.config.arch in (100, 120)),
     *RELATED,
     *MERGES,
+    *(r for r in SIGMOIDS if r.precision in (BF16, BF16_LOW) and r.config.arch in (80, 90)),
     SPILLING[1],
 ]
 
@@ -157,7 +166,7 @@ def requests(cases: Sequence[Request]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("request_", params, ids=str, scope="module")
 
 
-tiles, kernels = requests(TILES), requests(TILES + MERGES + RELATED)
+tiles, kernels = requests(TILES), requests(TILES + MERGES + RELATED + SIGMOIDS)
 
 
 @pytest.fixture(scope="module")

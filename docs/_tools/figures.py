@@ -1,4 +1,4 @@
-"""Draws the figures of the documentation: `python docs/_build/figures.py` writes docs/images/*.svg.
+"""Draws the figures of the documentation: `python docs/_tools/figures.py` writes docs/images/*.svg.
 
 A figure is a list of boxes, arrows and words on a grid of pixels; nothing is laid out by itself.
 """
@@ -25,6 +25,7 @@ EDGES = {
     "grey": "#777777",
     "white": "#777777",
 }
+_QUIET = "GradientUnderflowMonitor()\nAdamStateMonitor()"
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
@@ -172,7 +173,8 @@ def two_sweeps() -> None:
         for row in range(4):
             for column in range(4):
                 is_diagonal = row == column
-                color = "grey" if is_diagonal else ("orange" if (row, column) == (1, 2) else "white")
+                color = "orange" if (row, column) == (1, 2) else "white"
+                color = "grey" if is_diagonal else color
                 f.box(left + 40 + 50 * column, 55 + 50 * row, 48, 48, "", color)
                 if is_diagonal:
                     f.words(left + 64 + 50 * column, 79 + 50 * row, "pos", 11)
@@ -213,18 +215,27 @@ def gradient_cache() -> None:
 
 
 def exchange() -> None:
-    """How ranks pass their shards around."""
-    f = Figure(860, 250, "The exchange between ranks")
-    f.words(430, 20, "four ranks: text shards travel, image shards stay", 14, bold=True)
+    """How ranks pass slices of their texts around."""
+    f = Figure(900, 300, "The exchange between ranks")
+    f.words(450, 20, "four ranks, two slices: texts travel, images stay", 14, bold=True)
     for rank in range(4):
-        x = 40 + 205 * rank
-        f.box(x, 50, 165, 50, f"rank {rank}: images I{rank}", "blue")
-        f.box(x, 130, 165, 50, f"holds T{rank}, then\nT{(rank + 3) % 4}, T{(rank + 2) % 4}, …", "orange")
-        f.arrow(x + 82, 130, x + 82, 100)
-        if rank < 3:
-            f.arrow(x + 165, 155, x + 205, 155)
-    f.arrow(820, 155, 842, 155, 842, 215, 18, 215, 18, 155, 40, 155)
-    f.words(430, 232, "sums of columns and dT travel along, and come home complete", 12)
+        y = 45 + 56 * rank
+        f.box(20, y, 120, 42, f"rank {rank}: I{rank}", "blue")
+        f.box(150, y, 60, 42, f"T{rank}, 0", "orange")
+        f.box(214, y, 60, 42, f"T{rank}, 1", "green")
+        f.arrow(274, y + 21, 345, y + 21)
+    f.box(345, 45, 105, 210, "all-gather\nof slice 1\n \nwhile slice 0\nis in use", "grey")
+    for n in range(4):
+        f.box(520 + 46 * n, 45, 44, 42, f"T{n}, 0", "orange", 12)
+        f.box(520 + 46 * n, 101, 44, 42, f"T{n}, 1", "green", 12)
+    f.arrow(450, 66, 520, 66)
+    f.arrow(450, 122, 520, 122)
+    f.box(520, 165, 182, 90, "every rank: its I times\na block of all T,\nin tiles", "blue")
+    f.arrow(611, 143, 611, 165)
+    home = "sums go home:\nlog-sum-exps\nby all-to-all,\ndT by\nreduce-scatter"
+    f.box(755, 100, 130, 110, home, "grey", 12)
+    f.arrow(702, 210, 730, 210, 730, 155, 755, 155)
+    f.words(450, 282, "as few slices as fit the workspace: mostly one, however many ranks", 12)
     f.save("exchange")
 
 
@@ -234,15 +245,15 @@ def nan_path() -> None:
     f.box(330, 10, 260, 44, "What do you see?", "grey", 15, bold=True)
     ways = (
         ("the loss is NaN or inf", "NonFiniteLocator()\nnames the producer", "red"),
-        ("steps are skipped,\nthe loss scale sinks", "LossScaleMonitor()\nsays since when", "orange"),
+        ("steps are skipped,\nthe loss scale sinks", "LossScaleMonitor()\nsays when", "orange"),
         ("the loss jumps,\nand comes back or not", "SpikeGuard()\nwarn first, then skip", "orange"),
-        ("learning stops\nwithout any jump", "GradientUnderflowMonitor()\nAdamStateMonitor()", "blue"),
+        ("learning stops\nwithout any jump", _QUIET, "blue"),
     )
     ends = (
-        "forward in fp16:\nfp32_modules, inf_clamp,\nhalf='bf16'\n \nbackward: lower\nloss_scale, max_scale\n"
-        " \nbatch: clean the data\n \nparameter: 16-true?\nPureFP16, SafeAdamW",
-        "below 1024: locate, then\nfp32_modules\n \nat its floor: the loss\nitself is not finite\n \n"
-        "more than 1% skipped:\nlower the learning rate,\nLossScaleConfig(max_scale)",
+        "forward in fp16:\nfp32_modules, inf_clamp,\nhalf='bf16'\n \nbackward: lower\nloss_scale,"
+        " max_scale\n \nbatch: clean the data\n \nparameter: 16-true?\nPureFP16, SafeAdamW",
+        "below 1024: locate, then\nfp32_modules\n \nat its floor: the loss\nitself is not finite\n"
+        " \nmore than 1% skipped:\nlower the learning rate,\nLossScaleConfig(max_scale)",
         "single batches:\ngradient_clip_val, 'skip'\n \nwhole stretches: 'rewind'\n \n"
         "a steady rise\n(divergence): go back,\nhalve the learning rate",
         "zeros with subnormals:\nraise the loss scale,\nor half='bf16'\n \nbelow epsilon:\n"
@@ -260,5 +271,6 @@ def nan_path() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (overview, working_copies, residuals, two_sweeps, gradient_cache, exchange, nan_path):
+    for draw in (overview, working_copies, residuals, two_sweeps, gradient_cache, exchange):
         draw()
+    nan_path()

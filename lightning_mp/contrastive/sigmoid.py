@@ -1,0 +1,93 @@
+"""`SigmoidContrastiveLoss`: SigLIP's loss over all pairs of the global batch, without the matrix.
+
+Shapes:
+    b: this rank's batch. D: feature width.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive.agreement import trained
+from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.infonce import Plan
+from lightning_mp.contrastive.loss import ContrastiveLoss, as_tensor
+from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
+
+__all__ = ["SigmoidContrastiveLoss"]
+
+
+class SigmoidContrastiveLoss(ContrastiveLoss):
+    r"""Sigmoid (SigLIP) loss of all pairs, exact over all ranks and without a b x b matrix.
+
+    A drop-in for open_clip's `SigLipLoss`, which sends texts around the ranks too, but holds a
+    b x b matrix of logits, of their sigmoids and of their cotangents for each: 12.9 GB at b =
+    32,768 in fp32. Here loss and gradients are worked out tile by tile in one sweep, in memory that
+    grows with b.
+
+    .. math::
+        L = \frac{1}{B} \sum_{ij} \mathrm{softplus}(-z_{ij} S_{ij}), \qquad
+        S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T + \mathrm{logit\_bias},
+
+    where `z_ij` is 1 for a pair and -1 for all others.
+
+    **Normalisation**: the sum over all `B^2` pairs is divided by the global batch size B. open_clip
+    returns on each rank the part of the rank's own images, divided by the rank's own batch size b;
+    the mean of that over ranks is L where all ranks have the same b. So a model trained under DDP
+    gets the same gradients from both. This loss returns L itself, on every rank, and stays exact
+    where batch sizes differ.
+
+    **Work**: one sweep over the tiles of S, three matrix products of `2 b^2 D` FLOPs. Gradients are
+    worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
+    in fp32. The bias gets its exact gradient. `torch.compile` leaves its graph for this loss.
+
+    **Precision**, **backends**, **several ranks**, **duplicates** and the arguments are those of
+    `ContrastiveLoss`.
+    Logits are rounded as fp32 (float64 for float64 features); the Triton tiles keep
+    `sigmoid(S_ij)` in `tile_dtype` between its two products. The pairs of the batch stay outside
+    the sweep in fp32 and float64.
+
+    Shapes:
+        image_features, text_features: (b, D), already normalised if they are to be.
+        logit_scale, logit_bias: one value; SigLIP starts at 10 and -10. Without a bias of about
+            minus the logarithm of B, the B - 1 negatives of each row drown its pair. Returns a
+            scalar in fp32 (float64 for float64).
+
+    Raises:
+        ValueError: For arguments or features that cannot be used, on all ranks at once.
+
+    References:
+        - SigLIP, https://arxiv.org/abs/2303.15343
+        - open_clip, https://github.com/mlfoundations/open_clip, `SigLipLoss`
+
+    Example::
+
+        loss_fn = SigmoidContrastiveLoss()
+        loss = loss_fn(image_features, text_features, self.logit_scale.exp(), self.logit_bias)
+    """
+
+    _pairs = SigmoidPairs
+
+    @torch.compiler.disable
+    def _loss_of_one(
+        self,
+        image_bD: Tensor,
+        text_bD: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of one process."""
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
+        if problem is not None:
+            raise ValueError(problem)
+        scale = as_tensor(logit_scale, image_bD)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
+        tiles = make_tiles(
+            device=image_bD.device, dtype=image_bD.dtype, **self._options_with(ids_b)
+        )
+        needs = trained(image_bD, text_bD, scale, bias)
+        loss: Tensor = self._pairs.apply(
+            image_bD, text_bD, scale, bias, Plan(Ring([len(image_bD)]), tiles, *needs, ids_b=ids_b)
+        )
+        return loss

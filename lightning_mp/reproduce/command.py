@@ -1,0 +1,60 @@
+"""The command `lightning-mp reproduce`; it imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["PAPERS", "reproduce"]
+
+# The module of each paper, whose `PARTS` are functions of an `Output` by their names.
+PAPERS = {"inf-cl": "lightning_mp.reproduce.inf_cl.parts"}
+
+
+def reproduce(
+    paper: Literal["inf-cl"],
+    only: str | None = None,
+    output: str = "reproduced",
+    fast: bool = False,
+) -> None:
+    """Make the tables and figures of a paper anew, at this machine's size.
+
+    Every row says whether it was measured here or computed, with hardware, versions and date, and
+    stands in a CSV file; figures are pictures as well.
+
+    Args:
+        paper: `inf-cl` is arXiv 2410.17243: `table1`, `table2`, `figure1` (memory and largest
+            batch), `table3` (accuracy by loss), `table4` (tiling by levels), `figure4` (cost by
+            batch), `figure5` (accuracy by batch). Tables 3 and 4 and Figure 5 train on the glyphs
+            of `examples/`, so they run in a clone.
+        only: Parts to make, such as `table4,figure4`; all if left out.
+        output: Folder for the files; each paper has its own in it.
+        fast: Sizes that show that all of it runs, and nothing more.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # of a clone, whose `examples` hold the glyphs
+    parts = importlib.import_module(PAPERS[paper]).PARTS
+    chosen = list(parts) if only is None else [name.strip() for name in only.split(",")]
+    unknown = [name for name in chosen if name not in parts]
+    if unknown:
+        raise SystemExit(
+            f"lightning-mp reproduce: {paper} has no {', '.join(unknown)}. Choose among "
+            f"{', '.join(parts)}."
+        )
+    from lightning_mp.reproduce.output import Output
+
+    out = Output(Path(output) / paper, fast=fast, title=paper)
+    for name in out.progress(chosen, "parts"):
+        try:
+            parts[name](out)
+        except ModuleNotFoundError as error:
+            raise SystemExit(
+                f"lightning-mp reproduce: {name} needs `{error.name}`. {_HELP}"
+            ) from None
+    print(f"All of it: {out.folder.resolve()}")
+
+
+_HELP = "Run in a clone with `pip install 'lightning-mp[demo]'`, or choose other parts by `--only`."

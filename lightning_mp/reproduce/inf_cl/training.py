@@ -1,0 +1,256 @@
+"""Table 3 and Figure 5: what is learned by loss and by batch, on the glyphs of the demo.
+
+Legend: ``N`` test glyphs, ``C`` classes, ``T`` prompts of a class, ``D`` feature width.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mp import ContrastiveLoss, InfCLStrategy
+from lightning_mp.plan import paper
+from lightning_mp.reproduce.inf_cl.losses import DenseLoss, RanksInOne
+from lightning_mp.reproduce.output import MEASURED, PRINTED, Output
+
+__all__ = [
+    "Recipe",
+    "figure5",
+    "render_glyphs",
+    "table3",
+    "trained_scores",
+    "zero_shot_top1",
+]
+
+# One family in four styles: no name has more than four glyphs, so that a batch of 4,096 can hold
+# no name twice, which would be a false negative.
+FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSans-Oblique")
+# Scripts are the classes of the zero-shot test. No prompt is a character's name, so none was seen.
+SCRIPTS = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN", "BRAILLE", "BOX")
+PROMPTS = ("{}", "{} LETTER", "{} SMALL LETTER", "{} CAPITAL LETTER", "{} PATTERN", "{} DRAWINGS")
+LEARNING_RATE = 3e-3
+REFERENCE_BATCH = 512  # whose learning rate is the one above where it is scaled
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training on the glyphs.
+
+    Args:
+        batch: Global batch.
+        samples: Pairs seen in all, the same whatever the batch.
+        lr: Peak learning rate of AdamW.
+        seed: Of weights and order.
+        micro_batch: Pairs that a tower sees at a time with gradient caching.
+    """
+
+    batch: int
+    samples: int
+    lr: float = LEARNING_RATE
+    seed: int = 0
+    micro_batch: int = 256
+
+
+def render_glyphs() -> None:
+    """Render the demo's glyphs into its cache, if they are not there."""
+    from examples.glyph_clip.data import GlyphData
+
+    GlyphData(progress=False).prepare_data()
+
+
+def trained_scores(
+    recipe: Recipe, loss: nn.Module, *, cached: bool, ranks: int = 1
+) -> dict[str, float]:
+    """Train the demo's model with another loss, and test it on a family that it has never seen.
+
+    Args:
+        recipe: What to train.
+        loss: Called as `ContrastiveLoss` is.
+        cached: Whether towers see micro-batches, by `InfCLStrategy`.
+        ranks: In an initialised group.
+
+    Raises:
+        ModuleNotFoundError: The demo's `examples` are not there.
+    """
+    from examples.glyph_clip.data import GlyphData
+    from examples.glyph_clip.glyphs import TRAIN_FONTS
+    from examples.glyph_clip.model import GlyphCLIP
+
+    left_out = [font for font in TRAIN_FONTS if font not in FONTS]
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.seed_everything(recipe.seed, verbose=False)
+        data = GlyphData(
+            batch_size=recipe.batch, validation_fonts=left_out, seed=recipe.seed, progress=False
+        )
+        model = GlyphCLIP(width=32, feature_width=64, lr=recipe.lr)
+        model.loss = loss  # type: ignore[assignment]
+        strategy: Any = "auto" if ranks == 1 else "ddp"
+        if cached:
+            strategy = InfCLStrategy(
+                micro_batch_size=recipe.micro_batch, process_group_backend="gloo"
+            )
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            max_epochs=-1,
+            max_steps=max(1, recipe.samples // recipe.batch),
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, data)
+    return _scores(model, data)
+
+
+@torch.no_grad()
+def _scores(model: Any, data: Any) -> dict[str, float]:
+    """Return recall and zero-shot accuracy on the whole test family; every rank has all of it."""
+    from examples.glyph_clip.report import encode
+
+    table = data.tables["test"]
+    image_ND, text_ND = encode(model, table)
+    model.recall.reset()
+    model.recall.update(image_ND, text_ND)
+    # Not `compute`, which would take the same glyphs from every rank.
+    scores = {name: float(value) for name, value in _computed(model.recall).items()}
+    scores["zero_shot_top1"] = zero_shot_top1(model, table, image_ND)
+    return scores
+
+
+def _computed(recall: Any) -> dict[str, Tensor]:
+    recall.sync_on_compute = False
+    values: dict[str, Tensor] = recall.compute()
+    return values
+
+
+def zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
+    """Return the share of glyphs whose script is told by prompts, as CLIP's zero-shot test does.
+
+    Args:
+        model: With a tower `text`.
+        table: The glyphs that `image_ND` are features of.
+        image_ND: Unit vectors.
+    """
+    from examples.glyph_clip.glyphs import decode_name, encode_names
+
+    names = [decode_name(code) for code in table.codes]
+    first_words = [name.partition(" ")[0] for name in names]
+    rows_n = torch.tensor([row for row, word in enumerate(first_words) if word in SCRIPTS])
+    target_n = torch.tensor([SCRIPTS.index(first_words[row]) for row in rows_n.tolist()])
+    prompts = [prompt.format(script) for script in SCRIPTS for prompt in PROMPTS]
+    features = F.normalize(model.text(torch.from_numpy(encode_names(prompts))), dim=-1)
+    class_CD = F.normalize(features.unflatten(0, (len(SCRIPTS), len(PROMPTS))).mean(1), dim=-1)
+    found_n = (image_ND[rows_n] @ class_CD.T).argmax(1)
+    return (found_n == target_n).float().mean().item()
+
+
+def table3(out: Output) -> None:
+    """Recall and zero-shot top-1 by loss, mean and spread over three seeds."""
+    batch, samples, seeds = (128, 512, 2) if out.fast else (512, 65_536, 3)
+    large = 4 * batch
+    losses: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
+        f"dense (CLIP), {batch}": (DenseLoss, False, batch),
+        f"local (OpenCLIP) as of 4 ranks, {batch}": (lambda: RanksInOne(4), False, batch),
+        f"lightning-mp, {batch}": (ContrastiveLoss, True, batch),
+        f"lightning-mp, {large}": (ContrastiveLoss, True, large),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in losses}
+    work = [(name, seed) for name in losses for seed in range(seeds)]
+    for name, seed in out.progress(work, "Table 3, training"):
+        make, cached, size = losses[name]
+        recipe = Recipe(batch=size, samples=samples, seed=seed, micro_batch=batch // 2)
+        found[name].append(trained_scores(recipe, make(), cached=cached))
+    rows: list[dict[str, object]] = []
+    for name, scores in found.items():
+        row: dict[str, object] = {"kind": MEASURED, "loss": name, "data": "glyphs"}
+        for label, key in (
+            ("top1", "zero_shot_top1"),
+            ("i2t_r@1", "image_to_text_recall@1"),
+            ("t2i_r@1", "text_to_image_recall@1"),
+        ):
+            values = [each[key] for each in scores]
+            row |= {label: statistics.fmean(values), f"{label}_sd": statistics.stdev(values)}
+        rows.append(row | {"seeds": seeds, "samples": samples})
+    rows += _printed(rows[0])
+    out.table("table3", rows, "Table 3: zero-shot top-1 and recall by loss")
+
+
+def _printed(like: dict[str, object]) -> Iterator[dict[str, object]]:
+    scores = paper.figures()["table3_acc_[INval,v2,ObjNet,OOD,COCO_I2T,COCO_T2I]"]
+    for loss, values in scores.items():
+        row = dict.fromkeys(like) | {"kind": PRINTED, "loss": loss, "data": "ImageNet, COCO"}
+        for label, value in zip(
+            ("top1", "i2t_r@1", "t2i_r@1"), (values[0], *values[4:]), strict=True
+        ):
+            row[label] = value / 100
+        yield row
+
+
+def figure5(out: Output) -> None:
+    """Recall by batch at a fixed number of samples, with the learning rate fixed and scaled."""
+    batches = (64, 256) if out.fast else (64, 128, 256, 512, 1024, 2048, 4096)
+    samples = 512 if out.fast else 65_536
+    rows: list[dict[str, object]] = []
+    work = [(batch, rule) for batch in batches for rule in ("fixed", "scaled")]
+    for batch, rule in out.progress(work, "Figure 5, training"):
+        factor = math.sqrt(batch / REFERENCE_BATCH) if rule == "scaled" else 1.0
+        recipe = Recipe(batch=batch, samples=samples, lr=LEARNING_RATE * factor)
+        # Where both are the same, there is nothing to train again.
+        same = [row for row in rows if row["batch"] == batch and row["lr"] == recipe.lr]
+        if same:
+            rows.append({**same[0], "learning_rate": rule})
+            continue
+        scores = trained_scores(recipe, ContrastiveLoss(), cached=True)
+        rows.append(
+            {
+                "kind": MEASURED,
+                "learning_rate": rule,
+                "lr": recipe.lr,
+                "batch": batch,
+                "steps": samples // batch,
+                "samples": samples,
+                "i2t_r@1": scores["image_to_text_recall@1"],
+                "i2t_r@10": scores["image_to_text_recall@10"],
+                "t2i_r@1": scores["text_to_image_recall@1"],
+                "t2i_r@10": scores["text_to_image_recall@10"],
+                "top1": scores["zero_shot_top1"],
+            }
+        )
+    out.table("figure5", rows, "Figure 5: accuracy by batch, at a fixed number of samples")
+    with out.picture(
+        "figure5", 2, f"Figure 5: {samples:,} glyphs seen, by batch (measured)"
+    ) as axes:
+        for each, key, label in zip(
+            axes,
+            ("t2i_r@10", "top1"),
+            ("name to glyph, recall@10", "script, zero-shot top-1"),
+            strict=True,
+        ):
+            for rule, color, marker in (("fixed", "#d55e00", "o-"), ("scaled", "#00429d", "s--")):
+                points = [row for row in rows if row["learning_rate"] == rule]
+                words = "fixed" if rule == "fixed" else f"times sqrt(batch / {REFERENCE_BATCH})"
+                each.plot(
+                    [row["batch"] for row in points],
+                    [row[key] for row in points],
+                    marker,
+                    color=color,
+                    label=f"learning rate {words}",
+                )
+            each.set_xscale("log", base=2)
+            each.set(xlabel="batch", ylabel=label)
+            each.legend(frameon=False)

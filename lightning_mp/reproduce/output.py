@@ -1,0 +1,124 @@
+"""Where reproduced tables and figures go: CSV files, pictures, and lines for the eye."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+import lightning_mp
+from lightning_mp.plan.table import aligned
+
+__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "provenance"]
+
+MEASURED = "measured"
+COMPUTED = "computed"
+PRINTED = "printed in the paper"
+
+T = TypeVar("T")
+
+
+def provenance() -> dict[str, str]:
+    """Return what a figure depends on beside its command: hardware, versions and date."""
+    model = platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+        model = names[0] if names else model
+    hardware = f"{model}, {len(os.sched_getaffinity(0))} cores"
+    if torch.cuda.is_available():
+        hardware += f", {torch.cuda.get_device_name()}"
+    versions = f"lightning-mp {lightning_mp.__version__}, torch {torch.__version__}, "
+    versions += f"lightning {lightning.__version__}, python {platform.python_version()}"
+    return {
+        "hardware": hardware,
+        "versions": versions,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+class Output:
+    """A folder of files with their provenance.
+
+    Args:
+        folder: Made if it is missing.
+        fast: Whether parts should take sizes that only show that they run.
+        title: For progress bars.
+    """
+
+    def __init__(self, folder: Path, *, fast: bool, title: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.fast, self.title = folder, fast, title
+        self.provenance = provenance()
+        self.measured: dict[str, Any] = {}  # by parts that share what they measured
+
+    def progress(self, items: Iterable[T], what: str) -> Iterator[T]:
+        """Yield items behind a progress bar, where there is a terminal to show it."""
+        yield from tqdm(items, desc=f"{self.title}: {what}", leave=False, disable=None)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], title: str) -> Path:
+        """Write rows as CSV with their provenance, and print them.
+
+        Args:
+            name: Of the file.
+            rows: With the same keys; `kind` says how a row came about.
+            title: For the eye.
+
+        Raises:
+            ValueError: A row does not say whether it was measured, computed or printed.
+        """
+        kinds = {row.get("kind") for row in rows}
+        if not kinds <= {MEASURED, COMPUTED, PRINTED}:
+            raise ValueError(
+                f"Passed rows of the kinds {sorted(map(str, kinds))} to `Output.table`. Each must "
+                f"be {MEASURED!r}, {COMPUTED!r} or {PRINTED!r}. Say in `kind` how it came about."
+            )
+        path = self.folder / f"{name}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*rows[0], *self.provenance])
+            writer.writeheader()
+            writer.writerows({**row, **self.provenance} for row in rows)
+        lines = [list(rows[0]), *([_shown(row[key]) for key in rows[0]] for row in rows)]
+        print(f"\n{title}")
+        print("\n".join(aligned(lines)))
+        print(f"{path.resolve()}")
+        return path
+
+    @contextmanager
+    def picture(self, name: str, panels: int, title: str) -> Iterator[Any]:
+        """Yield the axes of a picture, and write it with its provenance below.
+
+        Args:
+            name: Of the file.
+            panels: Beside each other.
+            title: Above them.
+        """
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5.4 * panels, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        figure.suptitle(title, fontsize=12)
+        yield axes
+        for each in axes:
+            each.grid(alpha=0.25)
+        figure.supxlabel("; ".join(self.provenance.values()), fontsize=6, color="0.45")
+        path = self.folder / f"{name}.png"
+        figure.savefig(path, dpi=130)
+        print(f"{path.resolve()}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "-" if value is None else str(value)

@@ -1,0 +1,85 @@
+"""`SigmoidContrastiveLoss` on Triton tiles, in Triton's interpreter, against float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_mp import SigmoidContrastiveLoss
+from lightning_mp.contrastive.triton_tiles import TritonTiles
+from tests.contrastive.test_sigmoid import expected, leaves, sizes_of_terms
+from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
+from tests.reference.contrastive import relative_error
+
+pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed .*negative scale")]
+_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A sigmoid is off by half a unit in the last place of the 16-bit format, and so is the gradient
+# when it is rounded; fp32 keeps two halves.
+GRADIENT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (-100.0, 3.0)])
+def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float, bias: float) -> None:
+    b = 140
+    inputs = leaves(b, 72, dtype, scale, bias)
+    gain = float(b) if dtype == torch.float16 else 1.0
+    loss = SigmoidContrastiveLoss(backend="triton")(*inputs)
+    (loss * gain).backward()
+    right = expected(inputs)
+    # Logits are rounded as fp32, to 4e-6 at 50, about three times; sums are of fp32 values.
+    assert relative_error(loss.detach(), right[0]) < 1.5e-5
+    for leaf, gradient in zip(inputs[:2], right[1:3], strict=True):
+        assert leaf.grad.dtype == dtype
+        assert relative_error(leaf.grad, gain * gradient) < GRADIENT_TOLERANCE[dtype]
+    largest = sizes_of_terms(inputs)
+    for name, leaf, gradient in zip(("scale", "bias"), inputs[2:], right[3:], strict=True):
+        bound = GRADIENT_TOLERANCE[dtype] if name == "scale" else 1.5e-5  # the bias is not rounded
+        assert (leaf.grad - gain * gradient).abs() < bound * gain * largest[name], name
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 2**15])
+@pytest.mark.parametrize("diagonal", [None, 3, -150])
+def test_sweep_in_blocks_equals_float64(workspace_bytes: int, diagonal: int | None) -> None:
+    rows, columns = torch.randn(193, 24), torch.randn(257, 24)
+    totals = torch.zeros(2, dtype=torch.float64)
+    d_rows, d_columns = torch.ones(193, 24), torch.ones(257, 24)
+    scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (1.5, -2.0))
+    own = slice(20, 160)
+    TritonTiles(workspace_bytes).sigmoid_sweep(
+        rows, columns, scale, bias, totals, d_rows, d_columns, diagonal, own
+    )
+    logits = 1.5 * rows.double() @ columns.double().T - 2
+    if diagonal is not None:
+        index = torch.arange(20, 160)
+        index = index[(index + diagonal >= 0) & (index + diagonal < 257)]
+        logits[index, index + diagonal] = -torch.inf
+    weights = logits.sigmoid()
+    right = torch.stack([F.softplus(logits).sum(), weights.sum()])
+    assert relative_error(totals, right) < 2e-6
+    assert relative_error(d_rows - 1, weights @ columns.double()) < 2e-5
+    assert relative_error(d_columns - 1, weights.T @ rows.double()) < 2e-5
+
+
+def test_converged_pairs_keep_their_digits() -> None:
+    own = torch.eye(40) * math.sqrt(0.6)
+    noise = [0.1 * F.normalize(torch.randn(40, 16), dim=1) for _ in range(2)]
+    inputs = [torch.cat([x, own], 1).requires_grad_() for x in noise]
+    inputs += [torch.tensor(100.0, requires_grad=True), torch.tensor(-30.0, requires_grad=True)]
+    loss = SigmoidContrastiveLoss(backend="triton")(*inputs)
+    found = [loss.detach(), *torch.autograd.grad(loss, inputs)]
+    assert loss < 1e-11
+    for value, right in zip(found, expected(inputs), strict=True):
+        assert relative_error(value, right) < 3e-5
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden(value: float) -> None:
+    image, text, scale, bias = leaves(20, 8, torch.float32, 10.0, -10.0)
+    with torch.no_grad():
+        image[3, 2] = value
+    loss_fn = SigmoidContrastiveLoss(backend="triton")
+    assert not loss_fn(image, text, scale, bias).isfinite()

@@ -1,0 +1,164 @@
+"""Every part of `reproduce inf-cl` at its fastest size, and the numbers that must come out."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.cli import main
+from lightning_mp.reproduce.inf_cl import cost, levels, memory
+from lightning_mp.reproduce.inf_cl.losses import DenseLoss, LocalLoss, RanksInOne
+from lightning_mp.reproduce.inf_cl.parts import PARTS
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
+from tests.processes import run_ranks
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Output:
+    return Output(tmp_path, fast=True, title="test")
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_table_carries_provenance_and_refuses_rows_of_no_kind(out: Output) -> None:
+    path = out.table("small", [{"kind": MEASURED, "value": 1.5}], "Small")
+    (row,) = _rows(path)
+    assert row["value"] == "1.5"
+    assert "cores" in row["hardware"]
+    assert f"torch {torch.__version__}" in row["versions"]
+    assert len(row["date"].split("-")) == 3
+    with pytest.raises(ValueError, match="Say in `kind` how it came about"):
+        out.table("small", [{"kind": "guessed", "value": 1.5}], "Small")
+
+
+def test_unknown_part_is_named_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="inf-cl has no table9. Choose among table1, table2"):
+        main(["reproduce", "inf-cl", "--only", "table9", "--output", str(tmp_path)])
+    assert list(PARTS) == ["table1", "table2", "figure1", "table4", "figure4", "table3", "figure5"]
+
+
+def test_baselines_are_the_loss_that_ours_is() -> None:
+    torch.manual_seed(0)
+    sides = [F.normalize(torch.randn(96, 16, dtype=torch.float64), dim=-1) for _ in range(2)]
+    scale = torch.tensor(14.3, dtype=torch.float64)
+    ours = ContrastiveLoss()(*sides, scale)
+    for baseline in (DenseLoss(), LocalLoss(), RanksInOne(4)):
+        torch.testing.assert_close(baseline(*sides, scale), ours)
+
+
+def _level_errors(rank: int, level: str) -> dict[str, float]:
+    return levels._errors(level, rank, 2, 64, 16)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("level", list(levels.LEVELS))
+def test_levels_agree_with_float64_on_ranks(level: str) -> None:
+    found = run_ranks(_level_errors, 2, level)[0]
+    # Sums of 64 terms in fp32: 64 roundings of 2^-24 in each of three products at the most.
+    for name in ("loss_error", "d_image_error", "d_text_error", "d_scale_error"):
+        assert found[name] <= 3 * 64 * 2**-24, name
+
+
+@pytest.mark.parametrize(("make", "products"), [(DenseLoss, 3), (ContrastiveLoss, 4)])
+def test_flops_are_products_of_two_b_squared_d_and_a_constant_a_pair(
+    make: type[torch.nn.Module], products: int
+) -> None:
+    others = []
+    for batch in (128, 256):
+        loss = cost.counted(cost._loss_alone(make(), batch))
+        # The negatives of small batches fit the workspace; where they are kept, it is one less.
+        assert loss in {2 * count * batch**2 * cost.WIDTH for count in {products, 3}}
+        model = cost._Model(make(), cached=False)
+        image, text = torch.randn(2, batch, cost.INPUTS)
+        others.append((cost.counted(lambda: model.step(image, text)) - loss) / batch)  # noqa: B023
+    assert others[0] == others[1]
+
+
+@pytest.mark.slow
+def test_figure4_counts_a_replay_and_draws(out: Output) -> None:
+    cost.figure4(out)
+    rows = [row for row in _rows(out.folder / "figure4.csv") if row["kind"] == MEASURED]
+    plain, cached = (float(row["other_flops_a_pair"]) for row in rows[:2])
+    # A forward more, which is two of a plain step's six products less those of the inputs.
+    first, second = 2 * cost.INPUTS * cost.HIDDEN, 2 * cost.HIDDEN * cost.WIDTH
+    assert plain == 2 * (2 * first + 3 * second)
+    assert cached - plain == 2 * (first + second)
+    assert (out.folder / "figure4.png").stat().st_size > 10_000
+
+
+def test_memory_rows_put_formulas_beside_the_papers_cells() -> None:
+    rows = list(memory._of_the_paper())
+    assert {row["kind"] for row in rows} == {PRINTED}
+    assert len(rows) == 9 + 11
+    (cell,) = (r for r in rows if (r["method"], r["ranks"], r["batch"]) == ("Inf-CL", 8, 2**17))
+    assert cell["loss_MiB"] == pytest.approx(0.72 * 1024)
+    (largest,) = (
+        row
+        for row in memory._with_80_gb()
+        if row["kind"] == COMPUTED
+        and (row["model"], row["ranks"], row["method"]) == ("ViT-L/14", 32, "Inf-CL")
+    )
+    assert largest["largest_batch"] == 1984 * 1024
+
+
+def _peaks_on_a_rank(rank: int) -> list[int]:
+    return [memory._peak(method, 256, 64) for method in memory.METHODS]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_loss_on_ranks_allocates_what_formulas_say() -> None:
+    ranks = memory.RANKS
+    found = dict(zip(memory.METHODS, run_ranks(_peaks_on_a_rank, ranks)[0], strict=True))
+    for method, measured in found.items():
+        predicted = memory.loss_bytes(method, 256 * ranks, ranks, 64, memory.WORKSPACE)
+        # The peers' matrices are 4 of b x B or B x B, and a temporary more or less of one.
+        matrix = {"dense (CLIP)": 4 * 1024**2, "local (OpenCLIP)": 4 * 256 * 1024}.get(method, 0)
+        slack = matrix or memory.WORKSPACE  # which the tiles need not fill
+        assert abs(measured - predicted) <= slack, method
+    assert found["lightning-mp"] < found["local (OpenCLIP)"] < found["dense (CLIP)"]
+
+
+@pytest.mark.sweep
+def test_figure5_trains_on_the_glyphs_by_both_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["reproduce", "inf-cl", "--only", "figure5", "--fast", "--output", str(tmp_path)])
+    rows = _rows(tmp_path / "inf-cl" / "figure5.csv")
+    assert [(row["batch"], row["learning_rate"]) for row in rows] == [
+        ("64", "fixed"),
+        ("64", "scaled"),
+        ("256", "fixed"),
+        ("256", "scaled"),
+    ]
+    assert all(0 <= float(row["t2i_r@10"]) <= 1 for row in rows)
+    assert (tmp_path / "inf-cl" / "figure5.png").stat().st_size > 10_000
+
+
+@pytest.mark.sweep
+@pytest.mark.distributed
+def test_all_parts_run_and_label_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["reproduce", "inf-cl", "--fast", "--output", str(tmp_path)])
+    folder = tmp_path / "inf-cl"
+    for name in PARTS:
+        if name != "figure1":
+            assert {row["kind"] for row in _rows(folder / f"{name}.csv")} <= {
+                MEASURED,
+                COMPUTED,
+                PRINTED,
+            }
+    for name in ("figure1", "figure4", "figure5"):
+        assert (folder / f"{name}.png").stat().st_size > 10_000
