@@ -272,7 +272,7 @@ class InstabilityMonitor(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
-        rates = dict(self.recorder.highest_rates)
+        rates = [list(pair) for pair in self.recorder.highest_rates.items()]
         own = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
         return own | ({} if self._rule is None else self._rule.state_dict())
 
