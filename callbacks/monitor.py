@@ -204,7 +204,9 @@ class InstabilityMonitor(pl.Callback):
         if self._is_held_back(verdict.kind, verdict.tensor, verdict.severity, known.step):
             return None
         lower_rate = learning_rate_of(trainer) / 2
-        message, remedy = words_for(verdict, lower_rate=lower_rate, **numbers)
+        message, remedy = words_for(
+            verdict, is_ending=known.is_rate_ending, lower_rate=lower_rate, **numbers
+        )
         return self.alarm(
             trainer,
             verdict.kind,
@@ -270,12 +272,14 @@ class InstabilityMonitor(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
-        own = {"history": self.history.to_dict(), "raised": raised}
+        rates = dict(self.recorder.highest_rates)
+        own = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
         return own | ({} if self._rule is None else self._rule.state_dict())
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = History.from_dict(state_dict["history"])
+        self.recorder.highest_rates = dict(state_dict.get("highest_rates", {}))
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         if self._rule is not None:
             self._rule.load_state_dict(state_dict)

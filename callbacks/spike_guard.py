@@ -301,7 +301,7 @@ class SpikeGuard(InstabilityMonitor):
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,
-            is_ending=_is_ending(trainer, facts),
+            is_ending=facts.is_rate_ending,
             action=self.action,
             is_spent=self.rewinds >= self.max_rewinds,
             window_steps=self.window_steps,
@@ -386,9 +386,3 @@ class SpikeGuard(InstabilityMonitor):
         self._runs = dict(state_dict["runs"])
         self.rewinds = state_dict["rewinds"]
         self._rewinder.load_state_dict(state_dict["rewinder"])
-
-
-def _is_ending(trainer: pl.Trainer, facts: StepFacts) -> bool:
-    """Return whether a schedule has lowered the learning rate to less than a tenth."""
-    group = trainer.optimizers[facts.optimizer].param_groups[0]
-    return facts.lr is not None and facts.lr < 0.1 * float(group.get("initial_lr", 0.0))

@@ -3,12 +3,14 @@
 A block with a title, such as ```python title="clip.py"```, is a file that all others may import.
 Every other Python block is a script, and every YAML block a file for `lightning-mp fit`. Of a
 `diff` block the lines that are left are a script. A `text` block after it is what it prints.
-`<!-- sweep -->` above a block leaves it to `make sweep`, `<!-- only ... -->` says where it runs, if
-not here.
+`<!-- sweep -->` above a block leaves it to `make sweep`; `<!-- ranks -->` for one that `torchrun`
+starts on 2 ranks; `<!-- only ... -->` says where it runs, if not here.
 """
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -74,8 +76,9 @@ SCRIPTS = [
         marks=pytest.mark.sweep if block.note == "sweep" else pytest.mark.slow,
     )
     for block in BLOCKS
-    if block.language in RUN and not block.note.startswith("only ")
+    if block.language in RUN and not block.note.startswith(("only ", "ranks"))
 ]
+ON_RANKS = [pytest.param(b, id=f"{b.page}:{b.line}") for b in BLOCKS if b.note == "ranks"]
 pytestmark = pytest.mark.filterwarnings(
     # Lightning's advice about data loaders and loops, and what it says of itself.
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
@@ -114,6 +117,23 @@ def test_block_runs_as_it_stands(
     if block.prints is not None:
         expected = block.prints.split()
         assert printed.split()[-len(expected) :] == expected  # behind the Trainer's own table
+
+
+@pytest.mark.sweep
+@pytest.mark.distributed
+@pytest.mark.parametrize("block", ON_RANKS)
+def test_block_runs_on_two_ranks(block: Block, folder: Path) -> None:
+    (folder / "script.py").write_text(block.code + "print(trainer.global_step, 'steps')")
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "script.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^[1-9]\d* steps$", done.stdout, re.MULTILINE)) == 2
 
 
 def test_every_block_is_of_a_kind_that_is_tested() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_mp.callbacks._rules.verdict import Verdict
 
-__all__ = ["MESSAGES", "REMEDIES", "words_for"]
+__all__ = ["MESSAGES", "REMEDIES", "REMEDIES_AT_THE_END", "words_for"]
 
 _FP32 = "fp32_modules=['norm', '{tensor}']"
 
@@ -157,6 +157,19 @@ REMEDIES = {
     "to {lower_rate:.3g}.",
 }
 
+REMEDIES_AT_THE_END = {
+    "loss_scale_low": "Add NonFiniteLocator() and keep the module that it names in fp32 by "
+    "fp32_modules=[...].",
+    "skip_rate": "Pass LossScaleConfig(max_scale={scale:g}, growth_interval=4000).",
+    "attention_logit": "Normalise queries and keys.",
+    "activation_clamped": f"Keep the module in fp32 by {_FP32}.",
+    "update_to_weight": "The schedule is lowering the learning rate already.",
+    "divergence": "Go back to a checkpoint of about step {best_step:.0f}, and halve the rates of "
+    "the schedule from there on.",
+    "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`.",
+}
+"""Where the schedule is lowering the learning rate to 0 anyway: in place of advice to lower it."""
+
 _ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -184,11 +197,12 @@ def _ordinal(count: int) -> str:
     return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
 
 
-def words_for(verdict: Verdict, **numbers: Any) -> tuple[str, str]:
+def words_for(verdict: Verdict, *, is_ending: bool = False, **numbers: Any) -> tuple[str, str]:
     """Return message and remedy of a verdict.
 
     Args:
         verdict: What a rule found.
+        is_ending: Whether the learning rate is being lowered to 0 anyway.
         numbers: What remedies have further, such as `lower_rate`.
 
     Raises:
@@ -205,4 +219,5 @@ def words_for(verdict: Verdict, **numbers: Any) -> tuple[str, str]:
     }
     fields = {k: _Number(v) if isinstance(v, int | float) else v for k, v in fields.items()}
     message = MESSAGES[verdict.says or verdict.kind].format(**fields)
-    return message, REMEDIES[verdict.fix or verdict.kind].format(**fields)
+    remedies = REMEDIES | REMEDIES_AT_THE_END if is_ending else REMEDIES
+    return message, remedies[verdict.fix or verdict.kind].format(**fields)

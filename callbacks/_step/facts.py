@@ -19,6 +19,7 @@ class StepFacts:
         optimizer: Its index.
         optimizer_name: Its class.
         lr: The learning rate of its first group.
+        highest_lr: The highest one of this optimizer so far.
         loss: Unscaled; the mean of micro-batches, and of ranks where they exchange it. In manual
             optimization the sum of what was backpropagated since the last step.
         gradient_norm: Of all its unscaled gradients, before clipping.
@@ -37,6 +38,7 @@ class StepFacts:
     optimizer: int = 0
     optimizer_name: str = ""
     lr: float | None = None
+    highest_lr: float | None = None
     loss: float | None = None
     gradient_norm: float | None = None
     largest_gradient: str | None = None
@@ -44,3 +46,10 @@ class StepFacts:
     loss_scale: float | None = None
     next_loss_scale: float | None = None
     skipped: bool | None = None
+
+    @property
+    def is_rate_ending(self) -> bool:
+        """Whether a schedule has lowered the learning rate to less than a tenth."""
+        return (
+            self.lr is not None and self.highest_lr is not None and self.lr < 0.1 * self.highest_lr
+        )

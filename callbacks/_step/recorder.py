@@ -72,6 +72,7 @@ class FactsRecorder(pl.Callback):
         self._names: dict[int, str] = {}
         self._gradients: NamedTensors | None = None
         self._measures_norm = False
+        self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of its users
         self._loss_sum: Tensor | None = None  # since the last optimizer step
         self._loss_count = 0
         self._pending: list[_Pending] = []
@@ -244,7 +245,11 @@ class FactsRecorder(pl.Callback):
 
     def _deliver(self, arrived: list[Readback]) -> None:
         for readback in arrived:
-            self.newest, extras = _complete(readback)
+            facts, extras = _complete(readback)
+            known = (self.highest_rates.get(facts.optimizer), facts.lr)
+            highest = max((rate for rate in known if rate is not None), default=0.0)
+            self.highest_rates[facts.optimizer] = highest
+            self.newest = replace(facts, highest_lr=highest)
             for inbox in self._inboxes:
                 inbox.append(Arrived(self.newest, extras))
 

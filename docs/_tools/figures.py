@@ -157,7 +157,7 @@ def residuals() -> None:
     f.box(250, 192, 360, 40, "step(m, fp32 gradient, fp32 states)", "green")
     f.arrow(430, 160, 430, 192)
     f.arrow(250, 212, 30, 212, 30, 65, 60, 65)
-    f.words(140, 200, "split, exact", 12)
+    f.words(140, 200, "split: 22 bits are kept", 12)
     f.arrow(610, 212, 790, 212, 790, 65, 744, 65)
     f.words(700, 140, "an update of w · 2⁻²⁰ is kept;\nin w alone, below w · 2⁻¹² is lost", 12)
     f.save("residuals")
@@ -189,7 +189,7 @@ def two_sweeps() -> None:
     f.words(825, 175, "dI = s P T\n(1 product)", 12)
     f.arrow(615, 258, 615, 285)
     f.words(615, 300, "dT = s Pᵀ I (1 product)", 12)
-    f.words(615, 318, "one tile exists at a time: memory O(b), not O(b²)", 12)
+    f.words(615, 318, "tiles stay within a workspace: memory O(b), not O(b²)", 12)
     f.save("two-sweeps")
 
 

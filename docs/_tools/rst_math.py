@@ -17,7 +17,8 @@ def to_mathml(text: str) -> str:
         formula = " ".join(found[2].split())
         return f"{found[1]}<div>{convert(formula, display='block')}</div>\n\n"
 
-    return _INLINE.sub(lambda found: convert(found[1]), _BLOCK.sub(block, text))
+    text = _INLINE.sub(lambda found: convert(found[1]), _BLOCK.sub(block, text))
+    return text.replace("Example::\n", "**Example**\n")
 
 
 class RstMath(griffe.Extension):

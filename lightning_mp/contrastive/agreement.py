@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a loss: one collective of nine numbers a rank.
+"""What the ranks of a group tell each other before a loss: one collective of eleven numbers a rank.
 
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive.backends import ExchangeName, make_tiles
+from lightning_mp.contrastive.backends import Directions, ExchangeName, make_tiles
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.slices import Slices, all_gather, block_bytes, slice_count
@@ -32,9 +32,10 @@ from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 __all__ = ["agree", "make_plan", "report_unusable", "trained"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
+_DIRECTIONS: tuple[str, ...] = get_args(Directions)
 
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
-_FACTS = 9
+_FACTS = 11
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
@@ -51,6 +52,7 @@ def agree(
     ids_b: Tensor | None = None,
     *,
     exchange: ExchangeName,
+    directions: Directions = "both",
     options: Mapping[str, Any],
     group: dist.ProcessGroup | None,
 ) -> Plan:
@@ -63,6 +65,7 @@ def agree(
         bias: The logit bias, if its gradient takes work.
         ids_b: What this rank's pairs show, if that is known.
         exchange: How columns travel.
+        directions: Which cross entropies count.
         options: The keyword arguments of `make_tiles`.
         group: Whose ranks share the batch; `None` is the default group.
 
@@ -78,14 +81,16 @@ def agree(
     needs = trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     has_ids = ids_b is not None
-    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, has_ids, *needs]
+    way = _DIRECTIONS.index(directions)
+    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, has_ids, len(text_bD), way]
+    facts += needs
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
-    sizes, _, _, _, budgets, _, *by_need = zip(*by_rank, strict=True)
+    pairs, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
     plan = make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
     )
-    return dataclasses.replace(plan, ids_b=ids_b)
+    return dataclasses.replace(plan, ids_b=ids_b, pairs=sum(pairs), directions=directions)
 
 
 def trained(
@@ -145,7 +150,7 @@ def report_unusable(image_features: object, group: dist.ProcessGroup | None) -> 
 
 def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
     world_size = len(by_rank)
-    sizes, widths, dtypes, exchanges = list(zip(*by_rank, strict=True))[:4]
+    sizes, widths, dtypes = list(zip(*by_rank, strict=True))[:3]
     if _UNUSABLE in sizes:
         raise ValueError(
             f"Rank {sizes.index(_UNUSABLE)} of {world_size} passed arguments that "
@@ -166,12 +171,13 @@ def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
             f"Passed `ids` on ranks {[rank for rank, has in enumerate(with_ids) if has]} of "
             f"{world_size} only. All ranks must pass them, or none. Pass `ids` on every rank."
         )
-    if len(set(exchanges)) > 1:
-        raise ValueError(
-            f"Passed `ContrastiveLoss(exchange=...)` of {[_NAMES[index] for index in exchanges]} "
-            f"on ranks 0 to {world_size - 1}. All ranks must have the same. Configure every rank "
-            "alike."
-        )
+    for name, known, index in (("exchange", _NAMES, 3), ("directions", _DIRECTIONS, 7)):
+        values = [known[facts[index]] for facts in by_rank]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"Passed `ContrastiveLoss({name}=...)` of {values} on ranks 0 to "
+                f"{world_size - 1}. All ranks must have the same. Configure every rank alike."
+            )
 
 
 def _gather(

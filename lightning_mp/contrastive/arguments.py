@@ -24,7 +24,7 @@ def find_problem(
         or _pair_problem(image_features, text_features)
         or _scalar_problem("logit_scale", logit_scale)
         or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
-        or (None if ids is None else _ids_problem(image_features, ids))
+        or (None if ids is None else _ids_problem(text_features, ids))
     )
 
 
@@ -56,13 +56,18 @@ def _features_problem(name: str, features: object) -> str | None:
 def _pair_problem(image_features: object, text_features: object) -> str | None:
     if not isinstance(image_features, Tensor) or not isinstance(text_features, Tensor):
         return None
-    if image_features.shape != text_features.shape:
+    shapes = (
+        f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` of "
+        f"shape {list(text_features.shape)}."
+    )
+    if image_features.shape[1] != text_features.shape[1]:
+        return f"{shapes} Both must have one width. Project both to it."
+    if image_features.shape[0] > text_features.shape[0]:
         return (
-            f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` "
-            f"of shape {list(text_features.shape)}. Row i of one belongs to row i of the other, "
-            "so the shapes must be equal. Project both to one width; an image with several texts "
-            "stands in one row for each, with the same value in `ids`, or its own texts would be "
-            "its negatives."
+            f"{shapes} Row i of one belongs to row i of the other, so there must be a text for "
+            "each image; what texts there are beside are negatives of all images. An image with "
+            "several texts stands in one row for each, with the same value in `ids`, or its own "
+            "texts would be its negatives."
         )
     if image_features.device != text_features.device:
         return (
@@ -73,23 +78,23 @@ def _pair_problem(image_features: object, text_features: object) -> str | None:
     return None
 
 
-def _ids_problem(image_features: object, ids: object) -> str | None:
-    if not isinstance(ids, Tensor) or not isinstance(image_features, Tensor):
+def _ids_problem(features: object, ids: object) -> str | None:
+    if not isinstance(ids, Tensor) or not isinstance(features, Tensor):
         return (
             f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
-            "each row. Pass `torch.tensor(ids)`."
+            "each text. Pass `torch.tensor(ids)`."
         )
     is_integer = not ids.is_floating_point() and not ids.is_complex()
-    if ids.shape != image_features.shape[:1] or not is_integer:
+    if ids.shape != features.shape[:1] or not is_integer:
         return (
-            f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with features of shape "
-            f"{list(image_features.shape)}. It must be integers of shape [batch]. Number what the "
+            f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with texts of shape "
+            f"{list(features.shape)}. It must be integers of shape [texts]. Number what the "
             "rows show, the same for the same image on every rank; a hash of its name will do."
         )
-    if ids.device != image_features.device:
+    if ids.device != features.device:
         return (
-            f"Passed `ids` on {ids.device} with features on {image_features.device}. Both must be "
-            "on one device. Move them, such as `ids.to(image_features.device)`."
+            f"Passed `ids` on {ids.device} with features on {features.device}. Both must be "
+            "on one device. Move them, such as `ids.to(features.device)`."
         )
     return None
 

@@ -10,15 +10,28 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.numerics import triton_support
 
-__all__ = ["Backend", "ExchangeName", "TileDtype", "check_choices", "make_tiles", "triton_problem"]
+__all__ = [
+    "Backend",
+    "Directions",
+    "ExchangeName",
+    "TileDtype",
+    "check_choices",
+    "make_tiles",
+    "triton_problem",
+]
 
 Backend = Literal["auto", "triton", "torch"]
+Directions = Literal["both", "image_to_text", "text_to_image"]
 ExchangeName = Literal["slices", "ring"]
 TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
 
 def check_choices(
-    backend: str, tile_dtype: str, exchange: str, workspace_bytes: int | None
+    backend: str,
+    tile_dtype: str,
+    exchange: str,
+    directions: str,
+    workspace_bytes: int | None,
 ) -> None:
     """Refuse what no backend understands.
 
@@ -29,6 +42,7 @@ def check_choices(
         ("backend", backend, get_args(Backend)),
         ("tile_dtype", tile_dtype, get_args(TileDtype)),
         ("exchange", exchange, get_args(ExchangeName)),
+        ("directions", directions, get_args(Directions)),
     ):
         if value not in known:
             raise ValueError(

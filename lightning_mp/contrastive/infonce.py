@@ -1,8 +1,8 @@
 """The symmetric contrastive loss as two sweeps over all ranks, with its gradients in closed form.
 
 Shapes:
-    B: global batch. b: this rank's batch. m: columns that are visiting. D: feature width.
-    W: ranks.
+    B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
+    m: columns that are visiting. D: feature width. W: ranks.
 
 With `S = scale * image @ text.T`, the positive `pos_i = S_ii` and the log-sum-exp of the negatives
 `neg_i` of a row or a column (the diagonal left out), each of the `2 B` cross entropies is
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.exchange import Exchange, Visit
 from lightning_mp.contrastive.tile_backend import Ids, Kept, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
@@ -62,6 +63,8 @@ class Plan:
         scale_needs_grad: Whether any rank needs the gradient for the scale.
         ids_b: What this rank's pairs show, int64: pairs of equal ids, on whatever ranks, are no
             negatives of each other. `None` on all ranks or on none.
+        pairs: B; `None` where no text is without an image.
+        directions: Which cross entropies count.
     """
 
     exchange: Exchange
@@ -70,6 +73,23 @@ class Plan:
     text_needs_grad: bool
     scale_needs_grad: bool
     ids_b: Tensor | None = field(default=None, kw_only=True)
+    pairs: int | None = field(default=None, kw_only=True)
+    directions: Directions = field(default="both", kw_only=True)
+
+    @property
+    def global_pairs(self) -> int:
+        """B: pairs on all ranks, which may have texts without an image beside."""
+        return self.exchange.global_batch_size if self.pairs is None else self.pairs
+
+    @property
+    def wanted(self) -> tuple[bool, bool]:
+        """Whether images are to find their texts, and texts their images."""
+        return self.directions != "text_to_image", self.directions != "image_to_text"
+
+    @property
+    def terms(self) -> int:
+        """Cross entropies that the loss is the mean of."""
+        return sum(self.wanted) * self.global_pairs
 
 
 class Swept(NamedTuple):
@@ -78,14 +98,14 @@ class Swept(NamedTuple):
     Args:
         loss: In the accumulation dtype of the features.
         row_lse_b: Log-sum-exps of this rank's rows, positives included.
-        column_lse_b: Those of its columns.
+        column_lse_n: Those of its texts.
         weight_b: What the positives' cotangents are, times `-2B`.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
     """
 
     loss: Tensor
     row_lse_b: Tensor
-    column_lse_b: Tensor
+    column_lse_n: Tensor
     weight_b: Tensor
     kept: Tensor
 
@@ -100,21 +120,21 @@ class InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
+        ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
     ) -> Tensor:
         """Sweep once over all columns for the log-sum-exps of the negatives."""
-        swept = sweep(image_bD, text_bD, scale, bias, plan)
-        ctx.save_for_backward(image_bD, text_bD, scale, bias, *swept)
+        swept = sweep(image_bD, text_nD, scale, bias, plan)
+        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept)
         ctx.plan = plan
         return swept.loss
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
-        image_bD, text_bD, scale, bias, *swept = ctx.saved_tensors
+        image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
         with torch.no_grad():
             d_inputs = differentiate(
-                cotangent, image_bD, text_bD, scale, bias, Swept(*swept), ctx.plan
+                cotangent, image_bD, text_nD, scale, bias, Swept(*swept), ctx.plan
             )
         if torch.is_grad_enabled():  # `create_graph=True`
             return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
@@ -122,25 +142,35 @@ class InfoNCE(torch.autograd.Function):
 
 
 def sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
+    image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
 ) -> Swept:
     """Return the loss, and what its gradients need; one unit of work."""
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = _memory_for_tiles(image_bD, plan)
-        row_neg_b, column_neg_b = _negatives_sweep(image_bD, text_bD, scale, kept, plan)
-        pos_b = row_dots(image_bD, text_bD, state).mul_(scale.to(state).reshape(()))
+        row_neg_b, column_neg_n = _negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        pairs = slice(0, len(image_bD))
+        pos_b = row_dots(image_bD, text_nD[pairs], state).mul_(scale.to(state).reshape(()))
+    column_neg_b = column_neg_n[pairs]
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.
     margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
     softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
-    loss = plan.exchange.all_reduce(softplus_2b.sum() / (2 * plan.exchange.global_batch_size))
+    if plan.directions != "both":  # what does not count weighs nothing
+        unwanted = plan.wanted.index(False)
+        softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
+    loss = plan.exchange.all_reduce(softplus_2b.sum() / plan.terms)
     if bias is not None:
         loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
+    row_lse_b = torch.logaddexp(row_neg_b, pos_b)
+    # Texts without an image look for none: an infinite sum leaves them a softmax of zero.
+    column_lse_n = torch.full_like(column_neg_n, torch.inf)
+    if plan.wanted[1]:
+        column_lse_n[pairs] = torch.logaddexp(column_neg_b, pos_b)
     return Swept(
         loss.to(accumulation_dtype(image_bD.dtype)),
-        torch.logaddexp(row_neg_b, pos_b),
-        torch.logaddexp(column_neg_b, pos_b),
+        row_lse_b if plan.wanted[0] else torch.full_like(row_lse_b, torch.inf),
+        column_lse_n,
         margin_2b.sigmoid().sum(0),
         kept,
     )
@@ -149,34 +179,34 @@ def sweep(
 def differentiate(
     cotangent: Tensor,
     image_bD: Tensor,
-    text_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     swept: Swept,
     plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of images, texts, scale and bias; three units of work."""
-    unit = cotangent.to(swept.weight_b.dtype) / (2 * plan.exchange.global_batch_size)
+    unit = cotangent.to(swept.weight_b.dtype) / plan.terms
     d_scale = d_bias = None
     with torch.autocast(image_bD.device.type, enabled=False):
-        d_image_bD, d_text_bD = _gradient_sweep(image_bD, text_bD, scale, swept, plan)
+        d_image_bD, d_text_nD = _gradient_sweep(image_bD, text_nD, scale, swept, plan)
         if plan.scale_needs_grad:
             total = swept.weight_b.new_zeros(())
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             if d_image_bD is not None:
                 total = row_dots(image_bD, d_image_bD, total.dtype).sum()
-            elif d_text_bD is not None:
-                total = row_dots(text_bD, d_text_bD, total.dtype).sum()
+            elif d_text_nD is not None:
+                total = row_dots(text_nD, d_text_nD, total.dtype).sum()
             total = plan.exchange.all_reduce(total)
             d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
         factor = scale.to(unit.dtype).reshape(()) * unit * plan.exchange.world_size
-        d_image_bD, d_text_bD = (
+        d_image_bD, d_text_nD = (
             None if grad_bD is None else grad_bD.mul_(factor).to(image_bD.dtype)
-            for grad_bD in (d_image_bD, d_text_bD)
+            for grad_bD in (d_image_bD, d_text_nD)
         )
     if bias is not None:
         d_bias = (0.0 * swept.loss * cotangent).to(bias.dtype).reshape(bias.shape)
-    return d_image_bD, d_text_bD, d_scale, d_bias
+    return d_image_bD, d_text_nD, d_scale, d_bias
 
 
 def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
@@ -188,13 +218,19 @@ def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
 
 
-def visiting_ids(plan: Plan, columns: Sequence[Tensor]) -> Ids | None:
+def visiting_ids(plan: Plan, b: int, columns: Sequence[Tensor]) -> Ids | None:
     """Return the ids of rows and of visiting columns, if there are any."""
-    return None if plan.ids_b is None else Ids(plan.ids_b, columns[0])
+    return None if plan.ids_b is None else Ids(plan.ids_b[:b], columns[0])
+
+
+def paired(visit: Visit, image_bD: Tensor) -> slice:
+    """Return the rows whose positive visits; what texts there are beside has no row."""
+    own, b = visit.positive_rows, len(image_bD)
+    return slice(min(own.start, b), min(own.stop, b))
 
 
 def _negatives_sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
+    image_bD: Tensor, text_nD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns."""
     row_neg_b = torch.full(
@@ -208,17 +244,17 @@ def _negatives_sweep(
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
-            visit.diagonal, visit.positive_rows, kept, visiting_ids(plan, ids_m),
+            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         column_neg.add(part_m)
 
-    for visit in plan.exchange.visit([text_bD, *own_ids]):
+    for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
     return row_neg_b, column_neg.result()
 
 
 def _gradient_sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, swept: Swept, plan: Plan
+    image_bD: Tensor, text_nD: Tensor, scale: Tensor, swept: Swept, plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
     dtype = accumulation_dtype(image_bD.dtype)
@@ -236,16 +272,17 @@ def _gradient_sweep(
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, visit.positive_rows, kept, visiting_ids(plan, ids_m),
+            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_bD, swept.column_lse_b, *own_ids]):
+    for visit in plan.exchange.visit([text_nD, swept.column_lse_n, *own_ids]):
         sweep_block(visit)
-    d_text_bD = None if d_text is None else d_text.result()
+    d_text_nD = None if d_text is None else d_text.result()
     weight_b1 = swept.weight_b.to(dtype)[:, None]
-    for grad_bD, other_bD in ((d_image_bD, text_bD), (d_text_bD, image_bD)):
-        if grad_bD is not None:
-            grad_bD.addcmul_(other_bD, weight_b1, value=-1.0)
-    return d_image_bD, d_text_bD
+    for grad_nD, other_nD in ((d_image_bD, text_nD), (d_text_nD, image_bD)):
+        if grad_nD is not None:
+            b = len(weight_b1)
+            grad_nD[:b].addcmul_(other_nD[:b], weight_b1, value=-1.0)
+    return d_image_bD, d_text_nD

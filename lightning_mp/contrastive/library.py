@@ -6,7 +6,7 @@ their inside. Autocast does not change what they compute: features are taken in 
 have, as `ContrastiveLoss` documents, and autocast is off inside.
 
 Shapes:
-    b: batch. D: feature width.
+    b: batch. n: texts, of which the first b belong to the images. D: feature width.
 """
 
 from collections.abc import Sequence
@@ -33,6 +33,9 @@ def _plan(
     workspace_bytes: int | None,
     autotune: bool,
     ids_b: Tensor | None = None,
+    directions: str = "both",
+    *,
+    columns: int | None = None,
 ) -> Plan:
     tiles = make_tiles(
         backend,
@@ -42,13 +45,17 @@ def _plan(
         tile_dtype=tile_dtype,
         autotune=autotune,
     )
-    return Plan(Ring([image_bD.shape[0]]), tiles, *(needs_grad or [False] * 3), ids_b=ids_b)
+    pairs = image_bD.shape[0]
+    return Plan(
+        Ring([pairs if columns is None else columns]), tiles, *(needs_grad or [False] * 3),
+        ids_b=ids_b, pairs=pairs, directions=directions,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 @torch.library.custom_op("lightning_mp::infonce", mutates_args=())
 def infonce(
     image_bD: Tensor,
-    text_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     backend: str,
@@ -57,12 +64,13 @@ def infonce(
     autotune: bool,
     keeps: bool = True,
     ids: Tensor | None = None,
+    directions: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of the batch and, for the backward, what `Swept` names.
 
     Args:
         image_bD: Image features, (b, D).
-        text_bD: Text features, likewise.
+        text_nD: Text features, (n, D) with n >= b.
         scale: The logit scale, one value.
         bias: The logit bias, one value, or `None`.
         backend: See `ContrastiveLoss`, as all that follow.
@@ -70,17 +78,28 @@ def infonce(
         workspace_bytes: Memory for tiles.
         autotune: Choose tile shapes by the clock.
         keeps: Keep what tiles fit the workspace for a backward that is to come.
-        ids: What each pair shows, (b,) in int64, or `None`.
+        ids: What each text shows, (n,) in int64, or `None`.
+        directions: Which cross entropies count.
     """
-    plan = _plan(image_bD, [keeps] * 3, backend, tile_dtype, workspace_bytes, autotune, ids)
-    swept = sweep(image_bD, text_bD, scale, bias, plan)
-    return swept.loss, swept.row_lse_b, swept.column_lse_b, swept.weight_b, swept.kept
+    plan = _plan(
+        image_bD,
+        [keeps] * 3,
+        backend,
+        tile_dtype,
+        workspace_bytes,
+        autotune,
+        ids,
+        directions,
+        columns=text_nD.shape[0],
+    )
+    swept = sweep(image_bD, text_nD, scale, bias, plan)
+    return swept.loss, swept.row_lse_b, swept.column_lse_n, swept.weight_b, swept.kept
 
 
 @infonce.register_fake
 def _(
     image_bD: Tensor,
-    text_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     backend: str,
@@ -89,21 +108,25 @@ def _(
     autotune: bool,
     keeps: bool = True,
     ids: Tensor | None = None,
+    directions: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
-    row_lse_b, column_lse_b, weight_b = (image_bD.new_empty(b, dtype=state) for _ in range(3))
+    m = text_nD.shape[0]
+    row_lse_b, column_lse_n, weight_b = (
+        image_bD.new_empty(size, dtype=state) for size in (b, m, b)
+    )
     dtype = accumulation_dtype(image_bD.dtype)
     tiles = _plan(image_bD, [], backend, tile_dtype, workspace_bytes, autotune).tiles
-    size = tiles.kept_values(b, b, image_bD.dtype, image_bD.device) if keeps else 0
+    size = tiles.kept_values(b, m, image_bD.dtype, image_bD.device) if keeps else 0
     kept = image_bD.new_empty(size, dtype=dtype)
-    return image_bD.new_empty((), dtype=dtype), row_lse_b, column_lse_b, weight_b, kept
+    return image_bD.new_empty((), dtype=dtype), row_lse_b, column_lse_n, weight_b, kept
 
 
 @torch.library.custom_op("lightning_mp::infonce_backward", mutates_args=())
 def infonce_backward(
     cotangent: Tensor,
     image_bD: Tensor,
-    text_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     swept: list[Tensor],
@@ -113,13 +136,14 @@ def infonce_backward(
     workspace_bytes: int | None,
     autotune: bool,
     ids: Tensor | None = None,
+    directions: str = "both",
 ) -> list[Tensor]:
     """Return the gradients of images, texts and scale that are needed, and of a bias if given.
 
     Args:
         cotangent: Gradient of the loss, one value.
         image_bD: Image features, (b, D).
-        text_bD: Text features, likewise.
+        text_nD: Text features, (n, D) with n >= b.
         scale: The logit scale, one value.
         bias: The logit bias, one value, or `None`.
         swept: What the forward returned.
@@ -129,10 +153,21 @@ def infonce_backward(
         tile_dtype: What is multiplied.
         workspace_bytes: Memory for tiles.
         autotune: Choose tile shapes by the clock.
-        ids: What each pair shows, (b,) in int64, or `None`.
+        ids: What each text shows, (n,) in int64, or `None`.
+        directions: Which cross entropies count.
     """
-    plan = _plan(image_bD, needs_grad, backend, tile_dtype, workspace_bytes, autotune, ids)
-    d_inputs = differentiate(cotangent, image_bD, text_bD, scale, bias, Swept(*swept), plan)
+    plan = _plan(
+        image_bD,
+        needs_grad,
+        backend,
+        tile_dtype,
+        workspace_bytes,
+        autotune,
+        ids,
+        directions,
+        columns=text_nD.shape[0],
+    )
+    d_inputs = differentiate(cotangent, image_bD, text_nD, scale, bias, Swept(*swept), plan)
     wanted = (*needs_grad, bias is not None)
     return [
         gradient
@@ -145,14 +180,14 @@ def infonce_backward(
 def _(
     cotangent: Tensor,
     image_bD: Tensor,
-    text_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     swept: list[Tensor],
     needs_grad: list[bool],
     *options: Any,
 ) -> list[Tensor]:
-    inputs = (image_bD, text_bD, scale)
+    inputs = (image_bD, text_nD, scale)
     wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
     if bias is not None:
         wanted.append(bias)
@@ -161,22 +196,32 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ids = inputs[9] if len(inputs) > 9 else None
+    ctx.directions = inputs[10] if len(inputs) > 10 else "both"
     ctx.save_for_backward(*inputs[:4], ids, *output)
     ctx.options = inputs[4:8]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    image_bD, text_bD, scale, bias, ids, *swept = ctx.saved_tensors
+    image_bD, text_nD, scale, bias, ids, *swept = ctx.saved_tensors
     needs_grad = list(ctx.needs_input_grad[:3])
     gradients = iter(
         infonce_backward(
-            cotangent, image_bD, text_bD, scale, bias, swept, needs_grad, *ctx.options, ids
+            cotangent,
+            image_bD,
+            text_nD,
+            scale,
+            bias,
+            swept,
+            needs_grad,
+            *ctx.options,
+            ids,
+            ctx.directions,
         )
     )
     wanted = (*needs_grad, bias is not None)
     d_inputs = [next(gradients) if is_wanted else None for is_wanted in wanted]
-    return (*d_inputs, *(None for _ in ctx.options), None, None)
+    return (*d_inputs, *(None for _ in ctx.options), None, None, None)
 
 
 infonce.register_autograd(_differentiate, setup_context=_save)
@@ -188,17 +233,19 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 @register_flop_formula(torch.ops.lightning_mp.infonce)
-def _forward_flops(image_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count one unit, `2 b^2 D`, for `FlopCounterMode`; split operands multiply three times."""
+def _forward_flops(
+    image_shape: Sequence[int], text_shape: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Count one unit, `2 b n D`, for `FlopCounterMode`; split operands multiply three times."""
     b, width = image_shape
-    return 2 * b * b * width
+    return 2 * b * text_shape[0] * width
 
 
 @register_flop_formula(torch.ops.lightning_mp.infonce_backward, get_raw=True)
 def _backward_flops(
     cotangent: Tensor,
     image_bD: Tensor,
-    text_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     swept: Sequence[Tensor],
@@ -212,10 +259,10 @@ def _backward_flops(
         sides = 1  # the scale's gradient comes from one side's
     if not sides:
         return 0
-    b, width = image_bD.shape
+    (b, width), n = image_bD.shape, text_nD.shape[0]
     tiles = _plan(image_bD, [], *options[:4]).tiles
-    again = b * b
+    again = b * n
     if isinstance(tiles, TorchTiles):
         kept = swept[-1].numel()
-        again = tiles.multiplied_twice(b, width, image_bD.dtype, image_bD.device, kept)
-    return 2 * (again + sides * b * b) * width
+        again = tiles.multiplied_twice(b, n, width, image_bD.dtype, image_bD.device, kept)
+    return 2 * (again + sides * b * n) * width

@@ -18,6 +18,7 @@ from lightning_mp.contrastive.agreement import agree, report_unusable
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
+    Directions,
     ExchangeName,
     TileDtype,
     check_choices,
@@ -94,6 +95,10 @@ class ContrastiveLoss(nn.Module):
     `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
     are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
 
+    **More texts than images**: the first b texts belong to the images, in order. Any number after
+    them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
+    and look for no image: the sum over j of the first term goes over all texts of all ranks.
+
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
         workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
@@ -106,6 +111,9 @@ class ContrastiveLoss(nn.Module):
             gather, while the slice before is in use; T slices, as few as fit 5/8 of the workspace,
             mostly one. `"ring"`: a rank's at a time from neighbour to neighbour, as in Inf-CL; W
             turns, each with the kernels and the host's work of a whole sweep.
+        directions: Which of both terms count: `"image_to_text"` is the first alone, each image
+            among all texts, as retrieval losses for text have it; `"text_to_image"` the second.
+            L is then the mean of B terms, not of 2 B.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -117,7 +125,8 @@ class ContrastiveLoss(nn.Module):
         use_horovod: Only False is accepted.
 
     Shapes:
-        image_features, text_features: (b, D), already normalised if they are to be.
+        image_features: (b, D), already normalised if they are to be.
+        text_features: (n, D) with n >= b. ids: (n,), those of the texts.
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -146,6 +155,7 @@ class ContrastiveLoss(nn.Module):
         tile_dtype: TileDtype = "auto",
         autotune: bool = False,
         exchange: ExchangeName = "slices",
+        directions: Directions = "both",
         local_loss: bool = True,
         gather_with_grad: bool = True,
         cache_labels: bool = True,
@@ -154,7 +164,7 @@ class ContrastiveLoss(nn.Module):
         use_horovod: bool = False,
     ) -> None:
         super().__init__()
-        check_choices(backend, tile_dtype, exchange, workspace_bytes)
+        check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self._said = None if world_size == 1 else (rank, world_size)
         self._checks = InputChecks()
@@ -164,6 +174,7 @@ class ContrastiveLoss(nn.Module):
         self.tile_dtype = tile_dtype
         self.autotune = autotune
         self.exchange = exchange
+        self.directions = directions
 
     @overload
     def forward(
@@ -203,12 +214,12 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             image_features: (b, D).
-            text_features: (b, D); row i belongs to image i.
+            text_features: (n, D) with n >= b; row i belongs to image i.
             logit_scale: One value.
             logit_bias: One value, or `None`.
             output_dict: Return a dictionary, as open_clip's losses do.
-            ids: What each row shows, integers of shape (b,). Pairs of equal ids, on whatever
-                ranks, are no negatives of each other.
+            ids: What each text shows, integers of shape (n,); those of the images come first.
+                Images and texts of equal ids, on whatever ranks, are no negatives.
         """
         if not torch.compiler.is_compiling():
             _check_derivatives(image_features, text_features, logit_scale)
@@ -224,7 +235,7 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._options, "exchange": self.exchange}
+        options = {**self._options, "exchange": self.exchange, "directions": self.directions}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
@@ -286,8 +297,9 @@ class ContrastiveLoss(nn.Module):
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
         loss: Tensor = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b
-        )[0]
+            image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b,
+            directions=self.directions,
+        )[0]  # fmt: skip
         return loss
 
     @torch.compiler.disable
@@ -310,7 +322,8 @@ class ContrastiveLoss(nn.Module):
         bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         plan = agree(
             image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None, ids_b,
-            exchange=self.exchange, options=self._options_with(ids_b), group=self.process_group,
+            exchange=self.exchange, directions=self.directions,
+            options=self._options_with(ids_b), group=self.process_group,
         )  # fmt: skip
         loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         return loss

@@ -5,10 +5,12 @@ Shapes:
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive.agreement import trained
-from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.backends import Backend, ExchangeName, TileDtype, make_tiles
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.loss import ContrastiveLoss, as_tensor
 from lightning_mp.contrastive.ring import Ring
@@ -17,6 +19,7 @@ from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
 __all__ = ["SigmoidContrastiveLoss"]
 
 
+@explains_arguments(hints={"directions": "Each pair counts once, in no direction."})
 class SigmoidContrastiveLoss(ContrastiveLoss):
     r"""Sigmoid (SigLIP) loss of all pairs, exact over all ranks and without a b x b matrix.
 
@@ -41,14 +44,14 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
     in fp32. The bias gets its exact gradient. `torch.compile` leaves its graph for this loss.
 
-    **Precision**, **backends**, **several ranks**, **duplicates** and the arguments are those of
-    `ContrastiveLoss`.
-    Logits are rounded as fp32 (float64 for float64 features); the Triton tiles keep
-    `sigmoid(S_ij)` in `tile_dtype` between its two products. The pairs of the batch stay outside
-    the sweep in fp32 and float64.
+    **Precision**, **backends**, **several ranks**, **duplicates**, **more texts than images** and
+    the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32 (float64 for float64
+    features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between its two products. The
+    pairs of the batch stay outside the sweep in fp32 and float64.
 
     Shapes:
-        image_features, text_features: (b, D), already normalised if they are to be.
+        image_features: (b, D), already normalised if they are to be.
+        text_features: (n, D) with n >= b. ids: (n,), those of the texts.
         logit_scale, logit_bias: one value; SigLIP starts at 10 and -10. Without a bias of about
             minus the logarithm of B, the B - 1 negatives of each row drown its pair. Returns a
             scalar in fp32 (float64 for float64).
@@ -67,6 +70,21 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     """
 
     _pairs = SigmoidPairs
+
+    def __init__(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        workspace_bytes: int | None = None,
+        backend: Backend = "auto",
+        tile_dtype: TileDtype = "auto",
+        autotune: bool = False,
+        exchange: ExchangeName = "slices",
+    ) -> None:
+        super().__init__(
+            process_group=process_group, workspace_bytes=workspace_bytes, backend=backend,
+            tile_dtype=tile_dtype, autotune=autotune, exchange=exchange,
+        )  # fmt: skip
 
     @torch.compiler.disable
     def _loss_of_one(
@@ -88,6 +106,10 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         )
         needs = trained(image_bD, text_bD, scale, bias)
         loss: Tensor = self._pairs.apply(
-            image_bD, text_bD, scale, bias, Plan(Ring([len(image_bD)]), tiles, *needs, ids_b=ids_b)
+            image_bD,
+            text_bD,
+            scale,
+            bias,
+            Plan(Ring([len(text_bD)]), tiles, *needs, ids_b=ids_b, pairs=len(image_bD)),
         )
         return loss

@@ -1,8 +1,8 @@
 """The sigmoid loss of all pairs in one sweep, gradients included.
 
 Shapes:
-    B: global batch. b: this rank's batch. m: columns that are visiting. D: feature width.
-    W: ranks.
+    B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
+    m: columns that are visiting. D: feature width. W: ranks.
 
 With `S = scale * image @ text.T + bias`, every pair adds `softplus(-S_ii)` or, if it is none,
 `softplus(S_ij)`. What a pair contributes depends on its own logit alone, so that loss and
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Visit
-from lightning_mp.contrastive.infonce import Plan, visiting_ids
+from lightning_mp.contrastive.infonce import Plan, paired, visiting_ids
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -39,12 +39,12 @@ class _Swept(NamedTuple):
     Args:
         totals: Loss, gradients of bias and scale, over all ranks.
         d_image_bD: `B dL/dS text`; `None` where nobody asks.
-        d_text_bD: `B dL/dS.T image`; likewise.
+        d_text_nD: `B dL/dS.T image`; likewise.
     """
 
     totals: Tensor
     d_image_bD: Tensor | None
-    d_text_bD: Tensor | None
+    d_text_nD: Tensor | None
 
 
 class SigmoidPairs(torch.autograd.Function):
@@ -55,27 +55,27 @@ class SigmoidPairs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
+        ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
     ) -> Tensor:
         """Sweep once over all columns, for the gradients too if there is a backward to come."""
-        swept = _sweep(image_bD, text_bD, scale, bias, plan)
+        swept = _sweep(image_bD, text_nD, scale, bias, plan)
         ctx.save_for_backward(scale, bias, *swept)
         ctx.plan, ctx.dtype = plan, image_bD.dtype
-        loss = swept.totals[0] / plan.exchange.global_batch_size
+        loss = swept.totals[0] / plan.global_pairs
         return loss.to(accumulation_dtype(image_bD.dtype))
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
-        scale, bias, totals, d_image_bD, d_text_bD = ctx.saved_tensors
+        scale, bias, totals, d_image_bD, d_text_nD = ctx.saved_tensors
         plan = ctx.plan
         with torch.no_grad(), torch.autocast(totals.device.type, enabled=False):
-            unit = cotangent.to(totals.dtype) / plan.exchange.global_batch_size
+            unit = cotangent.to(totals.dtype) / plan.global_pairs
             factor = scale.to(totals.dtype).reshape(()) * unit * plan.exchange.world_size
             d_bias = None if bias is None else (totals[1] * unit).to(bias.dtype)
             d_inputs = (
                 None if d_image_bD is None else (d_image_bD * factor).to(ctx.dtype),
-                None if d_text_bD is None else (d_text_bD * factor).to(ctx.dtype),
+                None if d_text_nD is None else (d_text_nD * factor).to(ctx.dtype),
                 (totals[2] * unit).to(scale.dtype).reshape(scale.shape),
                 None if bias is None or d_bias is None else d_bias.reshape(bias.shape),
             )
@@ -85,36 +85,37 @@ class SigmoidPairs(torch.autograd.Function):
 
 
 def _sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
+    image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
 ) -> _Swept:
     """Return loss and gradients; one unit of work, and one more for each side's gradient."""
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
         bias = scale.new_zeros(()) if bias is None else bias
         scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
-        totals, d_image_bD, d_text_bD = _negatives_sweep(image_bD, text_bD, scale, bias, plan)
-        pos_b = row_dots(image_bD, text_bD, state).mul_(scale).add_(bias)
+        totals, d_image_bD, d_text_nD = _negatives_sweep(image_bD, text_nD, scale, bias, plan)
+        pos_b = row_dots(image_bD, text_nD[: len(image_bD)], state).mul_(scale).add_(bias)
         # A positive of +inf is an overflow, not a loss of 0.
         pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
         weight_b = torch.sigmoid(-pos_b)
         loss = torch.logaddexp(-pos_b, pos_b.new_zeros(())).sum()
         weight_b1 = weight_b.to(accumulation_dtype(image_bD.dtype))[:, None]
-        for grad_bD, other_bD in ((d_image_bD, text_bD), (d_text_bD, image_bD)):
-            if grad_bD is not None:
-                grad_bD.addcmul_(other_bD, weight_b1, value=-1.0)
+        for grad_nD, other_nD in ((d_image_bD, text_nD), (d_text_nD, image_bD)):
+            if grad_nD is not None:
+                b = len(weight_b1)
+                grad_nD[:b].addcmul_(other_nD[:b], weight_b1, value=-1.0)
         d_scale = loss.new_zeros(())
         if plan.scale_needs_grad:
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             if d_image_bD is not None:
                 d_scale = row_dots(image_bD, d_image_bD, state).sum()
-            elif d_text_bD is not None:
-                d_scale = row_dots(text_bD, d_text_bD, state).sum()
+            elif d_text_nD is not None:
+                d_scale = row_dots(text_nD, d_text_nD, state).sum()
         sums = torch.stack([totals[0] + loss, totals[1] - weight_b.sum(), d_scale])
-        return _Swept(plan.exchange.all_reduce(sums), d_image_bD, d_text_bD)
+        return _Swept(plan.exchange.all_reduce(sums), d_image_bD, d_text_nD)
 
 
 def _negatives_sweep(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor, plan: Plan
+    image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return what the negatives add to loss and bias, and to `B dL/dS` times features."""
     dtype = accumulation_dtype(image_bD.dtype)
@@ -130,11 +131,11 @@ def _negatives_sweep(
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.sigmoid_sweep(
             image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
-            visit.diagonal, visit.positive_rows, visiting_ids(plan, ids_m),
+            visit.diagonal, paired(visit, image_bD), visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_bD, *own_ids]):
+    for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
     return totals_2, d_image_bD, None if d_text is None else d_text.result()

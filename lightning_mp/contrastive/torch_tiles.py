@@ -141,15 +141,21 @@ class TorchTiles:
         return size
 
     def multiplied_twice(
-        self, b: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept_values: int,
     ) -> int:
-        """Return how many of the `b^2` logits of one process a memory of that size cannot keep."""
+        """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
         kept = Kept(torch.empty(kept_values, device="meta"))
         return sum(
             shape[0] * shape[1]
             for shape in (
                 (rows.stop - rows.start, columns.stop - columns.start)
-                for rows, columns in self._places(b, b, width, dtype, device)
+                for rows, columns in self._places(b, m, width, dtype, device)
             )
             if kept.take(HEADER + shape[0] * shape[1]) is None
         )

@@ -67,13 +67,7 @@ class Method:
 
 
 def _ours(batch: int, subject: Subject, machine: Machine) -> float:
-    return formulas.our_loss_bytes(
-        batch / machine.gpus,
-        machine.gpus,
-        subject.width,
-        machine.workspace_bytes,
-        subject.feature_itemsize,
-    )
+    return formulas.our_loss_bytes(batch / machine.gpus, subject.width, machine.workspace_bytes)
 
 
 def _dense(batch: int, subject: Subject, _: Machine) -> float:

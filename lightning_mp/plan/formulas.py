@@ -58,9 +58,8 @@ INF_CL_FEATURES = 15.4  # Inf-CL at 128k on 8 GPUs
 INF_CL_FEATURES_LARGE = 17.41  # Inf-CL with offload at 1024k on 8 GPUs
 INF_CL_LARGE_RANK_BATCH = 131072
 
-# Ours. Vectors of length b in float64: positives, log-sum-exps of rows and columns with their
-# partial sums, both margins, softplus, sigmoid and the sums' temporaries.
-OUR_VECTORS = 16
+OUR_FEATURES = 8.0  # at most, by the docstring of `ContrastiveLoss`, which tests hold it to
+OUR_VECTORS = 16  # at most; 1/24 of the features at D = 768
 
 
 def dense_loss_bytes(batch: int, width: int) -> float:
@@ -123,27 +122,20 @@ def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> f
     return 4.0 * rank_batch * width * itemsize
 
 
-def our_loss_bytes(
-    rank_batch: float, ranks: int, width: int, workspace_bytes: int, itemsize: int = FP32
-) -> float:
-    """Return what `ContrastiveLoss` holds on a rank beyond the features.
+def our_loss_bytes(rank_batch: float, width: int, workspace_bytes: int) -> float:
+    """Return what `ContrastiveLoss` promises to hold at most on a rank beyond the features.
 
-    Gradients of both sides in fp32; on several ranks a shard in use and the next one under way,
-    and of the text gradients the part, the sum that arrives and the sum that leaves.
+    Gradients of both sides, blocks of the exchange and sums of theirs: `8 b D` values of fp32 on
+    any number of ranks; the workspace, in which tiles lie and where what fits is kept; and float64
+    vectors of length b: positives, log-sum-exps, margins and their temporaries.
 
     Args:
         rank_batch: Pairs on a rank, b.
-        ranks: Number of ranks W.
         width: Feature width D.
-        workspace_bytes: Of the tiles, which take no more, and less where the batch is small.
-        itemsize: Bytes of a feature value.
+        workspace_bytes: As it is passed to the loss.
     """
-    copies = 2.0 * FP32
-    if ranks > 1:
-        copies += 2 * itemsize + 2 * FP32
     vectors = OUR_VECTORS * FP64 * rank_batch
-    tiles = 2 * FP32 * rank_batch**2  # logits and softmax of one tile that takes all
-    return copies * rank_batch * width + vectors + min(workspace_bytes, tiles)
+    return OUR_FEATURES * FP32 * rank_batch * width + vectors + workspace_bytes
 
 
 def peak_bytes(

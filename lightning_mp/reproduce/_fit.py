@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
-__all__ = ["OPTIMIZERS", "Classifier", "Outcome", "fit", "scale_of"]
+__all__ = ["OPTIMIZERS", "Batch", "Classifier", "Outcome", "fit", "scale_of"]
 
 OPTIMIZERS = "fused", "foreach", "safe"
 """Kernels of torch's AdamW, and SafeAdamW."""

@@ -11,11 +11,15 @@ from typing import Literal
 __all__ = ["PAPERS", "reproduce"]
 
 # The module of each paper, whose `PARTS` are functions of an `Output` by their names.
-PAPERS = {"inf-cl": "lightning_mp.reproduce.inf_cl.parts"}
+PAPERS = {
+    "inf-cl": "lightning_mp.reproduce.inf_cl.parts",
+    "meta-vit": "lightning_mp.reproduce.meta_vit",
+    "mixed-precision": "lightning_mp.reproduce.mixed_precision",
+}
 
 
 def reproduce(
-    paper: Literal["inf-cl"],
+    paper: Literal["inf-cl", "meta-vit", "mixed-precision"],
     only: str | None = None,
     output: str = "reproduced",
     fast: bool = False,
@@ -29,7 +33,11 @@ def reproduce(
         paper: `inf-cl` is arXiv 2410.17243: `table1`, `table2`, `figure1` (memory and largest
             batch), `table3` (accuracy by loss), `table4` (tiling by levels), `figure4` (cost by
             batch), `figure5` (accuracy by batch). Tables 3 and 4 and Figure 5 train on the glyphs
-            of `examples/`, so they run in a clone.
+            of `examples/`, so they run in a clone. `meta-vit` is Meta's ladder of a faster ViT:
+            `ladder` (each rung on top of the last), `chips` (throughput by their number).
+            `mixed-precision` is `curves` (fp32, masters, none), `histogram` (gradients in fp16's
+            window), `scale` (the loss scale over time), `t5` (overflow and clamp), `adam` (zero
+            gradients and the step after them), `zeros` (their share in a run that fails).
         only: Parts to make, such as `table4,figure4`; all if left out.
         output: Folder for the files; each paper has its own in it.
         fast: Sizes that show that all of it runs, and nothing more.

@@ -16,7 +16,12 @@ from lightning_mp.callbacks._locate.finding import Finding
 from lightning_mp.callbacks._locate.trace import Call, Seen
 from lightning_mp.callbacks._rules import spike_sentences
 from lightning_mp.callbacks._rules.robust_window import SignalVerdict
-from lightning_mp.callbacks._rules.sentences import MESSAGES, REMEDIES, words_for
+from lightning_mp.callbacks._rules.sentences import (
+    MESSAGES,
+    REMEDIES,
+    REMEDIES_AT_THE_END,
+    words_for,
+)
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
@@ -93,6 +98,9 @@ def rules() -> Iterator[str]:
         yield f"[{key}]\n{several[0]}\n{several[1]}\n"
         if single != several:
             yield f"[{key}, of 1]\n{single[0]}\n"
+        if fix in REMEDIES_AT_THE_END:
+            verdict = Verdict(key, says=says, fix=fix, numbers=samples)
+            yield f"[{key}, at the end of a schedule]\n{words_for(verdict, is_ending=True)[1]}\n"
 
 
 def spikes() -> Iterator[str]:

@@ -4,7 +4,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.cli import LightningCLI
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.callbacks.spike_guard import SpikeGuard
@@ -130,3 +131,29 @@ def test_window_survives_a_resume(tmp_path: Path) -> None:
 
 def fused_adamw(parameters: Any) -> AdamW:
     return AdamW(parameters, lr=1e-3, fused=True)
+
+
+def rises_and_falls(optimizer: Optimizer) -> Any:
+    """A warm-up far from its end, until the rate falls to 1/125 of what it was."""
+    return LambdaLR(optimizer, lambda step: (step + 1) / 400 if step < 50 else 0.001)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+def test_a_lower_rate_is_advised_but_where_the_schedule_is_ending(tmp_path: Path) -> None:
+    def make() -> tuple[SpikeGuard, PlantedModel]:
+        model = PlantedModel(
+            dict.fromkeys((30, 90), "explosion"), lambda p: SGD(p, lr=1e-3), rises_and_falls
+        )
+        return SpikeGuard(window_steps=32, judge_after_steps=16), model
+
+    guard, model = make()
+    fit(model, make_batches(50), guard).save_checkpoint(tmp_path / "run.ckpt")
+    (alarm,) = guard.alarms
+    assert alarm.step == 30
+    assert "ower the learning rate" in alarm.remedy
+    guard, model = make()
+    fit(model, make_batches(50), guard, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    alarm = guard.alarms[-1]
+    assert alarm.step == 90
+    assert alarm.remedy
+    assert "the learning rate" not in alarm.remedy

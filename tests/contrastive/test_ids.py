@@ -135,8 +135,8 @@ def test_ids_on_some_ranks_only_are_refused_on_all() -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        (torch.zeros(4), r"dtype torch.float32 and shape \[4\].*integers of shape \[batch\]"),
-        (torch.arange(3), r"shape \[3\] with features of shape \[4, 2\]"),
+        (torch.zeros(4), r"dtype torch.float32 and shape \[4\].*integers of shape \[texts\]"),
+        (torch.arange(3), r"shape \[3\] with texts of shape \[4, 2\]"),
         ([1, 2, 3, 4], r"type list.*Pass `torch.tensor\(ids\)`"),
     ],
 )

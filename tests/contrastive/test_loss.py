@@ -276,7 +276,7 @@ def _bad_inputs() -> dict[str, tuple[tuple[Any, ...], str]]:
         "3-D": ((good[None], good[None], 1.0), r"shape \[1, 4, 3\]"),
         "list": (([1.0], good, 1.0), "of type list"),
         "rows": ((good, good[:2], 1.0), r"\[4, 3\] and `text_features` of shape \[2, 3\]"),
-        "width": ((good, good[:, :2], 1.0), "one width; .* its own texts would be its negatives"),
+        "width": ((good, good[:, :2], 1.0), r"Both must have one width\. Project both"),
         "devices": ((good, good.to("meta"), 1.0), "on one device"),
         "integers": ((good.int(), good.int(), 1.0), "dtype torch.int32"),
         "empty": ((good[:0], good[:0], 1.0), "empty batch"),

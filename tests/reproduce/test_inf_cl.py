@@ -121,10 +121,11 @@ def test_loss_on_ranks_allocates_what_formulas_say() -> None:
     found = dict(zip(memory.METHODS, run_ranks(_peaks_on_a_rank, ranks)[0], strict=True))
     for method, measured in found.items():
         predicted = memory.loss_bytes(method, 256 * ranks, ranks, 64, memory.WORKSPACE)
-        # The peers' matrices are 4 of b x B or B x B, and a temporary more or less of one.
+        # The peers' matrices are 4 of b x B or B x B, and a temporary more or less of one; ours is
+        # what the loss promises, and at least its gradients.
         matrix = {"dense (CLIP)": 4 * 1024**2, "local (OpenCLIP)": 4 * 256 * 1024}.get(method, 0)
-        slack = matrix or memory.WORKSPACE  # which the tiles need not fill
-        assert abs(measured - predicted) <= slack, method
+        least = predicted - matrix if matrix else 2 * 4 * 256 * 64
+        assert least <= measured <= predicted + matrix, method
     assert found["lightning-mp"] < found["local (OpenCLIP)"] < found["dense (CLIP)"]
 
 

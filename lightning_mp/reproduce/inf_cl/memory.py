@@ -37,7 +37,7 @@ def loss_bytes(method: str, batch: int, ranks: int, width: int, workspace: int) 
         return formulas.local_loss_bytes(batch, ranks, width)
     if method == "Inf-CL":
         return formulas.inf_cl_loss_bytes(batch / ranks, width)
-    return formulas.our_loss_bytes(batch / ranks, ranks, width, workspace)
+    return formulas.our_loss_bytes(batch / ranks, width, workspace)
 
 
 def _peak(method: str, rows: int, width: int) -> int:

@@ -1,0 +1,120 @@
+"""A CLIP made from a configuration of transformers or open_clip, with the recipe of Inf-CL.
+
+References:
+    - Inf-CL, https://arxiv.org/abs/2410.17243, appendix A
+    - LiT, https://arxiv.org/abs/2111.07991
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mp import ContrastiveLoss
+
+
+class RecipeCLIP(pl.LightningModule):
+    """Two encoders and their loss; name `encode_image` and `encode_text` as towers.
+
+    Args:
+        library: Where the model comes from.
+        config: Of transformers, the arguments of its `CLIPConfig`; of open_clip, `model_name` and
+            others of its `create_model`.
+        lock_image: Do not train the image encoder, as LiT; load one that has been trained.
+        optimizer: `"adafactor"` is transformers'. The paper's is that of ViT-g: its first moment is
+            in half, and its second decays by 0.95, where this one's is in fp32 and decays by
+            `1 - t^-0.8`. `"adamw"` is torch's.
+        lr: The peak of the learning rate.
+        weight_decay: Of all weights.
+        betas: Decay of the moments; `"adafactor"` takes the first.
+        warmup_epochs: Until the peak; a cosine to 0 follows.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        library: Literal["transformers", "open_clip"] = "transformers",
+        lock_image: bool = False,
+        optimizer: Literal["adafactor", "adamw"] = "adafactor",
+        lr: float = 1e-3,
+        weight_decay: float = 1e-4,
+        betas: Sequence[float] = (0.9, 0.95),
+        warmup_epochs: float = 0.5,
+    ) -> None:
+        super().__init__()
+        package = importlib.import_module(library)
+        self.is_open_clip = library == "open_clip"
+        if self.is_open_clip:
+            self.model: nn.Module = package.create_model(**config)
+        else:
+            self.model = package.CLIPModel(package.CLIPConfig(**config))
+        self.lock_image = lock_image
+        if lock_image:
+            self._image_encoder.requires_grad_(False)
+        self.optimizer, self.lr, self.weight_decay = optimizer, lr, weight_decay
+        self.betas, self.warmup_epochs = tuple(betas), warmup_epochs
+        self.loss = ContrastiveLoss()
+
+    @property
+    def _image_encoder(self) -> nn.Module:
+        return self.model.visual if self.is_open_clip else self.model.vision_model
+
+    def on_train_epoch_start(self) -> None:
+        """Keep a locked encoder as it is at test time."""
+        if self.lock_image:
+            self._image_encoder.eval()
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Return features of length one, of images as bytes."""
+        images = images.to(self.dtype) / 127.5 - 1
+        if self.is_open_clip:
+            return F.normalize(self.model.encode_image(images), dim=-1)
+        pooled = self.model.vision_model(pixel_values=images).pooler_output
+        return F.normalize(self.model.visual_projection(pooled), dim=-1)
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """Return features of length one."""
+        if self.is_open_clip:
+            return F.normalize(self.model.encode_text(tokens), dim=-1)
+        pooled = self.model.text_model(input_ids=tokens).pooler_output
+        return F.normalize(self.model.text_projection(pooled), dim=-1)
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of all pairs of all ranks."""
+        images, tokens = batch
+        features = self.encode_image(images), self.encode_text(tokens)
+        loss = self.loss(*features, self.model.logit_scale.exp().clamp(max=100))
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return the optimizer, with a cosine after half an epoch of warm-up."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.optimizer == "adafactor":
+            adafactor = importlib.import_module("transformers.optimization").Adafactor
+            fixed = {"scale_parameter": False, "relative_step": False}
+            optimizer = adafactor(params, beta1=self.betas[0], **fixed, **shared)
+        else:
+            optimizer = torch.optim.AdamW(params, betas=self.betas, **shared)
+        total = int(self.trainer.estimated_stepping_batches)
+        warm = max(1, round(total * self.warmup_epochs / max(1, self.trainer.max_epochs or 1)))
+
+        def factor(step: int) -> float:
+            if step < warm:
+                return (step + 1) / warm
+            return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

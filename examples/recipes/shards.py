@@ -1,0 +1,93 @@
+"""Image-text shards as webdataset has them: tar files of `NAME.jpg` (or png) and `NAME.txt`.
+
+Needs `pip install webdataset pillow`. Captions are read as bytes, so no vocabulary is needed; pass
+others through a tokenizer of yours in `tokens_of`.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+START, END = 256, 257
+VOCABULARY = 258  # of bytes and both ends; END is the largest, which is where CLIP reads a text
+
+
+def tokens_of(caption: str, length: int) -> Tensor:
+    """Return a caption as numbers: its bytes between START and END, and zeros.
+
+    Args:
+        caption: Any text.
+        length: Of the result; longer captions are cut.
+    """
+    codes = [START, *caption.encode()[: length - 2], END]
+    return torch.tensor(codes + [0] * (length - len(codes)))
+
+
+def image_of(data: bytes, edge: int) -> Tensor:
+    """Return an image as bytes of shape (3, edge, edge): its middle, made smaller.
+
+    Args:
+        data: A file.
+        edge: In pixels.
+    """
+    from PIL import Image, ImageOps
+
+    picture = ImageOps.fit(Image.open(io.BytesIO(data)).convert("RGB"), (edge, edge))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+class ImageTextShards(pl.LightningDataModule):
+    """Pairs from shards, a part of them on each rank and worker.
+
+    Args:
+        urls: Shards, such as `shards/{00000..00099}.tar`.
+        pairs: Of an epoch, all ranks together.
+        batch_size: Of a rank.
+        image_size: Edge in pixels.
+        context_length: Tokens of a text.
+        workers: Of a rank.
+        shuffle: Pairs that are mixed.
+    """
+
+    def __init__(
+        self,
+        urls: str,
+        pairs: int,
+        *,
+        batch_size: int = 1024,
+        image_size: int = 224,
+        context_length: int = 77,
+        workers: int = 4,
+        shuffle: int = 10_000,
+    ) -> None:
+        super().__init__()
+        self.urls, self.pairs, self.batch_size, self.workers = urls, pairs, batch_size, workers
+        self.image_size, self.context_length, self.shuffle = image_size, context_length, shuffle
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return batches of images as bytes and tokens; every rank has as many."""
+        import webdataset as wds
+
+        ranks = self.trainer.world_size if self.trainer is not None else 1
+        of_rank = self.pairs // ranks // self.batch_size
+        of_worker = -(-of_rank // max(1, self.workers))
+        data = wds.WebDataset(
+            self.urls, resampled=True, shardshuffle=False, nodesplitter=wds.split_by_node
+        )
+        pipeline = (
+            data.shuffle(self.shuffle).map(self._pair).batched(self.batch_size, partial=False)
+        )
+        batches = pipeline.with_epoch(of_worker).with_length(of_rank)
+        return DataLoader(batches, batch_size=None, num_workers=self.workers)
+
+    def _pair(self, sample: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        image = next(sample[kind] for kind in ("jpg", "jpeg", "png", "webp") if kind in sample)
+        text = sample["txt"].decode()
+        return image_of(image, self.image_size), tokens_of(text, self.context_length)

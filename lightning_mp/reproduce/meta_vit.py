@@ -1,0 +1,309 @@
+"""Meta's ladder of a faster ViT, each rung on top of the last, and throughput by chips.
+
+On a GPU the ladder is a ViT-H/16 and its images per second and TFLOP/s are measured. On a CPU it is
+a small one on drawn characters: FLOPs, bytes and losses, with no verdict on speed, which a CPU has
+for reasons of its own (it is slow at products of halves).
+
+References:
+    Speeding up Vision Transformers, https://ai.meta.com, 5 May 2022
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp import BalancedAMP, ModelParallelBalancedAMP, PureFP16
+from lightning_mp.plan.allocation import peak_allocated
+from lightning_mp.reproduce._characters import CHARACTERS, draw
+from lightning_mp.reproduce._fit import Batch, Classifier, Outcome, fit
+from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output
+from lightning_mp.reproduce.ranks import on_ranks
+
+__all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "ladder", "train"]
+
+_PRECISIONS: dict[str, Callable[[], Precision]] = {
+    "32-true": Precision,
+    "O1": lambda: BalancedAMP(weights="full"),
+    "balanced": BalancedAMP,
+    "balanced, FSDP": ModelParallelBalancedAMP,
+    "pure fp16": PureFP16,
+}
+_LAST = 10  # steps whose losses are averaged
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A training, as the one before it but for its name.
+
+    Args:
+        name: What it adds.
+        precision: One of `_PRECISIONS`.
+        optimizer: Kernels of AdamW.
+        pool: What the head reads.
+        layout: Of the activations.
+        larger: Images of 256 instead of 224 pixels, or as many patches of smaller ones.
+    """
+
+    name: str
+    precision: str = "32-true"
+    optimizer: str = "foreach"
+    pool: Pool = "cls"
+    layout: Layout = "nld"
+    larger: bool = False
+
+
+def _ladder() -> Iterator[Rung]:
+    rung = Rung("32-true, DDP")
+    yield rung
+    for change in (
+        {"name": "O1", "precision": "O1"},
+        {"name": "balanced", "precision": "balanced"},
+        {"name": "fused step", "optimizer": "fused"},
+        {"name": "pooled head", "pool": "mean"},
+        {"name": "batch second", "layout": "lnd"},
+        {"name": "FSDP", "precision": "balanced, FSDP"},
+        {"name": "256 px", "larger": True},
+        # Half weights are whole on every rank: DDP again.
+        {"name": "pure fp16, DDP", "precision": "pure fp16", "optimizer": "safe"},
+    ):
+        rung = replace(rung, **change)  # type: ignore[arg-type]
+        yield rung
+
+
+LADDER = tuple(_ladder())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the ladder stands in.
+
+    Args:
+        size: Of the ViT.
+        edges: Of the images, without and with the larger ones; 7 and 8 patches a side,
+            twice as many on a GPU.
+        batch: Images of a rank and step.
+        steps: Of a training.
+        device: Its type.
+    """
+
+    size: ViTSize
+    edges: tuple[int, int]
+    batch: int
+    steps: int
+    device: str
+
+    @classmethod
+    def here(cls, *, fast: bool) -> Scene:
+        """Return the one for this machine."""
+        if torch.cuda.is_available() and not fast:
+            return cls(SIZES["H16"], (224, 256), 64, 60, "cuda")
+        size = ViTSize(patch=4, width=32, depth=1, heads=2) if fast else SIZES["characters"]
+        return cls(size, (28, 32), 4 if fast else 32, 2 if fast else 150, "cpu")
+
+    def edge(self, rung: Rung) -> int:
+        """Return the edge of a rung's images."""
+        return self.edges[rung.larger]
+
+    def model(self, rung: Rung) -> ViT:
+        """Return a rung's model, on the present default device."""
+        kinds: dict[str, Any] = {"pool": rung.pool, "layout": rung.layout, "channels": 1}
+        return ViT(self.size, image=self.edge(rung), classes=len(CHARACTERS), **kinds)
+
+    def batches(self, rung: Rung, steps: int, rank: int = 0) -> list[Batch]:
+        """Return the batches of a rank."""
+        images, labels = draw(steps * self.batch, self.edge(rung), seed=1 + rank)
+        parts = zip(images.split(self.batch), labels.split(self.batch), strict=True)
+        return [(x.to(self.device), y.to(self.device)) for x, y in parts]
+
+
+class _Sharding(Classifier):
+    """Shards its blocks and itself where the strategy asks for it."""
+
+    def configure_model(self) -> None:
+        plugin: Any = self.trainer.precision_plugin
+        if not isinstance(plugin, ModelParallelBalancedAMP) or self.device_mesh is None:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        plugin.shard_fp32_modules(self, mesh)
+        blocks: Any = self.model.blocks
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=plugin.mp_policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=plugin.mp_policy)
+
+
+def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
+    """Train a rung on this rank; of a group if there is one.
+
+    Args:
+        scene: Where.
+        rung: What.
+        batches: A step each.
+        seed: Of the weights.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    device, ranks = torch.device(scene.device), _ranks()
+    torch.manual_seed(seed)
+    with device:
+        classifier = _Sharding(scene.model(rung), lr=1e-3, optimizer=rung.optimizer)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    strategy: pl.strategies.Strategy = DDPStrategy(process_group_backend=backend)
+    if "FSDP" in rung.precision:
+        strategy = ModelParallelStrategy(ranks, 1, process_group_backend=backend)
+    with _own_group():
+        outcome = fit(
+            classifier,
+            batches,
+            device=device,
+            plugin=_PRECISIONS[rung.precision](),
+            strategy=strategy,
+            devices=ranks,
+            warm_up=min(5, len(batches) - 1),
+        )
+    del classifier
+    if device.type == "cuda":
+        gc.collect()  # the model and its Trainer refer to each other
+        torch.cuda.empty_cache()
+    return outcome
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextmanager
+def _own_group() -> Iterator[None]:
+    """Leave no process group behind that a strategy made."""
+    was_there = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not was_there:
+        dist.destroy_process_group()
+
+
+def flops_of(scene: Scene, rung: Rung) -> int:
+    """Return the FLOPs of forward and backward for one image: three times those of the forward."""
+    with torch.device("meta"):
+        model, edge = scene.model(rung), scene.edge(rung)
+        image = torch.empty(1, 1, edge, edge)
+    with FlopCounterMode(display=False) as counter:
+        model(image)
+    return 3 * int(counter.get_total_flops())
+
+
+def _peak(scene: Scene, rung: Rung, outcome: Outcome) -> int | None:
+    """Return the most bytes of a training: the allocator's, or on a CPU those of two steps."""
+    if scene.device == "cuda":
+        return outcome.peak_bytes
+    batches = scene.batches(rung, 2)  # drawing takes more than a small model
+    return peak_allocated(lambda: train(scene, rung, batches))
+
+
+def ladder(out: Output) -> None:
+    """Climb the ladder; each rung's loss is held against the first's, beside another seed's."""
+    scene = Scene.here(fast=out.fast)
+    on_cpu = scene.device == "cpu"
+    seeds = [(rung, 0) for rung in LADDER]
+    seeds.insert(1, (replace(LADDER[0], name="the same from another seed"), 1))
+    rows: list[dict[str, object]] = []
+    losses: dict[str, Sequence[float]] = {}
+    for rung, seed in out.progress(seeds, "rungs"):
+        outcome = train(scene, rung, scene.batches(rung, scene.steps), seed=seed)
+        losses[rung.name] = outcome.losses
+        loss = statistics.mean(outcome.losses[-_LAST:])
+        flops = flops_of(scene, rung)
+        seconds = statistics.median(outcome.step_seconds) if outcome.step_seconds else None
+        rate = None if on_cpu or seconds is None else scene.batch / seconds
+        first = rows[0]["loss"] if rows else loss
+        rows.append(
+            {
+                "rung": rung.name,
+                "gflops_an_image": flops / 1e9,
+                "images_a_second": rate,
+                "tflops_a_chip": None if rate is None else rate * flops / 1e12,
+                "peak_mib": (_peak(scene, rung, outcome) or 0) / 2**20,
+                "loss": loss,
+                "of_the_first": loss / float(first) - 1,  # type: ignore[arg-type]
+                "skipped": outcome.skipped_steps,
+                "kind": MEASURED,
+            }
+        )
+    verdict = "no verdict on speed: this is a CPU" if on_cpu else "measured on one chip"
+    out.table("ladder", rows, f"The ladder, {scene.steps} steps of {scene.batch} images; {verdict}")
+    with out.picture("ladder", 2, f"Meta's ladder; {verdict}") as (left, right):
+        names = [str(row["rung"]) for row in rows]
+        column = "peak_mib" if on_cpu else "images_a_second"
+        left.barh(names[::-1], [float(row[column]) for row in rows[::-1]])  # type: ignore[arg-type]
+        left.set(xlabel="peak MiB of a step" if on_cpu else "images a second")
+        for name, found in losses.items():
+            width = max(1, len(found) // 25)
+            means = [statistics.mean(found[i : i + width]) for i in range(0, len(found), width)]
+            right.plot(range(0, len(found), width), means, label=name)
+        right.set(xlabel="step", ylabel="loss")
+        right.legend(fontsize="x-small")
+
+
+def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
+    """Return the median seconds of a step, on a GPU of its own where there are some."""
+    if scene.device == "cuda":
+        size = dist.get_world_size()
+        dist.destroy_process_group()
+        torch.cuda.set_device(rank)
+        address = "tcp://127.0.0.1:29531"
+        dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size)
+    return statistics.median(train(scene, rung, scene.batches(rung, steps, rank)).step_seconds)
+
+
+def chips(out: Output) -> None:
+    """Plot TFLOP/s a chip against chips, and the bytes that a chip sends for an image."""
+    scene = Scene.here(fast=out.fast)
+    on_cpu = scene.device == "cpu"
+    most = 2 if on_cpu else torch.cuda.device_count()
+    counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    rungs = [rung for rung in LADDER if rung.name in ("O1", "batch second", "FSDP")]
+    rows: list[dict[str, object]] = []
+    for rung in rungs:
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in scene.model(rung).parameters())
+        for count in out.progress(counts, f"{rung.name}, chips"):
+            steps = 2 if out.fast else 12
+            seconds = max(on_ranks(_seconds_on_rank, count, scene, rung, steps))
+            row = {"rung": rung.name, "chips": count}
+            row |= {"tflops_a_chip": scene.batch * flops_of(scene, rung) / seconds / 1e12}
+            rows.append({**row, "mib_sent_a_step": None, "kind": MEASURED})
+        for count in (1, 2, 4, 8, 16, 32, 64):
+            share = (count - 1) / count
+            # A ring all-reduce sends each gradient twice; FSDP gathers half weights twice, and
+            # scatters the sums of fp32 gradients once.
+            sent = 2 * 4 * share if "FSDP" not in rung.precision else (2 * 2 + 4) * share
+            row = {"rung": rung.name, "chips": count, "tflops_a_chip": None}
+            rows.append({**row, "mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED})
+    verdict = "no verdict: ranks share the cores of a CPU" if on_cpu else "measured"
+    out.table("chips", rows, f"Throughput by chips ({verdict}), and bytes by formula")
+    with out.picture("chips", 2, "Scaling") as (left, right):
+        for rung in rungs:
+            own = [row for row in rows if row["rung"] == rung.name]
+            for axes, column in ((left, "tflops_a_chip"), (right, "mib_sent_a_step")):
+                points = [(row["chips"], row[column]) for row in own if row[column] is not None]
+                axes.plot(*zip(*points, strict=True), "o-", label=rung.name)
+        left.set(title=f"TFLOP/s a chip ({verdict})", xlabel="chips", ylim=(0, None))
+        right.set(title="MiB that a chip sends a step (computed)", xlabel="chips")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.legend()
+
+
+PARTS: dict[str, Callable[[Output], None]] = {"ladder": ladder, "chips": chips}

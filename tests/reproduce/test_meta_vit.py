@@ -1,0 +1,77 @@
+"""Meta's ladder at its smallest size: what its rungs change, and what they must not."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_mp.reproduce.meta_vit import LADDER, Scene, chips, flops_of, ladder
+from lightning_mp.reproduce.output import Output
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_every_rung_keeps_what_the_one_before_added() -> None:
+    names = ["precision", "optimizer", "pool", "layout", "larger"]
+    for before, after in zip(LADDER[:-1], LADDER[1:], strict=True):
+        changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+        assert len(changed) == (2 if "pure" in after.name else 1)
+
+
+def test_flops_are_those_of_the_products_by_hand() -> None:
+    scene = Scene.here(fast=True)
+    d, depth = scene.size.width, scene.size.depth
+    for rung in (LADDER[0], LADDER[-1]):
+        edge = scene.edge(rung)
+        patches = (edge // scene.size.patch) ** 2
+        tokens = patches + (rung.pool == "cls")
+        # Per token: q, k, v and out are 4 d^2, the MLP 8 d^2, both products of attention 2 L d.
+        blocks = depth * tokens * (12 * d**2 + 2 * tokens * d)
+        multiplies = patches * d * scene.size.patch**2 + blocks + d * 36
+        assert flops_of(scene, rung) == 3 * 2 * multiplies
+
+
+@pytest.mark.slow
+def test_characters_are_the_same_at_any_size_and_differ() -> None:
+    pytest.importorskip("PIL")
+    from lightning_mp.reproduce._characters import CHARACTERS, draw
+
+    (small, labels), (large, same) = (draw(200, edge, seed=3) for edge in (28, 56))
+    assert torch.equal(labels, same)
+    assert set(labels.tolist()) <= set(range(len(CHARACTERS)))
+    halved = torch.nn.functional.avg_pool2d(large, 2)
+    # Pixels of twice the size, up to what bilinear sampling blurs.
+    assert torch.corrcoef(torch.stack([small.flatten(), halved.flatten()]))[0, 1] > 0.9
+    assert abs(float(small.mean())) < 0.3
+    assert 0.5 < float(small.std()) < 2
+    # Nearest neighbours among so few are of one character far more often than by chance, 1 in 36.
+    distance = torch.cdist(small.flatten(1), small.flatten(1)).fill_diagonal_(torch.inf)
+    assert (labels[distance.argmin(1)] == labels).float().mean() > 5 / len(CHARACTERS)
+
+
+@pytest.mark.sweep
+@pytest.mark.distributed
+def test_ladder_and_chips_write_their_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = Output(tmp_path, fast=True, title="meta-vit")
+    ladder(out)
+    chips(out)
+    tables = {}
+    for part in ("ladder", "chips"):
+        assert (tmp_path / f"{part}.png").stat().st_size > 0
+        with (tmp_path / f"{part}.csv").open(newline="") as file:
+            tables[part] = list(csv.DictReader(file))
+    rows = {row["rung"]: row for row in tables["ladder"]}
+    assert len(rows) == len(LADDER) + 1
+    # What changes no arithmetic changes no loss: a fused step, the layout, shards of one rank.
+    for name, before in (("fused step", "balanced"), ("batch second", "pooled head")):
+        assert float(rows[name]["loss"]) == pytest.approx(float(rows[before]["loss"]), rel=1e-3)
+    assert float(rows["FSDP"]["loss"]) == pytest.approx(
+        float(rows["batch second"]["loss"]), rel=1e-3
+    )
+    assert all(float(row["peak_mib"]) > 0 for row in rows.values())
+    if not torch.cuda.is_available():
+        assert {row["images_a_second"] for row in rows.values()} == {""}
+    kinds = {(row["kind"], row["tflops_a_chip"] == "") for row in tables["chips"]}
+    assert kinds == {("measured", False), ("computed", True)}
