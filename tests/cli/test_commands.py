@@ -103,7 +103,7 @@ def test_bash_completes_commands_options_and_classes(tmp_path: Path) -> None:
         (["plan", "--check-p"], {"--check-paper"}),
         (["fit", "--trainer.plugins.half_o"], {"--trainer.plugins.half_ops"}),
         (["fit", "--trainer.callbacks", "lightning_mp.S"], {"lightning_mp.SpikeGuard"}),
-        (["fit", "--trainer.strategy", "lightning_mp.I"], {"lightning_mp.InfCLStrategy"}),
+        (["fit", "--trainer.strategy", "lightning_mp.InfCLS"], {"lightning_mp.InfCLStrategy"}),
     ):
         command = ["bash", "-c", COMPLETE, "bash", str(script), *words]
         ran = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -17,8 +17,6 @@ from tests.contrastive.test_torch_tiles import PeakBytes, _addmm_flops
 from tests.processes import run_ranks
 from tests.reference.contrastive import dense_sigmoid_loss, relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:Passed .*negative scale")
-
 NAMES = ("image", "text", "scale", "bias")
 
 # Some scales and features here are meant to be extreme.

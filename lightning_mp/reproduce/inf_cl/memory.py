@@ -137,7 +137,7 @@ def table2(out: Output) -> None:
 
 def _largest_rows(out: Output) -> list[dict[str, object]]:
     if "largest" not in out.measured:
-        width, budget = (64, MIB * 3 // 2) if out.fast else (64, 6 * MIB)
+        width, budget = (64, MIB * 3 // 2) if out.fast else (64, 3 * MIB)
         found = on_ranks(_largest, RANKS, budget, width)[0]
         out.measured["largest"] = list(_budgeted(found, width, budget)) + list(_with_80_gb())
     rows: list[dict[str, object]] = out.measured["largest"]
