@@ -33,8 +33,9 @@ def sizes_of_terms(inputs: list[Tensor]) -> dict[str, Tensor]:
     """The sums of magnitudes of what the gradients of scale and bias are sums of."""
     image, text, scale, bias = (x.detach().double() for x in inputs)
     dots = image @ text.T
-    weights = (scale * dots + bias).sigmoid()
-    weights.diagonal().sub_(1.0)
+    logits = scale * dots + bias
+    weights = logits.sigmoid()
+    weights.diagonal().copy_(logits.diagonal().neg().sigmoid())  # `sigmoid - 1` rounds to 0
     terms = {"scale": weights * dots, "bias": weights}
     return {name: term.abs().sum() / len(image) for name, term in terms.items()}
 
