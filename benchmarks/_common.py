@@ -25,6 +25,8 @@ from torch.utils.benchmark.utils.timer import timer
 from tqdm import tqdm
 from triton.testing import do_bench
 
+from lightning_mp.plan.allocation import peak_allocated
+
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 OUT_OF_MEMORY = "ran out of memory"
@@ -124,12 +126,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     if device.type != "cpu":
         return None
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        run()
-    events = [
-        e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
-    return max(itertools.accumulate(events), default=0)
+    return peak_allocated(run)
 
 
 def pick_device(name: str) -> str:

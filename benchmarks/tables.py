@@ -29,11 +29,11 @@ NAMES = {
     "torch chunked": "torch's `linear_cross_entropy`, chunked, once a direction",
 }
 FACTS = "device_name", "threads", "torch", "triton"
-# What is drawn: the file, then the columns across, upwards, and one line for each.
+# What is drawn: the file, then the columns across and upwards, and those that make a line.
 PLOTS = {
-    "contrastive_loss": ("batch", "ms_median", "contender"),
-    "optimizer_step": ("parameters", "gb_per_second", "contender"),
-    "precision": ("parameters", "images_per_second", "precision"),
+    "contrastive_loss": ("batch", "ms_median", ("contender", "width", "dtype", "device_name")),
+    "optimizer_step": ("parameters", "gb_per_second", ("contender", "device_name")),
+    "precision": ("parameters", "images_per_second", ("precision", "optimizer", "device_name")),
 }
 
 
@@ -94,12 +94,16 @@ def plot(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw what the benchmark found by size, on logarithmic axes."""
     from matplotlib.figure import Figure
 
-    across, upwards, label = PLOTS[name]
+    across, upwards, columns = PLOTS[name]
+    telling = [c for c in columns if c == columns[0] or len({row.get(c) for row in rows}) > 1]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for each in dict.fromkeys(row[label] for row in rows):
-        points = sorted((row[across], row[upwards]) for row in rows if row[label] == each)
-        axes.plot(*zip(*points, strict=True), marker="o", label=NAMES.get(each, each))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        label = ", ".join(NAMES.get(row[c], str(row[c])) for c in telling)
+        lines.setdefault(label, []).append((row[across], row[upwards]))
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel=across, ylabel=upwards, title=name)
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

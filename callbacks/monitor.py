@@ -272,8 +272,8 @@ class InstabilityMonitor(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
-        own = {"history": self.history.to_dict(), "raised": raised}
-        own |= {"highest_rates": dict(self.recorder.highest_rates)}
+        rates = dict(self.recorder.highest_rates)
+        own = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
         return own | ({} if self._rule is None else self._rule.state_dict())
 
     @override

@@ -4,6 +4,7 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -71,7 +72,7 @@ class InputChecks:
                 f"rows are not: {columns} pairs of width {rows}, transposed. The batch comes "
                 "first. Pass `features.T`.",
             )
-        elif max(by_rows) > _UNIT and scale >= _COLD and logit > _LARGEST:
+        elif max(by_rows) > _UNIT and scale >= _COLD and _LARGEST < logit < math.inf:
             self._tell(
                 "norms",
                 f"Passed features of norm {image_norm:.3g} (images) and {text_norm:.3g} (texts) "

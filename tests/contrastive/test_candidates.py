@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from jsonargparse import ArgumentParser
+from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from tests.contrastive.test_exchange import make_loss
@@ -125,3 +126,21 @@ def test_unknown_direction_says_what_is_known() -> None:
 def test_fewer_texts_than_images_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a text for each image.*the same value in `ids`"):
         ContrastiveLoss()(torch.randn(4, 2), torch.randn(3, 2), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ContrastiveLoss", {"exchange": "ring", "directions": "image_to_text"}),
+        ("SigmoidContrastiveLoss", {"exchange": "ring", "workspace_bytes": 2**21}),
+    ],
+)
+def test_losses_are_made_from_yaml(name: str, options: dict[str, Any]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--loss", type=nn.Module)
+    config = {"class_path": f"lightning_mp.{name}", "init_args": options}
+    # jsonargparse has renamed it, and warns of the old name.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    loss = instantiate(parser.parse_object({"loss": config})).loss
+    assert type(loss).__name__ == name
+    assert {key: getattr(loss, key) for key in options} == options

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_mp import (
+    ContrastiveLoss,
     InfCLModelParallelStrategy,
     ModelParallelBalancedAMP,
 )
@@ -55,6 +56,7 @@ class Model(TinyCLIP):
         super().__init__(dropout=0.0, **kwargs)
         self.double()
         self.layout = layout
+        self.loss = ContrastiveLoss(exchange="ring")  # slices would be scattered too
         self.counts: list[int] = []
         if layout == "methods":
             self.both = Towers(self.visual, self.text)

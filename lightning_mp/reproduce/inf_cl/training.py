@@ -157,8 +157,8 @@ def zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
     classes = torch.arange(len(SCRIPTS)).repeat_interleave(len(PROMPTS))
     accuracy.update_prompts(model.text(torch.from_numpy(encode_names(prompts))), classes)
     accuracy.update(image_ND[rows_n], target_n)
-    values: Any = accuracy.compute()
-    return float(values["top1"])
+    scores: Any = accuracy.compute()  # a dict, as no one `value` was asked for
+    return float(scores["top1"])
 
 
 def table3(out: Output) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive.backends import make_tiles, triton_problem
@@ -118,3 +118,21 @@ def test_choices_reach_the_tiles() -> None:
     assert make_tiles("triton", CPU, torch.float32, **options) == TritonTiles(2**22, "tf32", True)
     assert triton_problem(CPU, torch.float32) is None
     assert "float64" in (triton_problem(CPU, torch.float64) or "")
+
+
+@pytest.mark.parametrize("direction", ["both", "image_to_text", "text_to_image"])
+def test_texts_without_an_image_are_negatives_in_one_direction(direction: str) -> None:
+    image, text, scale = leaves(150, 24, torch.float32)
+    image = image.detach()[:70].requires_grad_()
+    loss = ContrastiveLoss(backend="triton", directions=direction)(image, text, scale)  # type: ignore[arg-type]
+    found = [loss.detach(), *torch.autograd.grad(loss, (image, text))]
+    doubles = [x.detach().double().requires_grad_() for x in (image, text)]
+    scores = 20 * doubles[0] @ doubles[1].T
+    target = torch.arange(70)
+    terms = {
+        "image_to_text": cross_entropy(scores, target),
+        "text_to_image": cross_entropy(scores[:, :70].T, target),
+    }
+    right = terms.get(direction, sum(terms.values()) / 2)
+    expected = [right.detach(), *torch.autograd.grad(right, doubles)]
+    assert all(relative_error(*pair) < 2e-5 for pair in zip(found, expected, strict=True))

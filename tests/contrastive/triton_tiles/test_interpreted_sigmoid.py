@@ -12,7 +12,7 @@ from tests.contrastive.test_sigmoid import expected, leaves, sizes_of_terms
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import relative_error
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed .*negative scale")]
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
