@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
@@ -66,7 +67,7 @@ def test_our_loss_on_one_rank_allocates_no_more_than_the_formula_says() -> None:
         loss.backward()
 
     batch, width, workspace = 1024, 256, 2**20
-    image, text = (torch.randn(batch, width, requires_grad=True) for _ in range(2))
+    image, text = (F.normalize(torch.randn(batch, width)).requires_grad_() for _ in range(2))
     scale = torch.tensor(14.0, requires_grad=True)
     predicted = formulas.our_loss_bytes(batch, width, workspace)
     # At least the gradients of both sides, or nothing was measured.
