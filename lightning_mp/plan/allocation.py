@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +19,7 @@ def peak_allocated(run: Callable[[], object]) -> int:
     Args:
         run: What to weigh.
     """
+    gc.collect()  # what is freed in between would count
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]

@@ -78,11 +78,22 @@ def test_help_offers_completion_for_shells(capsys: pytest.CaptureFixture[str]) -
 
 
 COMPLETE = """
-source "$1"; shift
-COMP_WORDS=(lightning-mp "$@"); COMP_CWORD=$#
-_shtab_lightning_mp lightning-mp "${COMP_WORDS[$COMP_CWORD]}" 2>/dev/null
-echo "${COMPREPLY[@]}"
+source "$1"
+while read -ra words; do
+  COMP_WORDS=(lightning-mp "${words[@]}"); COMP_CWORD=${#words[@]}
+  _shtab_lightning_mp lightning-mp "${COMP_WORDS[$COMP_CWORD]}" 2>/dev/null
+  echo "${COMPREPLY[@]}"
+done
 """
+# What is typed, and all that it is completed to.
+TYPED = {
+    "r": {"report", "reproduce"},
+    "p": {"predict", "plan"},
+    "plan --check-p": {"--check-paper"},
+    "fit --trainer.plugins.half_o": {"--trainer.plugins.half_ops"},
+    "fit --trainer.callbacks lightning_mp.S": {"lightning_mp.SpikeGuard"},
+    "fit --trainer.strategy lightning_mp.InfCLS": {"lightning_mp.InfCLStrategy"},
+}
 
 
 @pytest.mark.slow
@@ -97,14 +108,12 @@ def test_bash_completes_commands_options_and_classes(tmp_path: Path) -> None:
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-    for words, expected in (
-        (["r"], {"report", "reproduce"}),
-        (["p"], {"predict", "plan"}),
-        (["plan", "--check-p"], {"--check-paper"}),
-        (["fit", "--trainer.plugins.half_o"], {"--trainer.plugins.half_ops"}),
-        (["fit", "--trainer.callbacks", "lightning_mp.S"], {"lightning_mp.SpikeGuard"}),
-        (["fit", "--trainer.strategy", "lightning_mp.InfCLS"], {"lightning_mp.InfCLStrategy"}),
-    ):
-        command = ["bash", "-c", COMPLETE, "bash", str(script), *words]
-        ran = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert set(ran.stdout.split()) == expected
+    ran = subprocess.run(
+        ["bash", "-c", COMPLETE, "bash", str(script)],
+        input="".join(f"{typed}\n" for typed in TYPED),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    completed = [set(line.split()) for line in ran.stdout.splitlines()]
+    assert dict(zip(TYPED, completed, strict=True)) == TYPED
