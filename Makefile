@@ -6,9 +6,8 @@ STAMP := $(VENV)/.installed
 FLOOR := .venv-floor
 NEWEST := .venv-newest
 DOCS := .venv-docs
-# Tests are small: a core each serves them better than all cores together. The third computes on two
-# cores while the others wait for processes that they have started.
-WORKERS ?= 3
+# Tests are small: a core each serves them better than all cores together.
+WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 
