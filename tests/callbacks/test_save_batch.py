@@ -14,7 +14,10 @@ from lightning_mp.callbacks import InstabilityMonitor, NonFiniteLocator, SpikeGu
 from tests.callbacks.spike_models import PlantedModel, fit, make_batches
 from tests.processes import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning"),
+]
 
 BAD = 40
 MONITORS: dict[str, Any] = {

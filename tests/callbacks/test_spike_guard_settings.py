@@ -138,6 +138,7 @@ def rises_and_falls(optimizer: Optimizer) -> Any:
     return LambdaLR(optimizer, lambda step: (step + 1) / 400 if step < 50 else 0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.monitor.InstabilityWarning")
 def test_a_lower_rate_is_advised_but_where_the_schedule_is_ending(tmp_path: Path) -> None:
     def make() -> tuple[SpikeGuard, PlantedModel]:

@@ -102,6 +102,7 @@ def test_sigmoid_loss_takes_one_sweep_and_a_product_for_each_side(trained: str, 
     assert [x.grad is not None for x in inputs] == [name in trained.split() for name in NAMES]
 
 
+@pytest.mark.slow
 def test_memory_is_the_workspace_and_linear_in_the_batch() -> None:
     b, width = 2048, 64
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))

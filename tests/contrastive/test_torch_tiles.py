@@ -182,6 +182,7 @@ def _hard(b: int, width: int, case: str) -> tuple[Tensor, Tensor, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", ["plain", "logits to 1e4", "converged", "rows far apart"])
+@pytest.mark.slow
 def test_kept_tiles_give_the_gradients_of_tiles_that_are_not(case: str, dtype: torch.dtype) -> None:
     image, text, scale = _hard(333, 48, case)
     image, text = image.to(dtype), text.to(dtype)
