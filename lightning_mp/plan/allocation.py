@@ -20,7 +20,8 @@ def peak_allocated(run: Callable[[], object]) -> int:
         run: What to weigh.
     """
     gc.collect()  # what is freed in between would count
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
         run()
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

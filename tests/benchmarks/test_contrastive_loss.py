@@ -51,7 +51,7 @@ def test_figures_are_positive_and_consistent(rehearsal):
 def test_rows_name_chip_and_versions_but_no_place(rehearsal):
     for row in read(rehearsal):
         assert row["device_name"]
-        assert row["torch"] == str(torch.__version__)
+        assert row["torch"].partition("+")[0] == str(torch.__version__).partition("+")[0]
         assert row["threads"] == "1"
         assert not any(value.startswith("/") for value in row.values())
 

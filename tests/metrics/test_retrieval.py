@@ -109,6 +109,7 @@ def test_recall_under_autocast_and_half_default_dtype_stays_fp32() -> None:
 @pytest.mark.parametrize("normalize", [True, False], ids=["cosine", "dot"])
 @pytest.mark.parametrize("width", [1, 33, 512])
 @pytest.mark.parametrize("workspace_bytes", [50_000, 2**26])
+@pytest.mark.slow
 def test_recall_collapsed_model_gets_zero(
     normalize: bool, width: int, workspace_bytes: int
 ) -> None:

@@ -44,7 +44,8 @@ def test_parameter_costs_what_the_table_says(name: str, copies_at_rest: int) -> 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     precision = {"plugins": [BalancedAMP()]} if name == "BalancedAMP" else {"precision": name}
     gc.collect()  # what is freed in between would count
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
         model = _Model()
         trainer = pl.Trainer(
             accelerator="cpu",

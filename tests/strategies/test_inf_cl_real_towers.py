@@ -7,13 +7,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, InfCLStrategy
+from tests.averages import weight_averaging
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 from tests.strategies.models import make_trainer, parameters_of
@@ -173,7 +174,7 @@ def test_inf_cl_real_towers_train_on_two_ranks_as_without_the_cache() -> None:
 
 
 AVERAGES: dict[str, Callable[[], pl.Callback]] = {
-    "EMA": lambda: EMAWeightAveraging(decay=0.5),
+    "EMA": lambda: weight_averaging().EMAWeightAveraging(decay=0.5),
     "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
 }
 
