@@ -279,6 +279,21 @@ class ContrastiveLoss(nn.Module):
             )
         return find_problem(image, text, scale, bias, ids)
 
+    def _scalars(
+        self,
+        image_bD: Tensor,
+        text_bD: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None,
+        ids_b: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return scale and bias on the features' device; refuse what cannot be used."""
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
+        if problem is not None:
+            raise ValueError(problem)
+        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
+        return as_tensor(logit_scale, image_bD), bias
+
     def _loss_of_one(
         self,
         image_bD: Tensor,
@@ -288,11 +303,7 @@ class ContrastiveLoss(nn.Module):
         ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of one process, by an operator that `torch.compile` can take in."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
-        if problem is not None:
-            raise ValueError(problem)
-        scale = as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
+        scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )

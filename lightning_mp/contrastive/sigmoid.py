@@ -12,7 +12,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive.agreement import trained
 from lightning_mp.contrastive.backends import Backend, ExchangeName, TileDtype, make_tiles
 from lightning_mp.contrastive.infonce import Plan
-from lightning_mp.contrastive.loss import ContrastiveLoss, as_tensor
+from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
 
@@ -96,11 +96,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         ids_b: Tensor | None,
     ) -> Tensor:
         """Return the loss of one process."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
-        if problem is not None:
-            raise ValueError(problem)
-        scale = as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
+        scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         tiles = make_tiles(
             device=image_bD.device, dtype=image_bD.dtype, **self._options_with(ids_b)
         )
