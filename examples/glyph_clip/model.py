@@ -65,7 +65,9 @@ class GlyphCLIP(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the contrastive loss of the global batch."""
         image_bD, text_bD = self(batch)
-        loss: Tensor = self.loss(image_bD, text_bD, self.logit_scale.exp())
+        loss: Tensor
+        loss, statistics = self.loss(image_bD, text_bD, self.logit_scale.exp(), statistics=True)
+        self.log_dict(statistics._asdict(), batch_size=len(image_bD))
         self.log("loss", loss, prog_bar=True, batch_size=len(image_bD))
         self.log("logit_scale", self.logit_scale.exp(), batch_size=len(image_bD))
         return loss

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a loss: one collective of eleven numbers a rank.
+"""What the ranks of a group tell each other before a loss: one collective of twelve numbers a rank.
 
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
@@ -35,7 +35,7 @@ _NAMES: tuple[str, ...] = get_args(ExchangeName)
 _DIRECTIONS: tuple[str, ...] = get_args(Directions)
 
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
-_FACTS = 11
+_FACTS = 12
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
@@ -53,6 +53,7 @@ def agree(
     *,
     exchange: ExchangeName,
     directions: Directions = "both",
+    statistics: bool = False,
     options: Mapping[str, Any],
     group: dist.ProcessGroup | None,
 ) -> Plan:
@@ -66,6 +67,7 @@ def agree(
         ids_b: What this rank's pairs show, if that is known.
         exchange: How columns travel.
         directions: Which cross entropies count.
+        statistics: Whether this rank wants `LossStatistics`; what one wants, all work out.
         options: The keyword arguments of `make_tiles`.
         group: Whose ranks share the batch; `None` is the default group.
 
@@ -83,14 +85,15 @@ def agree(
     has_ids = ids_b is not None
     way = _DIRECTIONS.index(directions)
     facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, has_ids, len(text_bD), way]
-    facts += needs
+    facts += [*needs, statistics]
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
     pairs, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
-    plan = make_plan(
-        sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
+    *any_needs, any_statistics = [any(need) for need in by_need]
+    plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
+    return dataclasses.replace(
+        plan, ids_b=ids_b, pairs=sum(pairs), directions=directions, statistics=any_statistics
     )
-    return dataclasses.replace(plan, ids_b=ids_b, pairs=sum(pairs), directions=directions)
 
 
 def trained(

@@ -1,13 +1,15 @@
-"""What can be wrong with the arguments of a contrastive loss, each in a sentence that helps."""
+"""What a contrastive loss makes of its arguments; what can be wrong, in a sentence that helps."""
 
 import numbers
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["find_problem"]
+__all__ = ["as_tensor", "check_derivatives", "find_problem", "in_one_dtype"]
 
 
 def find_problem(
@@ -26,6 +28,37 @@ def find_problem(
         or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
         or (None if ids is None else _ids_problem(text_features, ids))
     )
+
+
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
+    if isinstance(value, Tensor):
+        return value.to(like.device)
+    if isinstance(value, np.ndarray):
+        value = value.item()
+    return torch.tensor(float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
+
+
+def in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features in the wider of their dtypes; each gets its gradient in its own."""
+    are_floats = all(isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES for x in (image_bD, text_bD))
+    if not are_floats or image_bD.dtype == text_bD.dtype:
+        return image_bD, text_bD
+    dtype = torch.promote_types(image_bD.dtype, text_bD.dtype)
+    return image_bD.to(dtype), text_bD.to(dtype)
+
+
+def check_derivatives(*inputs: object) -> None:
+    """Refuse derivatives that would come out as zero without a word."""
+    is_dual = any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    )
+    if is_dual or torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "Called `ContrastiveLoss` in forward-mode AD or inside a transform of `torch.func`. It "
+            "has a plain backward only. Take its gradient with `backward()` or "
+            "`torch.autograd.grad`."
+        )
 
 
 def _features_problem(name: str, features: object) -> str | None:

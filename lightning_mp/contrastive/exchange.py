@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["Combine", "Exchange", "Home", "Visit"]
 
-Combine = Literal["sum", "logsumexp"]
+Combine = Literal["sum", "logsumexp", "max"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Exchange(Protocol):
     """
 
     @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        ...
+
+    @property
     def world_size(self) -> int:
         """How many ranks share the batch."""
         ...
@@ -68,7 +73,7 @@ class Exchange(Protocol):
         ...
 
     def home(self, combine: Combine) -> Home:
-        """Return an empty sum; `"logsumexp"` adds exponentials of what it is given."""
+        """Return an empty sum; `"logsumexp"` adds exponentials, `"max"` keeps the largest."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.exchange import Exchange, Visit
-from lightning_mp.contrastive.tile_backend import Ids, Kept, TileBackend
+from lightning_mp.contrastive.statistics import MaximaSweep, measure
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Maxima, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -65,6 +66,7 @@ class Plan:
             negatives of each other. `None` on all ranks or on none.
         pairs: B; `None` where no text is without an image.
         directions: Which cross entropies count.
+        statistics: Whether any rank wants to know `LossStatistics`.
     """
 
     exchange: Exchange
@@ -75,6 +77,7 @@ class Plan:
     ids_b: Tensor | None = field(default=None, kw_only=True)
     pairs: int | None = field(default=None, kw_only=True)
     directions: Directions = field(default="both", kw_only=True)
+    statistics: bool = field(default=False, kw_only=True)
 
     @property
     def global_pairs(self) -> int:
@@ -100,6 +103,7 @@ class Swept(NamedTuple):
         row_lse_b: Log-sum-exps of this rank's rows, positives included.
         column_lse_n: Those of its texts.
         weight_b: What the positives' cotangents are, times `-2B`.
+        statistics_5: The values of `LossStatistics`; empty where nobody wants them.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
     """
 
@@ -107,6 +111,7 @@ class Swept(NamedTuple):
     row_lse_b: Tensor
     column_lse_n: Tensor
     weight_b: Tensor
+    statistics_5: Tensor
     kept: Tensor
 
 
@@ -121,15 +126,16 @@ class InfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Sweep once over all columns for the log-sum-exps of the negatives."""
         swept = sweep(image_bD, text_nD, scale, bias, plan)
         ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept)
+        ctx.mark_non_differentiable(swept.statistics_5)
         ctx.plan = plan
-        return swept.loss
+        return swept.loss, swept.statistics_5
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
         with torch.no_grad():
@@ -148,13 +154,19 @@ def sweep(
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = _memory_for_tiles(image_bD, plan)
-        row_neg_b, column_neg_n = _negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        row_neg_b, column_neg_n, maxima = _negatives_sweep(image_bD, text_nD, scale, kept, plan)
         pairs = slice(0, len(image_bD))
         pos_b = row_dots(image_bD, text_nD[pairs], state).mul_(scale.to(state).reshape(()))
     column_neg_b = column_neg_n[pairs]
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.
     margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
+    statistics_5 = image_bD.new_empty(0, dtype=accumulation_dtype(image_bD.dtype))
+    if maxima is not None:
+        statistics_5 = measure(
+            image_bD, text_nD, scale, bias, pos_b, (-margin_2b).sigmoid(), maxima, plan.exchange,
+            plan.tiles, plan.global_pairs,
+        )  # fmt: skip
     softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
     if plan.directions != "both":  # what does not count weighs nothing
         unwanted = plan.wanted.index(False)
@@ -172,6 +184,7 @@ def sweep(
         row_lse_b if plan.wanted[0] else torch.full_like(row_lse_b, torch.inf),
         column_lse_n,
         margin_2b.sigmoid().sum(0),
+        statistics_5,
         kept,
     )
 
@@ -231,26 +244,31 @@ def paired(visit: Visit, image_bD: Tensor) -> slice:
 
 def _negatives_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exps of the negatives of this rank's rows and columns."""
+) -> tuple[Tensor, Tensor, Maxima | None]:
+    """Return the log-sum-exps of the negatives of this rank's rows and columns, and maxima."""
     row_neg_b = torch.full(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
+    largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
 
     def sweep_block(visit: Visit) -> None:
         text_mD, *ids_m = visit.columns
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
+        maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
             visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
+            maxima,
         )  # fmt: skip
         column_neg.add(part_m)
+        if largest is not None and maxima is not None:
+            largest.add(maxima)
 
     for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
-    return row_neg_b, column_neg.result()
+    return row_neg_b, column_neg.result(), None if largest is None else largest.result()
 
 
 def _gradient_sweep(

@@ -36,6 +36,7 @@ def _plan(
     directions: str = "both",
     *,
     columns: int | None = None,
+    statistics: bool = False,
 ) -> Plan:
     tiles = make_tiles(
         backend,
@@ -48,7 +49,8 @@ def _plan(
     pairs = image_bD.shape[0]
     return Plan(
         Ring([pairs if columns is None else columns]), tiles, *(needs_grad or [False] * 3),
-        ids_b=ids_b, pairs=pairs, directions=directions,  # type: ignore[arg-type]
+        ids_b=ids_b, pairs=pairs, statistics=statistics,
+        directions=directions,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -65,7 +67,8 @@ def infonce(
     keeps: bool = True,
     ids: Tensor | None = None,
     directions: str = "both",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of the batch and, for the backward, what `Swept` names.
 
     Args:
@@ -80,6 +83,7 @@ def infonce(
         keeps: Keep what tiles fit the workspace for a backward that is to come.
         ids: What each text shows, (n,) in int64, or `None`.
         directions: Which cross entropies count.
+        statistics: Work out the values of `LossStatistics`, too.
     """
     plan = _plan(
         image_bD,
@@ -91,9 +95,11 @@ def infonce(
         ids,
         directions,
         columns=text_nD.shape[0],
+        statistics=statistics,
     )
     swept = sweep(image_bD, text_nD, scale, bias, plan)
-    return swept.loss, swept.row_lse_b, swept.column_lse_n, swept.weight_b, swept.kept
+    losses = swept.loss, swept.row_lse_b, swept.column_lse_n
+    return *losses, swept.weight_b, swept.statistics_5, swept.kept
 
 
 @infonce.register_fake
@@ -109,7 +115,8 @@ def _(
     keeps: bool = True,
     ids: Tensor | None = None,
     directions: str = "both",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
     m = text_nD.shape[0]
     row_lse_b, column_lse_n, weight_b = (
@@ -119,7 +126,8 @@ def _(
     tiles = _plan(image_bD, [], backend, tile_dtype, workspace_bytes, autotune).tiles
     size = tiles.kept_values(b, m, image_bD.dtype, image_bD.device) if keeps else 0
     kept = image_bD.new_empty(size, dtype=dtype)
-    return image_bD.new_empty((), dtype=dtype), row_lse_b, column_lse_n, weight_b, kept
+    loss, found = (image_bD.new_empty(s, dtype=dtype) for s in ((), 5 * statistics))
+    return loss, row_lse_b, column_lse_n, weight_b, found, kept
 
 
 @torch.library.custom_op("lightning_mp::infonce_backward", mutates_args=())
@@ -221,7 +229,7 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | No
     )
     wanted = (*needs_grad, bias is not None)
     d_inputs = [next(gradients) if is_wanted else None for is_wanted in wanted]
-    return (*d_inputs, *(None for _ in ctx.options), None, None, None)
+    return (*d_inputs, *(None for _ in ctx.options), None, None, None, None)
 
 
 infonce.register_autograd(_differentiate, setup_context=_save)

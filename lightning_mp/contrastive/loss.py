@@ -7,15 +7,18 @@ Shapes:
 import copy
 from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive.agreement import agree, report_unusable
-from lightning_mp.contrastive.arguments import find_problem
+from lightning_mp.contrastive.arguments import (
+    as_tensor,
+    check_derivatives,
+    find_problem,
+    in_one_dtype,
+)
 from lightning_mp.contrastive.backends import (
     Backend,
     Directions,
@@ -28,9 +31,9 @@ from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.library import infonce
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
-from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
+from lightning_mp.contrastive.statistics import LossStatistics
 
-__all__ = ["ContrastiveLoss", "as_tensor"]
+__all__ = ["ContrastiveLoss"]
 
 
 @explains_arguments(
@@ -94,6 +97,10 @@ class ContrastiveLoss(nn.Module):
     negative of the others' rows, and a perfect embedding of two would have a loss of log 2. With
     `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
     are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
+
+    **Statistics**: with `statistics=True` in the call it returns `(loss, LossStatistics)`: top-1
+    accuracy both ways, mean probability of the positives and the largest logit, of the whole batch,
+    from the same sweep.
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
@@ -186,6 +193,7 @@ class ContrastiveLoss(nn.Module):
         output_dict: Literal[False] = ...,
         *,
         ids: Tensor | None = ...,
+        statistics: Literal[False] = ...,
     ) -> Tensor: ...
 
     @overload
@@ -198,7 +206,21 @@ class ContrastiveLoss(nn.Module):
         *,
         output_dict: Literal[True],
         ids: Tensor | None = ...,
+        statistics: Literal[False] = ...,
     ) -> dict[str, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ...,
+        output_dict: Literal[False] = ...,
+        *,
+        ids: Tensor | None = ...,
+        statistics: Literal[True],
+    ) -> tuple[Tensor, LossStatistics]: ...
 
     def forward(
         self,
@@ -209,7 +231,8 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
-    ) -> Tensor | dict[str, Tensor]:
+        statistics: bool = False,
+    ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
         Args:
@@ -220,18 +243,20 @@ class ContrastiveLoss(nn.Module):
             output_dict: Return a dictionary, as open_clip's losses do.
             ids: What each text shows, integers of shape (n,); those of the images come first.
                 Images and texts of equal ids, on whatever ranks, are no negatives.
+            statistics: Return `LossStatistics` beside the loss.
         """
         if not torch.compiler.is_compiling():
-            _check_derivatives(image_features, text_features, logit_scale)
-        image_features, text_features = _in_one_dtype(image_features, text_features)
+            check_derivatives(image_features, text_features, logit_scale)
+        image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        if self._world_size() == 1:
-            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias, ids)
-        else:
-            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias, ids)
+        loss_of = self._loss_of_one if self._world_size() == 1 else self._loss_of_ranks
+        loss, found = loss_of(
+            image_features, text_features, logit_scale, logit_bias, ids, statistics
+        )
         if not torch.compiler.is_compiling():
             self._checks.look(image_features, text_features, logit_scale)
-        return {"contrastive_loss": loss} if output_dict else loss
+        result = {"contrastive_loss": loss} if output_dict else loss
+        return (result, LossStatistics(*found.unbind())) if statistics else result
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
@@ -301,17 +326,18 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         ids_b: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of one process, by an operator that `torch.compile` can take in."""
+        statistics: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and statistics of one process, by an operator that compilers take in."""
         scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
-        loss: Tensor = infonce(
+        swept = infonce(
             image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b,
-            directions=self.directions,
-        )[0]  # fmt: skip
-        return loss
+            directions=self.directions, statistics=statistics,
+        )  # fmt: skip
+        return swept[0], swept[4]
 
     @torch.compiler.disable
     def _loss_of_ranks(
@@ -321,8 +347,9 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         ids_b: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of all ranks, who first agree on what they have."""
+        statistics: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of all ranks and its statistics, who first agree on what they have."""
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
@@ -333,11 +360,11 @@ class ContrastiveLoss(nn.Module):
         bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
         plan = agree(
             image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None, ids_b,
-            exchange=self.exchange, directions=self.directions,
+            exchange=self.exchange, directions=self.directions, statistics=statistics,
             options=self._options_with(ids_b), group=self.process_group,
         )  # fmt: skip
-        loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
-        return loss
+        loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        return loss, found
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
@@ -349,34 +376,3 @@ class ContrastiveLoss(nn.Module):
                 "Pass the group that this rank belongs to."
             )
         return size
-
-
-def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
-    if isinstance(value, Tensor):
-        return value.to(like.device)
-    if isinstance(value, np.ndarray):
-        value = value.item()
-    return torch.tensor(float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
-
-
-def _in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return features in the wider of their dtypes; each gets its gradient in its own."""
-    are_floats = all(isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES for x in (image_bD, text_bD))
-    if not are_floats or image_bD.dtype == text_bD.dtype:
-        return image_bD, text_bD
-    dtype = torch.promote_types(image_bD.dtype, text_bD.dtype)
-    return image_bD.to(dtype), text_bD.to(dtype)
-
-
-def _check_derivatives(*inputs: object) -> None:
-    """Refuse derivatives that would come out as zero without a word."""
-    is_dual = any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
-    )
-    if is_dual or torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "Called `ContrastiveLoss` in forward-mode AD or inside a transform of `torch.func`. It "
-            "has a plain backward only. Take its gradient with `backward()` or "
-            "`torch.autograd.grad`."
-        )

@@ -44,10 +44,10 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
     in fp32. The bias gets its exact gradient. `torch.compile` leaves its graph for this loss.
 
-    **Precision**, **backends**, **several ranks**, **duplicates**, **more texts than images** and
-    the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32 (float64 for float64
-    features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between its two products. The
-    pairs of the batch stay outside the sweep in fp32 and float64.
+    **Precision**, **backends**, **several ranks**, **duplicates**, **statistics**, **more texts
+    than images** and the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32
+    (float64 for float64 features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between
+    its two products. The pairs of the batch stay outside the sweep in fp32 and float64.
 
     Shapes:
         image_features: (b, D), already normalised if they are to be.
@@ -94,18 +94,17 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         ids_b: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of one process."""
+        statistics: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of one process and its statistics."""
         scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
         tiles = make_tiles(
             device=image_bD.device, dtype=image_bD.dtype, **self._options_with(ids_b)
         )
         needs = trained(image_bD, text_bD, scale, bias)
-        loss: Tensor = self._pairs.apply(
-            image_bD,
-            text_bD,
-            scale,
-            bias,
-            Plan(Ring([len(text_bD)]), tiles, *needs, ids_b=ids_b, pairs=len(image_bD)),
-        )
-        return loss
+        plan = Plan(
+            Ring([len(text_bD)]), tiles, *needs, ids_b=ids_b, pairs=len(image_bD),
+            statistics=statistics,
+        )  # fmt: skip
+        loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        return loss, found

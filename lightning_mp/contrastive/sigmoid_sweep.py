@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Visit
 from lightning_mp.contrastive.infonce import Plan, paired, visiting_ids
+from lightning_mp.contrastive.statistics import MaximaSweep, measure
+from lightning_mp.contrastive.tile_backend import Maxima
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -40,11 +42,13 @@ class _Swept(NamedTuple):
         totals: Loss, gradients of bias and scale, over all ranks.
         d_image_bD: `B dL/dS text`; `None` where nobody asks.
         d_text_nD: `B dL/dS.T image`; likewise.
+        statistics_5: The values of `LossStatistics`; empty where nobody wants them.
     """
 
     totals: Tensor
     d_image_bD: Tensor | None
     d_text_nD: Tensor | None
+    statistics_5: Tensor
 
 
 class SigmoidPairs(torch.autograd.Function):
@@ -56,16 +60,17 @@ class SigmoidPairs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Sweep once over all columns, for the gradients too if there is a backward to come."""
         swept = _sweep(image_bD, text_nD, scale, bias, plan)
-        ctx.save_for_backward(scale, bias, *swept)
+        ctx.save_for_backward(scale, bias, *swept[:3])
+        ctx.mark_non_differentiable(swept.statistics_5)
         ctx.plan, ctx.dtype = plan, image_bD.dtype
         loss = swept.totals[0] / plan.global_pairs
-        return loss.to(accumulation_dtype(image_bD.dtype))
+        return loss.to(accumulation_dtype(image_bD.dtype)), swept.statistics_5
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
         scale, bias, totals, d_image_bD, d_text_nD = ctx.saved_tensors
         plan = ctx.plan
@@ -92,7 +97,9 @@ def _sweep(
     with torch.autocast(image_bD.device.type, enabled=False):
         bias = scale.new_zeros(()) if bias is None else bias
         scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
-        totals, d_image_bD, d_text_nD = _negatives_sweep(image_bD, text_nD, scale, bias, plan)
+        totals, d_image_bD, d_text_nD, maxima = _negatives_sweep(
+            image_bD, text_nD, scale, bias, plan
+        )
         pos_b = row_dots(image_bD, text_nD[: len(image_bD)], state).mul_(scale).add_(bias)
         # A positive of +inf is an overflow, not a loss of 0.
         pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
@@ -111,31 +118,46 @@ def _sweep(
             elif d_text_nD is not None:
                 d_scale = row_dots(text_nD, d_text_nD, state).sum()
         sums = torch.stack([totals[0] + loss, totals[1] - weight_b.sum(), d_scale])
-        return _Swept(plan.exchange.all_reduce(sums), d_image_bD, d_text_nD)
+        sums = plan.exchange.all_reduce(sums)
+        statistics_5 = image_bD.new_empty(0, dtype=accumulation_dtype(image_bD.dtype))
+        if maxima is not None:
+            # Triton's maxima pass over a NaN, and the loss does not.
+            sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
+            statistics_5 = measure(
+                image_bD, text_nD, scale, bias, pos_b - bias, torch.stack([sound_b, sound_b]),
+                maxima, plan.exchange, plan.tiles, plan.global_pairs,
+            )  # fmt: skip
+        return _Swept(sums, d_image_bD, d_text_nD, statistics_5)
 
 
 def _negatives_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what the negatives add to loss and bias, and to `B dL/dS` times features."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Maxima | None]:
+    """Return what the negatives add to loss and bias, and to `B dL/dS` times features; maxima."""
     dtype = accumulation_dtype(image_bD.dtype)
     # With no features to train, the scale still needs the gradient of one side.
     use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
     totals_2 = scale.new_zeros(2)
+    largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
 
     def sweep_block(visit: Visit) -> None:
         text_mD, *ids_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
+        maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.sigmoid_sweep(
             image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
             visit.diagonal, paired(visit, image_bD), visiting_ids(plan, len(image_bD), ids_m),
+            maxima,
         )  # fmt: skip
+        if largest is not None and maxima is not None:
+            largest.add(maxima)
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
     for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
-    return totals_2, d_image_bD, None if d_text is None else d_text.result()
+    maxima = None if largest is None else largest.result()
+    return totals_2, d_image_bD, None if d_text is None else d_text.result(), maxima

@@ -13,6 +13,9 @@ That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are l
 a second launch redoes the listed tiles with a reference for each row and each column: it replaces
 sums by finished logarithms. Merging adds the tiles in float64, in order. The order of the
 list depends on the run, but which tiles are on it and what becomes of them does not.
+
+The largest logits of rows and columns, where they are wanted, are those of the same powers: a sum
+in range has a term of 2^-98 at least, whose logarithm is exact to rounding.
 """
 
 import torch
@@ -20,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.contrastive.tile_backend import Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
 from lightning_mp.contrastive.triton_tiles.launch import (
@@ -57,6 +61,8 @@ def lse_kernel(
     redo_count,
     redo_list,
     is_redone,
+    row_maxima,
+    column_maxima,
     num_rows,
     num_columns,
     width,
@@ -69,6 +75,7 @@ def lse_kernel(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Store the sums of one tile against the scalar reference; list the tile if one is outside.
 
@@ -78,6 +85,8 @@ def lse_kernel(
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
         redo_count: One int32, zero at the start. redo_list: One int32 for each tile.
         is_redone: 0 or 1 for each tile, row by row of tiles.
+        row_maxima: The largest powers, laid out as `row_sums`; column_maxima: as `column_sums`.
+            Not touched without `MAXIMA`.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -101,6 +110,11 @@ def lse_kernel(
     tl.store(
         column_sums + row_tile.to(tl.int64) * num_columns + column, column_sum, mask=column_here
     )
+    if MAXIMA:
+        row_at = row_maxima + column_tile.to(tl.int64) * num_rows + row
+        tl.store(row_at, tl.max(powers, 1), mask=row_here)
+        column_at = column_maxima + row_tile.to(tl.int64) * num_columns + column
+        tl.store(column_at, tl.max(powers, 0), mask=column_here)
     # Comparisons with NaN are false.
     row_fails = row_here & ~((row_sum >= _LOWEST_SUM) & (row_sum <= _HIGHEST_SUM))
     column_fails = column_here & ~((column_sum >= _LOWEST_SUM) & (column_sum <= _HIGHEST_SUM))
@@ -113,11 +127,14 @@ def lse_kernel(
 
 @triton.jit
 def _log2_sum_exp2(logits, axis: tl.constexpr):
-    """Return `log2(sum(2^logits))` along an axis; -inf where all are -inf, inf where one is inf."""
+    """Return `log2(sum(2^logits))` along an axis and the largest logit.
+
+    The sum is -inf where all are -inf, and inf where one is inf.
+    """
     peak = tl.max(logits, axis)
     reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
-    return reference + tl.log2(total)
+    return reference + tl.log2(total), peak
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
@@ -129,6 +146,8 @@ def lse_redo_kernel(
     column_sums,
     redo_count,
     redo_list,
+    row_maxima,
+    column_maxima,
     num_rows,
     num_columns,
     width,
@@ -139,9 +158,11 @@ def lse_redo_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     TMA: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Replace the sums of every listed tile by log2-sum-exps; returns at once if none is listed.
 
+    The largest powers, with `MAXIMA`, are replaced by the largest logits in powers of two.
     Arguments are those of `lse_kernel`. The programs share the list, however long it is, so the
     host need not know its length.
     """
@@ -158,10 +179,16 @@ def lse_redo_kernel(
         column = column_tile * TILE_N + tl.arange(0, TILE_N)
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
-        row_at = row_sums + column_tile.to(tl.int64) * num_rows + row
-        tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row < num_rows)
-        column_at = column_sums + row_tile.to(tl.int64) * num_columns + column
-        tl.store(column_at, _log2_sum_exp2(logits, 0), mask=column < num_columns)
+        row_at = column_tile.to(tl.int64) * num_rows + row
+        lse, peak = _log2_sum_exp2(logits, 1)
+        tl.store(row_sums + row_at, lse, mask=row < num_rows)
+        if MAXIMA:
+            tl.store(row_maxima + row_at, peak, mask=row < num_rows)
+        column_at = row_tile.to(tl.int64) * num_columns + column
+        lse, peak = _log2_sum_exp2(logits, 0)
+        tl.store(column_sums + column_at, lse, mask=column < num_columns)
+        if MAXIMA:
+            tl.store(column_maxima + column_at, peak, mask=column < num_columns)
 
 
 @triton.jit(do_not_specialize=["length", "parts", "part_step", "tile_step"])
@@ -170,6 +197,8 @@ def merge_kernel(
     is_redone,
     reference,
     lse,
+    part_maxima,
+    maxima,
     length,
     parts,
     part_step,
@@ -177,6 +206,7 @@ def merge_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Add the tiles' sums to the log-sum-exps: `lse <- ln(e^lse + 2^t sum_p sums_p + ...)`.
 
@@ -188,6 +218,8 @@ def merge_kernel(
             `p * part_step + i // TILE * tile_step`.
         reference: `t`, one fp32 value.
         lse: (length,) natural logarithms in float64, added to in place.
+        part_maxima: (parts, length), as `sums`; maxima: (length,) in float64, raised in place to
+            the largest logits. Not touched without `MAXIMA`.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = index < length
@@ -195,12 +227,13 @@ def merge_kernel(
     total = tl.zeros((BLOCK,), tl.float64)
     peak = tl.full((BLOCK,), float("-inf"), tl.float64)
     rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
+    largest = tl.full((BLOCK,), float("-inf"), tl.float64)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         redone = tl.load(own_flag + part * part_step, mask=part < parts, other=0) != 0
         mask = (part < parts)[:, None] & here[None, :]
-        at = sums + part.to(tl.int64)[:, None] * length + index[None, :]
-        value = tl.load(at, mask=mask, other=0.0).to(tl.float64)
+        at = part.to(tl.int64)[:, None] * length + index[None, :]
+        value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
         total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
         if tl.max(redone.to(tl.int32), 0) != 0:
             power = tl.where(redone[:, None] & mask, value, float("-inf"))
@@ -209,11 +242,18 @@ def merge_kernel(
             base = tl.where(tl.abs(new_peak) == float("inf"), 0.0, new_peak)
             rest = rest * tl.exp2(peak - base) + tl.sum(tl.exp2(power - base[None, :]), 0)
             peak = new_peak
+        if MAXIMA:
+            power = tl.load(part_maxima + at, mask=mask, other=0.0).to(tl.float64)
+            power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
+            largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
     base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     old = tl.load(lse + index, mask=here, other=0.0)
     new = tl.log2(total) + tl.load(reference).to(tl.float64)
     both = _log2_add_exp2(new, base + tl.log2(rest))
     tl.store(lse + index, _log2_add_exp2(old / _LN_2, both) * _LN_2, mask=here)
+    if MAXIMA:
+        old = tl.load(maxima + index, mask=here, other=0.0)
+        tl.store(maxima + index, tl.maximum(old, largest * _LN_2), mask=here)
 
 
 @triton.jit
@@ -224,10 +264,10 @@ def _log2_add_exp2(left, right):
     return base + tl.log2(tl.exp2(left - base) + tl.exp2(right - base))
 
 
-def lse_bytes_per_value(config: TileConfig) -> float:
+def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
     rows, columns, _ = config.tile
-    return 4 / rows + 4 / columns + 8 / (rows * columns)
+    return (1 + with_maxima) * (4 / rows + 4 / columns) + 8 / (rows * columns)
 
 
 def add_lse(
@@ -241,6 +281,7 @@ def add_lse(
     config: TileConfig,
     *,
     split_scale: bool,
+    maxima: Maxima | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -254,6 +295,7 @@ def add_lse(
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
         split_scale: Use both values of `log2_scale`.
+        maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
 
     Raises:
         ValueError: Operands or log-sum-exps have another layout.
@@ -272,6 +314,9 @@ def add_lse(
     tiles = row_tiles * column_tiles
     row_sums = rows_nk.new_empty(column_tiles, n, dtype=torch.float32)
     column_sums = rows_nk.new_empty(row_tiles, m, dtype=torch.float32)
+    part_maxima: tuple[Tensor | None, ...] = (None, None)
+    if maxima is not None:
+        part_maxima = torch.empty_like(row_sums), torch.empty_like(column_sums)
     redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
     redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
@@ -279,17 +324,20 @@ def add_lse(
     sizes = (n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset)
     lse_kernel[(tiles,)](
         *operands, log2_scale, reference, row_sums, column_sums, redo_count, redo_list, is_redone,
-        *sizes, GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,
+        *part_maxima, *sizes, GROUP=config.group, SPLIT_SCALE=split_scale,
+        MAXIMA=maxima is not None, **config.shape, **config.options,
     )  # fmt: skip
     lse_redo_kernel[(min(tiles, multiprocessors(rows_nk.device)),)](
-        *operands, log2_scale, row_sums, column_sums, redo_count, redo_list, *sizes,
-        **config.shape, **config.options,
+        *operands, log2_scale, row_sums, column_sums, redo_count, redo_list, *part_maxima,
+        *sizes, MAXIMA=maxima is not None, **config.shape, **config.options,
     )  # fmt: skip
-    for sums, lse, part_step, tile_step, tile in (
-        (row_sums, row_lse_n, 1, column_tiles, tile_m),
-        (column_sums, column_lse_m, column_tiles, 1, tile_n),
+    totals: tuple[Tensor | None, ...] = (None, None) if maxima is None else maxima
+    for sums, lse, parts, total, part_step, tile_step, tile in (
+        (row_sums, row_lse_n, part_maxima[0], totals[0], 1, column_tiles, tile_m),
+        (column_sums, column_lse_m, part_maxima[1], totals[1], column_tiles, 1, tile_n),
     ):
         merge_kernel[(triton.cdiv(lse.shape[0], _MERGE_BLOCK),)](
-            sums, is_redone, reference, lse, lse.shape[0], sums.shape[0], part_step, tile_step,
-            TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
+            sums, is_redone, reference, lse, parts, total, lse.shape[0], sums.shape[0], part_step,
+            tile_step, TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS,
+            MAXIMA=maxima is not None, enable_fp_fusion=True,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids, Kept
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Maxima
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -36,6 +36,7 @@ from lightning_mp.contrastive.triton_tiles.operands import (
 from lightning_mp.contrastive.triton_tiles.products import add_product
 from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
+from lightning_mp.numerics.floats import sum_rounding
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
 
@@ -51,6 +52,9 @@ _SAMPLE_ROWS = 1024
 # Puts the largest logit of the sample 18 powers of two below the end of the range.
 _SAMPLE_MARGIN = HIGHEST_SUM_EXPONENT - 18
 _TUNED_ROWS = 8192
+# Of a largest logit in nats: its distance from the reference, below 2^7, is rounded by up to 2^-18
+# with each part of the scale, and its power by 2^-22.
+_MAXIMUM_ROUNDING = 2 * 2.0**-18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,31 +94,37 @@ class TritonTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         log2_scale = _log2_parts(scale, units)
 
-        def add(block: Block, row_lse_n: Tensor, column_lse_c: Tensor, config: TileConfig) -> None:
+        def add(
+            block: Block, lses: tuple[Tensor, Tensor], config: TileConfig, maxima: Maxima | None
+        ) -> None:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                row_lse_n, column_lse_c, block.diagonal, config, split_scale=precision.is_split,
+                *lses, block.diagonal, config, split_scale=precision.is_split, maxima=maxima,
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
             block = _first_block(rows_bD, columns_mD, precision, units)
             lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
-            return lambda config: add(block, *lses, config)
+            return lambda config: add(block, lses, config, None)
 
         with _on(rows_bD.device):
             reference = _reference(rows_bD, columns_mD, scale)
             config = self._choose("lse", precision, rows_bD, make_trial)
-            shape = self._block(rows_bD, columns_mD, precision, lse_bytes_per_value(config))
+            bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
+            shape = self._block(rows_bD, columns_mD, precision, bytes_per_value)
             for block in blocks_of(
                 rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
             ):
-                add(block, row_lse_b[block.rows], column_lse_m[block.columns], config)
+                lses = row_lse_b[block.rows], column_lse_m[block.columns]
+                own = None if maxima is None else maxima.block(block.rows, block.columns)
+                add(block, lses, config, own)
 
     def grad_sweep(
         self,
@@ -172,6 +182,7 @@ class TritonTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         ids: Ids | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -190,8 +201,14 @@ class TritonTiles:
                     block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                     log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
                     exponent=weights.exponent, split_scale=precision.is_split,
+                    maxima=None if maxima is None else maxima.block(block.rows, block.columns),
                 )  # fmt: skip
                 weights.add_products(block, d_rows_bD, d_columns_mD)
+
+    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what a logit may be off by, see `TileBackend.rounding`."""
+        operands = Precision.of(dtype, self.tile_dtype).operand_rounding(dtype)
+        return sum_rounding(width, torch.float32) + operands, _MAXIMUM_ROUNDING
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace, see `TileBackend.budget`."""

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from lightning_mp.contrastive.tile_backend import Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive.triton_tiles.operands import Precision
@@ -52,6 +53,7 @@ class Request:
         precision: What is multiplied, and how the softmax is kept.
         ragged: The number of columns is no multiple of 16.
         arch: What to compile for; `None` is what the row was chosen for.
+        maxima: The largest logits are wanted, too.
     """
 
     kernel: str
@@ -59,6 +61,7 @@ class Request:
     precision: Precision
     ragged: bool = False
     arch: int | None = None
+    maxima: bool = False
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -77,6 +80,7 @@ class Request:
             *["low"] * (precision.keeps_low and is_softmax),
             *["split"] * precision.is_split,
             *["ragged"] * self.ragged,
+            *["maxima"] * self.maxima,
         ]
         return "-".join(parts)
 
@@ -236,10 +240,11 @@ def _launch(request: Request) -> None:
     rows = torch.empty(_SIZE, _SIZE, dtype=precision.operand)
     columns, log2_scale = torch.empty_like(rows)[:m], torch.empty(2)
     lses = [torch.zeros(length, dtype=torch.float64) for length in (_SIZE, m)]
+    maxima = Maxima(*(x.clone() for x in lses)) if request.maxima else None
     if request.config.kernel == "lse":
         add_lse(
             rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config,
-            split_scale=precision.is_split,
+            split_scale=precision.is_split, maxima=maxima,
         )  # fmt: skip
         return
     # Rows are aligned even where their ends are not.
@@ -248,7 +253,7 @@ def _launch(request: Request) -> None:
         add_sigmoid(
             rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
             low if precision.keeps_low else None, 0, request.config,
-            exponent=precision.softmax_exponent, split_scale=precision.is_split,
+            exponent=precision.softmax_exponent, split_scale=precision.is_split, maxima=maxima,
         )  # fmt: skip
     else:
         write_softmax(

@@ -85,8 +85,11 @@ def requests_of(row: TileConfig) -> list[Request]:
     # How the softmax is kept does not matter here; tiles are always redone with a split scale.
     by_scale = dict.fromkeys(Precision(p.operand, p.operand, False, p.is_split) for p in precisions)
     by_dtype = dict.fromkeys(Precision(p.operand, p.operand) for p in precisions)
-    return [Request("lse_kernel", config, p) for p in by_scale] + [
-        Request("lse_redo_kernel", config, p) for p in by_dtype
+    return [
+        Request(kernel, config, p, maxima=maxima)
+        for maxima in (False, True)
+        for kernel, each in (("lse_kernel", by_scale), ("lse_redo_kernel", by_dtype))
+        for p in each
     ]
 
 
@@ -98,7 +101,7 @@ def gate_of(requests: Sequence[Request]) -> list[Request]:
     ragged edge breaks for all rows alike: each kernel is compiled with each of these on each
     architecture. Only what takes two of them to break is left to `make sweep`.
     """
-    by_effort = sorted(requests, key=lambda r: (r.ragged, r.precision.is_split))
+    by_effort = sorted(requests, key=lambda r: (r.ragged, r.precision.is_split, r.maxima))
     chosen = list({(r.kernel, r.config): r for r in by_effort}.values())  # the last ones
     missing = set().union(*map(_features, requests)).difference(*map(_features, chosen))
     while missing:
@@ -111,6 +114,7 @@ def _features(request: Request) -> set[tuple[object, ...]]:
     """Return each property of a request, with its kernel and architecture."""
     kernel = (request.kernel, request.config.kernel, request.config.arch)
     properties = {**dataclasses.asdict(request.precision), "ragged": request.ragged}
+    properties["maxima"] = request.maxima
     return {(*kernel, *item) for item in properties.items()}
 
 
@@ -122,10 +126,19 @@ def changed(kernel: str, arch: int, precision: Precision, **changes: object) -> 
 
 ROWS = all_configs()
 TILES = list(dict.fromkeys(request for row in ROWS for request in requests_of(row)))
-MERGES = [Request("merge_kernel", rows_of("lse", arch, torch.bfloat16)[1], BF16) for arch in CHIPS]
+MERGES = [
+    Request("merge_kernel", rows_of("lse", arch, torch.bfloat16)[1], BF16, maxima=maxima)
+    for arch, maxima in product(CHIPS, (False, True))
+]
 # The sigmoid takes the rows of the softmax with two exponentials: it keeps as much in registers.
 SIGMOIDS = [
-    Request("sigmoid_kernel", bare(row), precision, ragged=precision.keeps_low)
+    Request(
+        "sigmoid_kernel",
+        bare(row),
+        precision,
+        ragged=precision.keeps_low,
+        maxima=precision.keeps_low,
+    )
     for row in ROWS
     if row.kernel == "softmax_wide"
     for precision in PRECISIONS
