@@ -41,6 +41,9 @@ __all__ = [
     "Plan",
     "Swept",
     "differentiate",
+    "memory_for_tiles",
+    "negatives_gradients",
+    "negatives_sweep",
     "sweep",
     "visiting_ids",
 ]
@@ -147,8 +150,8 @@ def sweep(
     """Return the loss, and what its gradients need; one unit of work."""
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
-        kept = _memory_for_tiles(image_bD, plan)
-        row_neg_b, column_neg_n = _negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        kept = memory_for_tiles(image_bD, plan)
+        row_neg_b, column_neg_n = negatives_sweep(image_bD, text_nD, scale, kept, plan)
         pairs = slice(0, len(image_bD))
         pos_b = row_dots(image_bD, text_nD[pairs], state).mul_(scale.to(state).reshape(()))
     column_neg_b = column_neg_n[pairs]
@@ -209,7 +212,7 @@ def differentiate(
     return d_image_bD, d_text_nD, d_scale, d_bias
 
 
-def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
+def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     """Return memory for what the backward need not work out again; empty if there is none."""
     size, (b, _) = 0, image_bD.shape
     if plan.image_needs_grad or plan.text_needs_grad or plan.scale_needs_grad:
@@ -229,7 +232,7 @@ def paired(visit: Visit, image_bD: Tensor) -> slice:
     return slice(min(own.start, b), min(own.stop, b))
 
 
-def _negatives_sweep(
+def negatives_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns."""
@@ -253,16 +256,22 @@ def _negatives_sweep(
     return row_neg_b, column_neg.result()
 
 
-def _gradient_sweep(
-    image_bD: Tensor, text_nD: Tensor, scale: Tensor, swept: Swept, plan: Plan
+def negatives_gradients(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    row_lse_b: Tensor,
+    column_lse_n: Tensor,
+    kept_values: Tensor,
+    plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
+    """Return what the negatives add to `2B dL/dS text` and `2B dL/dS.T image`."""
     dtype = accumulation_dtype(image_bD.dtype)
     # With no features to train, the scale still needs the gradient of one side.
     use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
-    kept = Kept(swept.kept)
+    kept = Kept(kept_values)
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
     if d_image_bD is None and d_text is None:
         return None, None
@@ -271,18 +280,27 @@ def _gradient_sweep(
         text_mD, column_lse_m, *ids_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
-            image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
+            image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
             visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_nD, swept.column_lse_n, *own_ids]):
+    for visit in plan.exchange.visit([text_nD, column_lse_n, *own_ids]):
         sweep_block(visit)
-    d_text_nD = None if d_text is None else d_text.result()
-    weight_b1 = swept.weight_b.to(dtype)[:, None]
-    for grad_nD, other_nD in ((d_image_bD, text_nD), (d_text_nD, image_bD)):
+    return d_image_bD, None if d_text is None else d_text.result()
+
+
+def _gradient_sweep(
+    image_bD: Tensor, text_nD: Tensor, scale: Tensor, swept: Swept, plan: Plan
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
+    gradients = negatives_gradients(
+        image_bD, text_nD, scale, swept.row_lse_b, swept.column_lse_n, swept.kept, plan
+    )
+    for grad_nD, other_nD in zip(gradients, (text_nD, image_bD), strict=True):
         if grad_nD is not None:
+            weight_b1 = swept.weight_b.to(grad_nD.dtype)[:, None]
             b = len(weight_b1)
             grad_nD[:b].addcmul_(other_nD[:b], weight_b1, value=-1.0)
-    return d_image_bD, d_text_nD
+    return gradients

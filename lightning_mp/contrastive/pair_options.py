@@ -1,0 +1,133 @@
+"""What a call says about its pairs beside the features: one object, and what can be wrong with it.
+
+Shapes:
+    b: images of this rank. n: its texts. k: positives or negatives of an image. D: feature width.
+"""
+
+import zlib
+from typing import Literal, NamedTuple, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["RULES", "Duplicates", "PairArguments", "PairOptions", "check_pair_rules"]
+
+Duplicates = Literal["mask", "multi_positive"]
+RULES = ("duplicates",)
+"""The arguments of the constructor."""
+
+
+class PairArguments(TypedDict, total=False):
+    """The arguments of a call that are optional; `ContrastiveLoss.forward` explains them."""
+
+    ids: Tensor | None
+    weights: Tensor | None
+
+
+class PairOptions(NamedTuple):
+    """The arguments of a call and of the constructor that say what belongs to what, and how much.
+
+    Args:
+        ids: (n,) integers; what equal ones mean is `duplicates`.
+        weights: (b,).
+        duplicates: See `ContrastiveLoss`.
+    """
+
+    ids: Tensor | None = None
+    weights: Tensor | None = None
+    duplicates: Duplicates = "mask"
+
+    @property
+    def masked_ids(self) -> Tensor | None:
+        """The ids whose equal pairs the tiles leave out."""
+        return self.ids if self.duplicates == "mask" else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sweeps alone make the loss: one positive a row, all rows alike."""
+        return self.weights is None and self.duplicates == "mask"
+
+    def given(self) -> dict[str, bool]:
+        """Return which arguments there are; all ranks have the same."""
+        return {
+            "ids": self.ids is not None,
+            "weights": self.weights is not None,
+        }
+
+    @property
+    def rules_checksum(self) -> int:
+        """A number that is another one where ranks have other arguments of the constructor."""
+        return zlib.crc32(repr([getattr(self, name) for name in RULES]).encode())
+
+    def problem(self, image: Tensor, text: Tensor) -> str | None:
+        """Return what cannot be used with features that can, and the fix."""
+        return (
+            _ids_problem(self, text)
+            or (None if self.weights is None else _weights_problem(self.weights, image))
+        )  # fmt: skip
+
+
+def check_pair_rules(duplicates: str) -> None:
+    """Refuse what a constructor cannot take.
+
+    Raises:
+        ValueError: An argument of `ContrastiveLoss` has a value that is not known.
+    """
+    if duplicates not in get_args(Duplicates):
+        raise ValueError(
+            f"Passed `ContrastiveLoss(duplicates={duplicates!r})`. `duplicates` must be 'mask' or "
+            "'multi_positive'. Leave it out, and pairs of equal `ids` are no negatives."
+        )
+
+
+def _ids_problem(options: PairOptions, text: Tensor) -> str | None:
+    ids = options.ids
+    if ids is None:
+        if options.duplicates == "mask":
+            return None
+        return (
+            f"Called `ContrastiveLoss(duplicates={options.duplicates!r})` without `ids`, which say "
+            "what else is a positive. Pass `ids=...` in the call, or leave `duplicates` out."
+        )
+    if not isinstance(ids, Tensor):
+        return (
+            f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
+            "each text. Pass `torch.tensor(ids)`."
+        )
+    is_integer = not ids.is_floating_point() and not ids.is_complex()
+    if ids.shape != text.shape[:1] or not is_integer:
+        return (
+            f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with texts of shape "
+            f"{list(text.shape)}. It must be integers of shape [texts]. Number what the "
+            "rows show, the same for the same image on every rank; a hash of its name will do."
+        )
+    return _device_problem("ids", ids, text)
+
+
+def _weights_problem(weights: Tensor, image: Tensor) -> str | None:
+    if not isinstance(weights, Tensor):
+        return (
+            f"Passed `weights` of type {type(weights).__name__}. It must be a tensor of numbers "
+            "that are not negative, one for each image. Pass `torch.tensor(weights)`."
+        )
+    if weights.shape != image.shape[:1] or weights.is_complex() or weights.dtype == torch.bool:
+        return (
+            f"Passed `weights` of dtype {weights.dtype} and shape {list(weights.shape)} with "
+            f"images of shape {list(image.shape)}. It must be numbers of shape [images]. Pass one "
+            "weight for each image; `mask.float()` makes them of a mask."
+        )
+    if weights.requires_grad:
+        return (
+            "Passed `weights` that require a gradient, which the loss has none for. Pass "
+            "`weights.detach()`."
+        )
+    return _device_problem("weights", weights, image)
+
+
+def _device_problem(name: str, value: Tensor, features: Tensor) -> str | None:
+    if value.device == features.device:
+        return None
+    return (
+        f"Passed `{name}` on {value.device} with features on {features.device}. Both must be "
+        f"on one device. Move them, such as `{name}.to(features.device)`."
+    )

@@ -1,0 +1,287 @@
+"""Options that say what belongs to what and how much, against dense targets in float64."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
+from lightning_mp.contrastive.pair_options import RULES
+from tests.contrastive.test_exchange import EXCHANGES, make_loss
+from tests.contrastive.test_ids import few_ids
+from tests.processes import run_ranks
+from tests.reference.contrastive import relative_error
+from tests.reference.contrastive_targets import dense_targets
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+class Case:
+    """One batch with the arguments of a loss, of its call, and what they stand for.
+
+    Args:
+        name: Of the options.
+        b: Images.
+        n: Texts.
+        seed: Of all numbers.
+    """
+
+    def __init__(self, name: str, b: int, n: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        image, text = (torch.randn(size, 12, generator=generator) for size in (b, n))
+        text[: min(b, n)] += image[: min(b, n)]
+        self.features = [F.normalize(x, dim=1) for x in (image, text)]
+        self.setup: dict[str, Any] = {}
+        self.call: dict[str, Any] = {}
+        self.match = torch.eye(b, n, dtype=torch.bool)
+        self.dense: dict[str, Any] = {}
+        getattr(self, name)(b, n, generator)
+
+    def weights(self, b: int, n: int, generator: torch.Generator) -> None:
+        weights = torch.rand(b, generator=generator, dtype=torch.float64)
+        weights[::3] = 0
+        self.call["weights"] = weights
+        self._weigh(weights)
+
+    def multi_positive(self, b: int, n: int, generator: torch.Generator) -> None:
+        ids = torch.randint(-b // 3 - 1, b // 3 + 1, (n,), generator=generator) * 2**40
+        self.setup["duplicates"], self.call["ids"] = "multi_positive", ids
+        self.match = ids[:b, None] == ids
+        self._weigh(torch.ones(b))
+
+    def weighted_multi_positive(self, b: int, n: int, generator: torch.Generator) -> None:
+        self.multi_positive(b, n, generator)
+        match = self.match
+        self.weights(b, n, generator)
+        self.match = match
+
+    def weighted_mask(self, b: int, n: int, generator: torch.Generator) -> None:
+        self.weights(b, n, generator)
+        self.call["ids"] = few_ids(n, 3)
+        self.dense["left_out"] = self.call["ids"][:b, None] == self.call["ids"]
+
+    def _weigh(self, weights: Tensor) -> None:
+        """Let texts beyond the images' own look for no image."""
+        b, n = self.match.shape
+        self.dense["row_weights"] = weights
+        self.dense["column_weights"] = torch.cat([weights, weights.new_zeros(n - b)])
+
+    def expected(self, dtype: torch.dtype, scale: float, directions: str) -> list[Tensor]:
+        """The loss and its gradients in float64 of features rounded to a dtype."""
+        leaves = [x.to(dtype).double().requires_grad_() for x in self.features]
+        leaves.append(torch.tensor(scale, dtype=torch.float64, requires_grad=True))
+        loss = dense_targets(*leaves, self.match, directions=directions, **self.dense)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+CASES = ["weights", "multi_positive", "weighted_multi_positive", "weighted_mask"]
+
+
+def found(case: Case, loss_fn: ContrastiveLoss, dtype: torch.dtype, scale: float) -> list[Tensor]:
+    leaves = [x.to(dtype).requires_grad_() for x in case.features]
+    leaves.append(torch.tensor(scale, requires_grad=True))
+    # A loss scale, so that fp16's gradients are rounded like others.
+    gain = float(len(leaves[0]))
+    loss = loss_fn(*leaves, **case.call)
+    gradients = torch.autograd.grad(loss * gain, leaves)
+    return [loss.detach(), *(x.double() / gain for x in gradients)]
+
+
+def check(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, what: Any = "") -> None:
+    # A logit near 20 is rounded to fp32 by up to 1e-6, and a loss or softmax value by as much.
+    rounding = 1e-12 if dtype == torch.float64 else 4e-6
+    eps = torch.finfo(dtype).eps
+    loss, d_image, d_text, d_scale = found
+    assert relative_error(loss, expected[0]) < rounding, what
+    for value, right in ((d_image, expected[1]), (d_text, expected[2])):
+        assert relative_error(value, right) < rounding + eps, what
+    # Of each image <I, dI> / scale, in which much cancels: an error of dI counts with |I| |dI|.
+    size = expected[1].norm(dim=1).sum() / 20
+    assert (d_scale - expected[3]).abs() < rounding * (size + expected[3].abs()) + 1e-7, what
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("workspace_bytes", [1, 2**25])
+def test_loss_equals_dense_targets(name: str, dtype: torch.dtype, workspace_bytes: int) -> None:
+    case = Case(name, 133, 171, 0)
+    loss_fn = ContrastiveLoss(**case.setup)
+    loss_fn.workspace_bytes = workspace_bytes
+    check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("directions", ["image_to_text", "text_to_image"])
+def test_one_direction_equals_dense_targets(name: str, directions: str) -> None:
+    case = Case(name, 35, 41, 1)
+    loss_fn = ContrastiveLoss(directions=directions, **case.setup)  # type: ignore[arg-type]
+    dtype = torch.float64
+    check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, directions), dtype)
+
+
+SIZES = [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]]
+
+
+def _part(value: Any, sizes: list[tuple[int, int]], rank: int) -> Any:
+    """Return a rank's own rows of what stands for all images or for all texts."""
+    side = next(side for side in (0, 1) if len(value) == sum(size[side] for size in sizes))
+    return value.split([size[side] for size in sizes])[rank]
+
+
+def _whole(name: str, sizes: list[tuple[int, int]]) -> Case:
+    """A batch whose texts are in the order of ranks, each with its images' own first."""
+    b, n = (sum(size[side] for size in sizes) for side in (0, 1))
+    case = Case(name, b, n, 2)
+    ends = [0, *itertools.accumulate(n for _, n in sizes)]
+    own = torch.cat([torch.arange(b) + at for (b, _), at in zip(sizes, ends, strict=False)])
+    order = torch.empty(n, dtype=torch.int64)
+    order[own] = torch.arange(b)
+    others = torch.ones(n, dtype=torch.bool)
+    others[own] = False
+    order[others] = torch.arange(b, n)
+    case.features[1] = case.features[1][order]
+    case.match = case.match[:, order]
+    if "ids" in case.call:
+        case.call["ids"] = case.call["ids"][order]
+    for key, value in case.dense.items():
+        case.dense[key] = value[..., order] if value.shape[-1] == n else value
+    return case
+
+
+def _steps(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[str, str], list[Tensor]]:
+    results = {}
+    for name, exchange in itertools.product(CASES, EXCHANGES):
+        case = _whole(name, sizes)
+        case.features = [_part(x, sizes, rank) for x in case.features]
+        case.call = {key: _part(value, sizes, rank) for key, value in case.call.items()}
+        loss_fn = make_loss(exchange, **case.setup)
+        results[name, exchange] = found(case, loss_fn, torch.float32, 20.0)
+    return results
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", SIZES)
+def test_loss_of_ranks_equals_dense_targets(sizes: list[tuple[int, int]]) -> None:
+    by_rank = run_ranks(_steps, len(sizes), sizes)
+    for name in CASES:
+        loss, *d_features, d_scale = _whole(name, sizes).expected(torch.float32, 20.0, "both")
+        for rank, exchange in itertools.product(range(len(sizes)), EXCHANGES):
+            # The mean over ranks of gradients that only one of them has.
+            own = [len(sizes) * _part(x, sizes, rank) for x in d_features]
+            right = [loss, *own, d_scale]
+            check(by_rank[rank][name, exchange], right, torch.float32, (name, exchange, rank))
+
+
+def test_neutral_options_change_no_bit() -> None:
+    case = Case("weights", 133, 171, 4)
+    case.call = {}
+    plain = found(case, ContrastiveLoss(), torch.float32, 20.0)
+    case.call = {"ids": None, "weights": None}
+    neutral = ContrastiveLoss(duplicates="mask")
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(plain, found(case, neutral, torch.float32, 20.0), strict=True)
+    )
+
+
+@pytest.mark.parametrize("scale", [30.0, 60.0])
+def test_converged_pairs_keep_their_digits(scale: float) -> None:
+    image = F.normalize(torch.randn(50, 256, dtype=torch.float64), dim=1)
+    weights = torch.rand(50)
+    leaves = [image.float().requires_grad_(), image.float().requires_grad_()]
+    loss = ContrastiveLoss()(*leaves, scale, weights=weights)
+    gradients = torch.autograd.grad(loss, leaves)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    logits = scale * doubles[0] @ doubles[1].T
+    own = logits.diagonal()
+    rest = logits.masked_fill(torch.eye(50, dtype=torch.bool), -torch.inf)
+    terms = sum(F.softplus(rest.logsumexp(dim) - own, threshold=1e3) for dim in (0, 1))
+    right = (weights * terms).sum() / (2 * weights.double().sum())
+    assert relative_error(loss.detach(), right.detach()) < 1e-4
+    for value, other in zip(gradients, torch.autograd.grad(right, doubles), strict=True):
+        assert relative_error(value, other) < 1e-4
+
+
+def test_weight_of_zero_takes_a_pair_out_of_the_terms() -> None:
+    image, text = (torch.randn(9, 4, dtype=torch.float64) for _ in range(2))
+    weights = torch.ones(9)
+    weights[4] = 0
+    rows, columns = ((image @ text.T) if way else (text @ image.T) for way in (True, False))
+    target = torch.arange(9)
+    kept = target != 4
+    right = sum(F.cross_entropy(x[kept], target[kept]) for x in (rows, columns)) / 2
+    assert relative_error(ContrastiveLoss()(image, text, 1.0, weights=weights), right) < 1e-12
+
+
+def test_weights_of_zero_have_no_loss_and_negative_ones_no_number() -> None:
+    image, text = (torch.randn(5, 4, requires_grad=True) for _ in range(2))
+    loss = ContrastiveLoss()(image, text, 1.0, weights=torch.zeros(5))
+    loss.backward()
+    assert loss == 0
+    assert torch.count_nonzero(image.grad) == torch.count_nonzero(text.grad) == 0
+    weights = torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])
+    assert ContrastiveLoss()(image, text, 1.0, weights=weights).isnan()
+
+
+def test_perfect_embedding_of_several_texts_has_the_loss_of_their_number() -> None:
+    features = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
+    ids = torch.tensor([7, 7, 1, 2, 3, 4])
+    loss = ContrastiveLoss(duplicates="multi_positive")(features, features, 100.0, ids=ids)
+    assert loss == pytest.approx(math.log(2) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setup", "call", "said"),
+    [
+        ({}, {"weights": [1.0] * 4}, r"`weights` of type list.*torch.tensor\(weights\)"),
+        ({}, {"weights": torch.ones(3)}, r"shape \[3\] with images of shape \[4, 2\]"),
+        ({}, {"weights": torch.ones(4) > 0}, r"dtype torch.bool.*mask.float\(\)"),
+        ({}, {"weights": torch.ones(4, requires_grad=True)}, r"`weights.detach\(\)`"),
+        ({"duplicates": "multi_positive"}, {}, r"duplicates='multi_positive'\)` without `ids`"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    setup: dict[str, Any], call: dict[str, Any], said: str
+) -> None:
+    image, text = torch.randn(4, 2), torch.randn(5, 2)
+    with pytest.raises(ValueError, match=said):
+        ContrastiveLoss(**setup)(image, text, 1.0, **call)
+
+
+def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
+    image, text = torch.randn(4, 2), torch.randn(5, 2)
+    for name, value in {"weights": torch.ones(4)}.items():
+        with pytest.raises(ValueError, match=f"Passed `{name}` to `SigmoidContrastiveLoss`"):
+            SigmoidContrastiveLoss()(image, text, 1.0, **{name: value})  # type: ignore[call-overload]
+    for name in RULES:
+        with pytest.raises(TypeError, match=f"no `{name}`. It belongs to a softmax"):
+            SigmoidContrastiveLoss(**{name: 1})
+
+
+def test_unknown_rule_says_what_is_known() -> None:
+    with pytest.raises(ValueError, match=r"duplicates='all'.*'mask' or 'multi_positive'"):
+        ContrastiveLoss(duplicates="all")  # type: ignore[arg-type]
+
+
+def _messages(rank: int) -> list[str]:
+    image, text = torch.randn(3, 4), torch.randn(3, 4)
+    ids, said = torch.arange(3), []
+    for setup, call in (
+        ({}, {"weights": torch.ones(3)} if rank else {}),
+        ({"duplicates": "multi_positive" if rank else "mask"}, {"ids": ids}),
+    ):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            ContrastiveLoss(**setup)(image, text, 1.0, **call)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.distributed
+def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
+    for weights, duplicates in run_ranks(_messages, 2):
+        assert "Passed `weights` on ranks [1] of 2 only" in weights
+        assert "whose duplicates differs between ranks" in duplicates
