@@ -28,6 +28,7 @@ from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_on
 from lightning_mp.contrastive.library import infonce
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.contrastive.pair_options import (
+    RULES,
     Duplicates,
     PairArguments,
     PairOptions,
@@ -131,6 +132,8 @@ class ContrastiveLoss(nn.Module):
             L is then the mean of B terms, not of 2 B.
         duplicates: What equal `ids` mean: `"mask"` leaves them out of the negatives,
             `"multi_positive"` makes them positives.
+        label_smoothing: The part of each target, 0 to 1, that is spread evenly over all that the
+            sum over j has, as in torch's `cross_entropy`.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -176,6 +179,7 @@ class ContrastiveLoss(nn.Module):
         exchange: ExchangeName = "slices",
         directions: Directions = "both",
         duplicates: Duplicates = "mask",
+        label_smoothing: float = 0.0,
         local_loss: bool = True,
         gather_with_grad: bool = True,
         cache_labels: bool = True,
@@ -185,7 +189,7 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
-        check_pair_rules(duplicates)
+        check_pair_rules(duplicates, label_smoothing)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self._said = None if world_size == 1 else (rank, world_size)
         self._checks = InputChecks()
@@ -197,6 +201,7 @@ class ContrastiveLoss(nn.Module):
         self.exchange = exchange
         self.directions = directions
         self.duplicates = duplicates
+        self.label_smoothing = label_smoothing
 
     @overload
     def forward(
@@ -248,7 +253,7 @@ class ContrastiveLoss(nn.Module):
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        pairs = PairOptions(ids, weights, self.duplicates)
+        pairs = PairOptions(ids, weights, self.duplicates, self.label_smoothing)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -258,7 +263,7 @@ class ContrastiveLoss(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
         options = {**self._options, "exchange": self.exchange, "directions": self.directions}
-        options["duplicates"] = self.duplicates
+        options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":

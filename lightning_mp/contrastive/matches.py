@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Exchange
+from lightning_mp.numerics.floats import state_dtype
 
-__all__ = ["Groups", "Match", "Own", "to_columns", "to_rows"]
+__all__ = ["Everything", "Groups", "Match", "Own", "Unmasked", "to_columns", "to_rows"]
 
 
 class Match(Protocol):
@@ -83,6 +84,56 @@ class Groups(NamedTuple):
             found = sorted_ids[places.clamp(max=len(ids) - 1)] == ids_m
             add_rows(sums, places.where(found, len(ids)), x_mD)
         return sums[torch.searchsorted(sorted_ids, ids)]
+
+
+class Everything(NamedTuple):
+    """All texts belong to all images.
+
+    Args:
+        b: Images of this rank.
+        n: Its texts.
+        exchange: How sums travel.
+    """
+
+    b: int
+    n: int
+    exchange: Exchange
+
+    def to_rows(self, x_nD: Tensor) -> Tensor:
+        """Return `M @ x`, see `Match`."""
+        return self._total(x_nD, self.b)
+
+    def to_columns(self, x_bD: Tensor) -> Tensor:
+        """Return `M.T @ x`, see `Match`."""
+        return self._total(x_bD, self.n)
+
+    def _total(self, x_nD: Tensor, count: int) -> Tensor:
+        total = self.exchange.all_reduce(x_nD.sum(0, dtype=state_dtype(x_nD.device)))
+        return total.to(x_nD.dtype).expand(count, *total.shape)
+
+
+class Unmasked(NamedTuple):
+    """All texts belong to all images, but for those of equal ids that are not their own.
+
+    Args:
+        everything: All.
+        groups: Those of equal ids.
+        own: Their own.
+    """
+
+    everything: Everything
+    groups: Groups
+    own: Own
+
+    def to_rows(self, x_nD: Tensor) -> Tensor:
+        """Return `M @ x`, see `Match`."""
+        every, group, own = (match.to_rows(x_nD) for match in self)
+        return every - group + own
+
+    def to_columns(self, x_bD: Tensor) -> Tensor:
+        """Return `M.T @ x`, see `Match`."""
+        every, group, own = (match.to_columns(x_bD) for match in self)
+        return every - group + own
 
 
 def to_rows(match: Match, x_nD: Tensor) -> Tensor:

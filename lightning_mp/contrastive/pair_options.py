@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["RULES", "Duplicates", "PairArguments", "PairOptions", "check_pair_rules"]
 
 Duplicates = Literal["mask", "multi_positive"]
-RULES = ("duplicates",)
+RULES = ("duplicates", "label_smoothing")
 """The arguments of the constructor."""
 
 
@@ -30,12 +30,14 @@ class PairOptions(NamedTuple):
     Args:
         ids: (n,) integers; what equal ones mean is `duplicates`.
         weights: (b,).
-        duplicates: See `ContrastiveLoss`.
+        duplicates: See `ContrastiveLoss`, as what follows.
+        label_smoothing: 0 to 1.
     """
 
     ids: Tensor | None = None
     weights: Tensor | None = None
     duplicates: Duplicates = "mask"
+    label_smoothing: float = 0.0
 
     @property
     def masked_ids(self) -> Tensor | None:
@@ -45,7 +47,7 @@ class PairOptions(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the sweeps alone make the loss: one positive a row, all rows alike."""
-        return self.weights is None and self.duplicates == "mask"
+        return self.weights is None and self.duplicates == "mask" and not self.label_smoothing
 
     def given(self) -> dict[str, bool]:
         """Return which arguments there are; all ranks have the same."""
@@ -67,7 +69,7 @@ class PairOptions(NamedTuple):
         )  # fmt: skip
 
 
-def check_pair_rules(duplicates: str) -> None:
+def check_pair_rules(duplicates: str, label_smoothing: float) -> None:
     """Refuse what a constructor cannot take.
 
     Raises:
@@ -77,6 +79,11 @@ def check_pair_rules(duplicates: str) -> None:
         raise ValueError(
             f"Passed `ContrastiveLoss(duplicates={duplicates!r})`. `duplicates` must be 'mask' or "
             "'multi_positive'. Leave it out, and pairs of equal `ids` are no negatives."
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(label_smoothing={label_smoothing!r})`. It must be a number "
+            "from 0 to 1. Pass a small one, such as 0.1, or leave it out."
         )
 
 

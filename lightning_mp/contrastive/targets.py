@@ -14,13 +14,22 @@ It takes no b x b matrix, for Y has the structure of a `Match`. All of it is O(b
 O(b D) products, so autograd does the rest: what it returns for `neg_i` goes into the second sweep.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.infonce import Plan
-from lightning_mp.contrastive.matches import Groups, Match, Own, to_columns, to_rows
+from lightning_mp.contrastive.matches import (
+    Everything,
+    Groups,
+    Match,
+    Own,
+    Unmasked,
+    to_columns,
+    to_rows,
+)
 from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -49,11 +58,15 @@ class Task(NamedTuple):
         match: What belongs to what.
         matched: q.
         shares: What counts.
+        smoothing: The part of a target that is spread evenly.
+        field: Over what.
     """
 
     match: Match
     matched: int
     shares: Shares
+    smoothing: float
+    field: Match
 
     def loss(
         self,
@@ -83,13 +96,21 @@ class Task(NamedTuple):
         ):
             margin_q = neg[:q] - pos_q
             terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
-            if not isinstance(self.match, Own):
+            if self.smoothing or not isinstance(self.match, Own):
                 own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
-                ones = others.new_ones(len(others), 1)
-                target = product(self.match, others) / product(self.match, ones).clamp_min(1)
+                target = self._target(others, product)
                 terms = terms + scale * _dots(features, own - target, scale.dtype)
             total = total + (share * terms).where(share != 0, 0.0).sum()
         return total
+
+    def _target(self, x: Tensor, product: Callable[[Match, Tensor], Tensor]) -> Tensor:
+        """Return the mean of what is aimed at."""
+        ones = x.new_ones(len(x), 1)
+        target = product(self.match, x) / product(self.match, ones).clamp_min(1)
+        if not self.smoothing:
+            return target
+        even = product(self.field, x) / product(self.field, ones)
+        return (1 - self.smoothing) * target + self.smoothing * even
 
 
 def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Plan) -> Task:
@@ -104,7 +125,12 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
     if options.weights is not None:
         weight_b = options.weights.to(state)
         weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
-    return Task(match, b, _shares(weight_b, own.to_columns(weight_b), plan))
+    everything = Everything(b, n, plan.exchange)
+    field: Match = everything
+    if options.masked_ids is not None:
+        field = Unmasked(everything, Groups(options.masked_ids.long(), b, plan.exchange), own)
+    shares = _shares(weight_b, own.to_columns(weight_b), plan)
+    return Task(match, b, shares, options.label_smoothing, field)
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:

@@ -1,5 +1,6 @@
 """Options that say what belongs to what and how much, against dense targets in float64."""
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -20,55 +21,84 @@ from tests.reference.contrastive_targets import dense_targets
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
+Sizes = list[tuple[int, int]]
+
+
 class Case:
     """One batch with the arguments of a loss, of its call, and what they stand for.
 
     Args:
         name: Of the options.
-        b: Images.
-        n: Texts.
+        sizes: Images and texts of each rank; the first of a rank's texts are its images' own.
         seed: Of all numbers.
     """
 
-    def __init__(self, name: str, b: int, n: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        image, text = (torch.randn(size, 12, generator=generator) for size in (b, n))
-        text[: min(b, n)] += image[: min(b, n)]
+    def __init__(self, name: str, sizes: Sizes, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sizes = sizes
+        self.b, self.n = (sum(size[side] for size in sizes) for side in (0, 1))
+        ends = [0, *itertools.accumulate(n for _, n in sizes)]
+        self.own = torch.cat(
+            [torch.arange(b) + at for (b, _), at in zip(sizes, ends, strict=False)]
+        )
+        image, text = (torch.randn(x, 12, generator=self.generator) for x in (self.b, self.n))
+        text[self.own] += image
         self.features = [F.normalize(x, dim=1) for x in (image, text)]
         self.setup: dict[str, Any] = {}
         self.call: dict[str, Any] = {}
-        self.match = torch.eye(b, n, dtype=torch.bool)
+        self.match = torch.zeros(self.b, self.n, dtype=torch.bool)
+        self.match[torch.arange(self.b), self.own] = True
         self.dense: dict[str, Any] = {}
-        getattr(self, name)(b, n, generator)
+        getattr(self, name)()
 
-    def weights(self, b: int, n: int, generator: torch.Generator) -> None:
-        weights = torch.rand(b, generator=generator, dtype=torch.float64)
+    def weights(self) -> None:
+        weights = torch.rand(self.b, generator=self.generator, dtype=torch.float64)
         weights[::3] = 0
         self.call["weights"] = weights
         self._weigh(weights)
 
-    def multi_positive(self, b: int, n: int, generator: torch.Generator) -> None:
-        ids = torch.randint(-b // 3 - 1, b // 3 + 1, (n,), generator=generator) * 2**40
+    def multi_positive(self) -> None:
+        ids = torch.randint(-self.b // 3, self.b // 3, (self.n,), generator=self.generator) * 2**40
         self.setup["duplicates"], self.call["ids"] = "multi_positive", ids
-        self.match = ids[:b, None] == ids
-        self._weigh(torch.ones(b))
+        self.match = ids[self.own, None] == ids
+        self._weigh(torch.ones(self.b))
 
-    def weighted_multi_positive(self, b: int, n: int, generator: torch.Generator) -> None:
-        self.multi_positive(b, n, generator)
-        match = self.match
-        self.weights(b, n, generator)
-        self.match = match
+    def weighted_multi_positive(self) -> None:
+        self.multi_positive()
+        self.weights()
 
-    def weighted_mask(self, b: int, n: int, generator: torch.Generator) -> None:
-        self.weights(b, n, generator)
-        self.call["ids"] = few_ids(n, 3)
-        self.dense["left_out"] = self.call["ids"][:b, None] == self.call["ids"]
+    def weighted_mask(self) -> None:
+        self.weights()
+        self.call["ids"] = few_ids(self.n, 3)
+        self.dense["left_out"] = self.call["ids"][self.own, None] == self.call["ids"]
+
+    def smoothing(self) -> None:
+        self.setup["label_smoothing"] = self.dense["smoothing"] = 0.1
+
+    def smoothed_mask(self) -> None:
+        self.smoothing()
+        self.weighted_mask()
+
+    def smoothed_multi_positive(self) -> None:
+        self.smoothing()
+        self.multi_positive()
 
     def _weigh(self, weights: Tensor) -> None:
         """Let texts beyond the images' own look for no image."""
-        b, n = self.match.shape
         self.dense["row_weights"] = weights
-        self.dense["column_weights"] = torch.cat([weights, weights.new_zeros(n - b)])
+        self.dense["column_weights"] = weights.new_zeros(self.n).index_copy(0, self.own, weights)
+
+    def of_rank(self, rank: int) -> "Case":
+        """The part of a rank."""
+        part = copy.copy(self)
+        part.features = [self.part(x, rank) for x in self.features]
+        part.call = {key: self.part(value, rank) for key, value in self.call.items()}
+        return part
+
+    def part(self, value: Tensor, rank: int) -> Tensor:
+        """A rank's own rows of what stands for all images or for all texts."""
+        side = (self.b, self.n).index(len(value))
+        return value.split([size[side] for size in self.sizes])[rank]
 
     def expected(self, dtype: torch.dtype, scale: float, directions: str) -> list[Tensor]:
         """The loss and its gradients in float64 of features rounded to a dtype."""
@@ -79,6 +109,7 @@ class Case:
 
 
 CASES = ["weights", "multi_positive", "weighted_multi_positive", "weighted_mask"]
+CASES += ["smoothing", "smoothed_mask", "smoothed_multi_positive"]
 
 
 def found(case: Case, loss_fn: ContrastiveLoss, dtype: torch.dtype, scale: float) -> list[Tensor]:
@@ -108,7 +139,7 @@ def check(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, what:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("workspace_bytes", [1, 2**25])
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype, workspace_bytes: int) -> None:
-    case = Case(name, 133, 171, 0)
+    case = Case(name, [(133, 171)], 0)
     loss_fn = ContrastiveLoss(**case.setup)
     loss_fn.workspace_bytes = workspace_bytes
     check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
@@ -117,47 +148,19 @@ def test_loss_equals_dense_targets(name: str, dtype: torch.dtype, workspace_byte
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("directions", ["image_to_text", "text_to_image"])
 def test_one_direction_equals_dense_targets(name: str, directions: str) -> None:
-    case = Case(name, 35, 41, 1)
+    case = Case(name, [(35, 41)], 1)
     loss_fn = ContrastiveLoss(directions=directions, **case.setup)  # type: ignore[arg-type]
     dtype = torch.float64
     check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, directions), dtype)
 
 
-SIZES = [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]]
+SIZES: list[Sizes] = [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]]
 
 
-def _part(value: Any, sizes: list[tuple[int, int]], rank: int) -> Any:
-    """Return a rank's own rows of what stands for all images or for all texts."""
-    side = next(side for side in (0, 1) if len(value) == sum(size[side] for size in sizes))
-    return value.split([size[side] for size in sizes])[rank]
-
-
-def _whole(name: str, sizes: list[tuple[int, int]]) -> Case:
-    """A batch whose texts are in the order of ranks, each with its images' own first."""
-    b, n = (sum(size[side] for size in sizes) for side in (0, 1))
-    case = Case(name, b, n, 2)
-    ends = [0, *itertools.accumulate(n for _, n in sizes)]
-    own = torch.cat([torch.arange(b) + at for (b, _), at in zip(sizes, ends, strict=False)])
-    order = torch.empty(n, dtype=torch.int64)
-    order[own] = torch.arange(b)
-    others = torch.ones(n, dtype=torch.bool)
-    others[own] = False
-    order[others] = torch.arange(b, n)
-    case.features[1] = case.features[1][order]
-    case.match = case.match[:, order]
-    if "ids" in case.call:
-        case.call["ids"] = case.call["ids"][order]
-    for key, value in case.dense.items():
-        case.dense[key] = value[..., order] if value.shape[-1] == n else value
-    return case
-
-
-def _steps(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[str, str], list[Tensor]]:
+def _steps(rank: int, sizes: Sizes) -> dict[tuple[str, str], list[Tensor]]:
     results = {}
     for name, exchange in itertools.product(CASES, EXCHANGES):
-        case = _whole(name, sizes)
-        case.features = [_part(x, sizes, rank) for x in case.features]
-        case.call = {key: _part(value, sizes, rank) for key, value in case.call.items()}
+        case = Case(name, sizes, 2).of_rank(rank)
         loss_fn = make_loss(exchange, **case.setup)
         results[name, exchange] = found(case, loss_fn, torch.float32, 20.0)
     return results
@@ -165,23 +168,24 @@ def _steps(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[str, str], lis
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", SIZES)
-def test_loss_of_ranks_equals_dense_targets(sizes: list[tuple[int, int]]) -> None:
+def test_loss_of_ranks_equals_dense_targets(sizes: Sizes) -> None:
     by_rank = run_ranks(_steps, len(sizes), sizes)
     for name in CASES:
-        loss, *d_features, d_scale = _whole(name, sizes).expected(torch.float32, 20.0, "both")
+        case = Case(name, sizes, 2)
+        loss, *d_features, d_scale = case.expected(torch.float32, 20.0, "both")
         for rank, exchange in itertools.product(range(len(sizes)), EXCHANGES):
             # The mean over ranks of gradients that only one of them has.
-            own = [len(sizes) * _part(x, sizes, rank) for x in d_features]
+            own = [len(sizes) * case.part(x, rank) for x in d_features]
             right = [loss, *own, d_scale]
             check(by_rank[rank][name, exchange], right, torch.float32, (name, exchange, rank))
 
 
 def test_neutral_options_change_no_bit() -> None:
-    case = Case("weights", 133, 171, 4)
+    case = Case("weights", [(133, 171)], 4)
     case.call = {}
     plain = found(case, ContrastiveLoss(), torch.float32, 20.0)
     case.call = {"ids": None, "weights": None}
-    neutral = ContrastiveLoss(duplicates="mask")
+    neutral = ContrastiveLoss(duplicates="mask", label_smoothing=0.0)
     assert all(
         torch.equal(*pair)
         for pair in zip(plain, found(case, neutral, torch.float32, 20.0), strict=True)
@@ -262,9 +266,23 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
             SigmoidContrastiveLoss(**{name: 1})
 
 
-def test_unknown_rule_says_what_is_known() -> None:
-    with pytest.raises(ValueError, match=r"duplicates='all'.*'mask' or 'multi_positive'"):
-        ContrastiveLoss(duplicates="all")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ({"duplicates": "all"}, r"duplicates='all'.*'mask' or 'multi_positive'"),
+        ({"label_smoothing": 1.5}, r"label_smoothing=1.5.*from 0 to 1"),
+    ],
+)
+def test_unknown_rule_says_what_is_known(setup: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ContrastiveLoss(**setup)
+
+
+def test_label_smoothing_is_that_of_torch() -> None:
+    image, text = (torch.randn(9, 4, dtype=torch.float64) for _ in range(2))
+    target, logits = torch.arange(9), 3 * image @ text.T
+    right = sum(F.cross_entropy(x, target, label_smoothing=0.2) for x in (logits, logits.T)) / 2
+    assert relative_error(ContrastiveLoss(label_smoothing=0.2)(image, text, 3.0), right) < 1e-12
 
 
 def _messages(rank: int) -> list[str]:
@@ -284,4 +302,4 @@ def _messages(rank: int) -> list[str]:
 def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
     for weights, duplicates in run_ranks(_messages, 2):
         assert "Passed `weights` on ranks [1] of 2 only" in weights
-        assert "whose duplicates differs between ranks" in duplicates
+        assert "whose duplicates or label_smoothing differs between ranks" in duplicates

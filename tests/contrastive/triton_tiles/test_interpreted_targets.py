@@ -14,6 +14,6 @@ _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 @pytest.mark.parametrize("name", [name for name in CASES if "mask" not in name])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
-    case = Case(name, 75, 91, 0)
+    case = Case(name, [(75, 91)], 0)
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", **case.setup)
     check(found(case, loss_fn, dtype, 20.0), case.expected(dtype, 20.0, "both"), dtype)
