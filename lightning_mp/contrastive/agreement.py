@@ -109,7 +109,7 @@ def plan_of_one(
     tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
     return Plan(
         Ring([len(text_bD)]), tiles, *_trained(image_bD, text_bD, scale, bias),
-        ids_b=pairs.masked_ids, pairs=len(image_bD), directions=directions,
+        ids_b=pairs.masked_ids, pairs=len(image_bD), directions=directions, matched=pairs.matched,
     )  # fmt: skip
 
 

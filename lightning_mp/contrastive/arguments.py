@@ -22,7 +22,7 @@ def find_problem(
     return (
         _features_problem("image_features", image_features)
         or _features_problem("text_features", text_features)
-        or _pair_problem(image_features, text_features)
+        or _pair_problem(image_features, text_features, pairs.positives is not None)
         or _scalar_problem("logit_scale", logit_scale)
         or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
         or pairs.problem(image_features, text_features)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def _features_problem(name: str, features: object) -> str | None:
     return None
 
 
-def _pair_problem(image_features: object, text_features: object) -> str | None:
+def _pair_problem(image_features: object, text_features: object, is_paired: bool) -> str | None:
     if not isinstance(image_features, Tensor) or not isinstance(text_features, Tensor):
         return None
     shapes = (
@@ -63,12 +63,12 @@ def _pair_problem(image_features: object, text_features: object) -> str | None:
     )
     if image_features.shape[1] != text_features.shape[1]:
         return f"{shapes} Both must have one width. Project both to it."
-    if image_features.shape[0] > text_features.shape[0]:
+    if image_features.shape[0] > text_features.shape[0] and not is_paired:
         return (
             f"{shapes} Row i of one belongs to row i of the other, so there must be a text for "
-            "each image; what texts there are beside are negatives of all images. An image with "
-            "several texts stands in one row for each, with the same value in `ids`, or its own "
-            "texts would be its negatives."
+            "each image; what texts there are beside are negatives of all images. Say in "
+            "`positives` which texts belong to an image instead, or let an image with several "
+            "stand in one row for each, with the same value in `ids`."
         )
     if image_features.device != text_features.device:
         return (

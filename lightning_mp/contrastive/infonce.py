@@ -68,6 +68,8 @@ class Plan:
             negatives of each other. `None` on all ranks or on none.
         pairs: B; `None` where no text is without an image.
         directions: Which cross entropies count.
+        matched: How many of this rank's images have a text of their own, the first ones: text i is
+            that of image i. `None`: all.
     """
 
     exchange: Exchange
@@ -78,6 +80,7 @@ class Plan:
     ids_b: Tensor | None = field(default=None, kw_only=True)
     pairs: int | None = field(default=None, kw_only=True)
     directions: Directions = field(default="both", kw_only=True)
+    matched: int | None = field(default=None, kw_only=True)
 
     @property
     def global_pairs(self) -> int:
@@ -226,10 +229,11 @@ def visiting_ids(plan: Plan, b: int, columns: Sequence[Tensor]) -> Ids | None:
     return None if plan.ids_b is None else Ids(plan.ids_b[:b], columns[0])
 
 
-def paired(visit: Visit, image_bD: Tensor) -> slice:
+def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
     """Return the rows whose positive visits; what texts there are beside has no row."""
-    own, b = visit.positive_rows, len(image_bD)
-    return slice(min(own.start, b), min(own.stop, b))
+    own = visit.positive_rows
+    matched = len(image_bD) if plan.matched is None else plan.matched
+    return slice(min(own.start, matched), min(own.stop, matched))
 
 
 def negatives_sweep(
@@ -247,7 +251,8 @@ def negatives_sweep(
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
-            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
+            visit.diagonal, paired(visit, image_bD, plan), kept,
+            visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         column_neg.add(part_m)
 
@@ -281,7 +286,8 @@ def negatives_gradients(
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
+            visit.diagonal, paired(visit, image_bD, plan), kept,
+            visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)

@@ -108,8 +108,13 @@ class ContrastiveLoss(nn.Module):
     supervised contrastive learning: `S_ii` becomes their mean, and they all stay in the sums.
     That is a product with the mean text of each id, in memory that grows with b, on any tiles.
 
+    **Several texts an image**: `positives` in the call names each image's own among this rank's
+    texts, any number, also several images of one text. Then `S_ii` becomes the mean over them, the
+    first term that over images with a text and the second over texts with an image.
+
     **Weights**: with `weights` in the call L is the weighted mean of the terms, over all ranks, and
     text i weighs as much as image i. With 0 both look for nothing, and stay negatives of others.
+    A text of several images weighs as much as they do on average.
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
@@ -146,7 +151,8 @@ class ContrastiveLoss(nn.Module):
 
     Shapes:
         image_features: (b, D), already normalised if they are to be.
-        text_features: (n, D) with n >= b. ids: (n,), those of the texts. weights: (b,).
+        text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
+        ids: (n,), those of the texts. weights: (b,).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -236,6 +242,7 @@ class ContrastiveLoss(nn.Module):
         *,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
+        positives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -248,12 +255,14 @@ class ContrastiveLoss(nn.Module):
             ids: What each text shows, integers of shape (n,); those of the images come first.
                 What equal ids mean, on whatever ranks, is `duplicates`.
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.
+            positives: Which of this rank's texts belong to each image, integers of shape (b,), or
+                (b, k) padded with -1. Left out, text i belongs to image i.
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        pairs = PairOptions(ids, weights, self.duplicates, self.label_smoothing)
+        pairs = PairOptions(ids, weights, positives, self.duplicates, self.label_smoothing)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -347,6 +356,9 @@ class ContrastiveLoss(nn.Module):
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
+        if problem is None:
+            pairs, image_bD, text_bD = pairs.paired(image_bD, text_bD)
+            problem = pairs.pairing_problem(len(image_bD))
         if problem is not None:
             if not is_one:
                 report_unusable(image_bD, self.process_group)

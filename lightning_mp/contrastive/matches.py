@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_mp.contrastive.exchange import Exchange
 from lightning_mp.numerics.floats import state_dtype
 
-__all__ = ["Everything", "Groups", "Match", "Own", "Unmasked", "to_columns", "to_rows"]
+__all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked", "to_columns", "to_rows"]
 
 
 class Match(Protocol):
@@ -84,6 +84,34 @@ class Groups(NamedTuple):
             found = sorted_ids[places.clamp(max=len(ids) - 1)] == ids_m
             add_rows(sums, places.where(found, len(ids)), x_mD)
         return sums[torch.searchsorted(sorted_ids, ids)]
+
+
+class Listed(NamedTuple):
+    """Images belong to texts of this rank that a list names.
+
+    Args:
+        images_e: The image of each pair; no pair twice.
+        texts_e: Its text.
+        b: Images of this rank.
+        n: Its texts.
+    """
+
+    images_e: Tensor
+    texts_e: Tensor
+    b: int
+    n: int
+
+    def to_rows(self, x_nD: Tensor) -> Tensor:
+        """Return `M @ x`, see `Match`."""
+        sums = x_nD.new_zeros(self.b, *x_nD.shape[1:])
+        add_rows(sums, self.images_e, x_nD[self.texts_e])
+        return sums
+
+    def to_columns(self, x_bD: Tensor) -> Tensor:
+        """Return `M.T @ x`, see `Match`."""
+        sums = x_bD.new_zeros(self.n, *x_bD.shape[1:])
+        add_rows(sums, self.texts_e, x_bD[self.images_e])
+        return sums
 
 
 class Everything(NamedTuple):

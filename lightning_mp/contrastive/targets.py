@@ -24,6 +24,7 @@ from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.matches import (
     Everything,
     Groups,
+    Listed,
     Match,
     Own,
     Unmasked,
@@ -116,21 +117,28 @@ class Task(NamedTuple):
 def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Plan) -> Task:
     """Return what the options ask for, on all ranks at once."""
     b, n = len(image_bD), len(text_nD)
-    state = state_dtype(image_bD.device)
-    own = Own(b, n)
-    match: Match = own
-    if options.ids is not None and options.duplicates == "multi_positive":
-        match = Groups(options.ids.long(), b, plan.exchange)
-    weight_b = image_bD.new_ones(b, dtype=state)
+    weight_b = image_bD.new_ones(b, dtype=state_dtype(image_bD.device))
     if options.weights is not None:
-        weight_b = options.weights.to(state)
+        weight_b = options.weights.to(weight_b.dtype)
         weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
+    match: Match = Own(b, n)
+    weight_n = match.to_columns(weight_b)
+    if options.duplicates == "multi_positive" and options.ids is not None:
+        match = Groups(options.ids.long(), b, plan.exchange)
+    if options.pairing is not None:
+        match = Listed(options.pairing.images_e, options.pairing.texts_e, b, n)
+        # What has no positive looks for none, and a text is weighed as its images are on average.
+        weight_b = weight_b.where(match.to_rows(torch.ones_like(weight_n)) > 0, 0)
+        texts_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
+        weight_n = match.to_columns(weight_b) / texts_n
     everything = Everything(b, n, plan.exchange)
     field: Match = everything
     if options.masked_ids is not None:
-        field = Unmasked(everything, Groups(options.masked_ids.long(), b, plan.exchange), own)
-    shares = _shares(weight_b, own.to_columns(weight_b), plan)
-    return Task(match, b, shares, options.label_smoothing, field)
+        groups = Groups(options.masked_ids.long(), b, plan.exchange)
+        field = Unmasked(everything, groups, Own(b, n))
+    matched = b if plan.matched is None else plan.matched
+    shares = _shares(weight_b, weight_n, plan)
+    return Task(match, matched, shares, options.label_smoothing, field)
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:

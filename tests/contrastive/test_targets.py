@@ -83,10 +83,62 @@ class Case:
         self.smoothing()
         self.multi_positive()
 
-    def _weigh(self, weights: Tensor) -> None:
+    def captions(self) -> None:
+        """Each image has none to three of its rank's texts, each text at most one image."""
+        self._list(shared=False)
+
+    def weighted_captions(self) -> None:
+        self.captions()
+        weights = torch.rand(self.b, generator=self.generator)
+        self.call["weights"] = self.dense["row_weights"] = weights
+        self._mean_weights(weights)
+
+    def shared_texts(self) -> None:
+        """Texts belong to several images, images to several texts."""
+        self.weighted_captions()
+        self._list(shared=True)
+        self._mean_weights(self.call["weights"])
+
+    def smoothed_captions(self) -> None:
+        self.smoothing()
+        self.captions()
+
+    def swapped_texts(self) -> None:
+        """Each image has another one's text, by a list of one dimension, and ids stand beside."""
+        self.smoothed_mask()
+        self.captions()
+        order = [torch.randperm(b, generator=self.generator) for b, _ in self.sizes]
+        self.call["positives"] = torch.cat(order)
+        own = self.own[torch.cat([at + x for at, x in zip(self._firsts(0), order, strict=True)])]
+        self.match = torch.zeros_like(self.match)
+        self.match[torch.arange(self.b), own] = True
+        self.dense["left_out"] = self.call["ids"][own, None] == self.call["ids"]
+        self._weigh(self.call["weights"], own)
+
+    def _firsts(self, side: int) -> list[int]:
+        return [0, *itertools.accumulate(size[side] for size in self.sizes)][:-1]
+
+    def _list(self, shared: bool) -> None:
+        self.match, named = torch.zeros_like(self.match), []
+        for (b, n), image, text in zip(self.sizes, self._firsts(0), self._firsts(1), strict=True):
+            of_text = torch.randint(0, b, (n, 1 + shared), generator=self.generator)
+            match = torch.zeros(b, n, dtype=torch.bool)
+            match[of_text, torch.arange(n)[:, None]] = True
+            match &= match.cumsum(1) <= 3
+            self.match[image : image + b, text : text + n] = match
+            chosen = (match * torch.arange(1, n + 1) - 1).sort(1, descending=True).values
+            named.append(F.pad(chosen, (0, 3), value=-1)[:, :3])
+        self.call["positives"] = torch.cat(named)
+
+    def _mean_weights(self, weights: Tensor) -> None:
+        match = self.match.double()
+        self.dense["column_weights"] = (match.T @ weights.double()) / match.sum(0).clamp_min(1)
+
+    def _weigh(self, weights: Tensor, own: Tensor | None = None) -> None:
         """Let texts beyond the images' own look for no image."""
+        own = self.own if own is None else own
         self.dense["row_weights"] = weights
-        self.dense["column_weights"] = weights.new_zeros(self.n).index_copy(0, self.own, weights)
+        self.dense["column_weights"] = weights.new_zeros(self.n).index_copy(0, own, weights)
 
     def of_rank(self, rank: int) -> "Case":
         """The part of a rank."""
@@ -110,6 +162,7 @@ class Case:
 
 CASES = ["weights", "multi_positive", "weighted_multi_positive", "weighted_mask"]
 CASES += ["smoothing", "smoothed_mask", "smoothed_multi_positive"]
+CASES += ["captions", "weighted_captions", "shared_texts", "smoothed_captions", "swapped_texts"]
 
 
 def found(case: Case, loss_fn: ContrastiveLoss, dtype: torch.dtype, scale: float) -> list[Tensor]:
@@ -184,7 +237,7 @@ def test_neutral_options_change_no_bit() -> None:
     case = Case("weights", [(133, 171)], 4)
     case.call = {}
     plain = found(case, ContrastiveLoss(), torch.float32, 20.0)
-    case.call = {"ids": None, "weights": None}
+    case.call = {"ids": None, "weights": None, "positives": None}
     neutral = ContrastiveLoss(duplicates="mask", label_smoothing=0.0)
     assert all(
         torch.equal(*pair)
@@ -231,6 +284,40 @@ def test_weights_of_zero_have_no_loss_and_negative_ones_no_number() -> None:
     assert ContrastiveLoss()(image, text, 1.0, weights=weights).isnan()
 
 
+def test_own_texts_of_an_image_are_no_negatives() -> None:
+    image, owners = torch.eye(4), torch.tensor([0, 0, 0, 1, 2, 2, 3])
+    named = torch.tensor([[0, 1, 2], [3, -1, -1], [4, 5, -1], [6, -1, -1]])
+    loss_fn = ContrastiveLoss(directions="text_to_image")
+    # With a text in the sweep like any other, its loss has the rounding of a logit of 100.
+    assert loss_fn(image, image[owners], 100.0, positives=named) < torch.finfo(torch.float32).eps
+    assert ContrastiveLoss()(image, image[owners], 100.0, positives=named).item() == pytest.approx(
+        (math.log(3) + math.log(2)) / 8, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("scale", [30.0, 60.0])
+def test_converged_pairs_that_positives_name_keep_their_digits(scale: float) -> None:
+    text = F.normalize(torch.randn(50, 256), dim=1)
+    order = torch.randperm(50)
+    leaves = [text[order].requires_grad_(), text.clone().requires_grad_()]
+    results = []
+    for ordered, call in ((leaves[1], {"positives": order}), (leaves[1][order], {})):
+        loss = ContrastiveLoss()(leaves[0], ordered, scale, **call)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert results[0][0] < 1e-6
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(*results, strict=True))
+
+
+def test_image_without_a_text_is_a_negative_alone() -> None:
+    image, text = (torch.randn(size, 4, dtype=torch.float64) for size in (5, 7))
+    named = torch.tensor([2, -1, 0, -1, 6])
+    rows, texts = torch.tensor([0, 2, 4]), torch.tensor([2, 0, 6])
+    logits = image @ text.T
+    right = F.cross_entropy(logits[rows], texts) + F.cross_entropy(logits.T[texts], rows)
+    assert relative_error(ContrastiveLoss()(image, text, 1.0, positives=named), right / 2) < 1e-12
+    assert ContrastiveLoss()(image, text, 1.0, positives=torch.full((5,), -1)) == 0
+
+
 def test_perfect_embedding_of_several_texts_has_the_loss_of_their_number() -> None:
     features = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
     ids = torch.tensor([7, 7, 1, 2, 3, 4])
@@ -245,6 +332,20 @@ def test_perfect_embedding_of_several_texts_has_the_loss_of_their_number() -> No
         ({}, {"weights": torch.ones(3)}, r"shape \[3\] with images of shape \[4, 2\]"),
         ({}, {"weights": torch.ones(4) > 0}, r"dtype torch.bool.*mask.float\(\)"),
         ({}, {"weights": torch.ones(4, requires_grad=True)}, r"`weights.detach\(\)`"),
+        ({}, {"positives": [0, 1, 2, 3]}, r"type list.*torch.tensor\(positives\)"),
+        ({}, {"positives": torch.arange(5)}, r"shape \[5\] with images of shape \[4, 2\]"),
+        ({}, {"positives": torch.arange(2, 6)}, "from 2 to 5 with 5 texts on this rank"),
+        ({}, {"positives": torch.arange(4) - 2}, "from -2 to 1 with 5 texts.*-1 for none"),
+        (
+            {},
+            {"positives": torch.tensor([0, 1, 1, 2]), "ids": torch.arange(5)},
+            "it is not said which of equal ids are negatives",
+        ),
+        (
+            {"duplicates": "multi_positive"},
+            {"positives": torch.arange(4), "ids": torch.arange(5)},
+            r"duplicates='multi_positive'\)`, where `ids` say.*Pass one of both",
+        ),
         ({"duplicates": "multi_positive"}, {}, r"duplicates='multi_positive'\)` without `ids`"),
     ],
 )
@@ -258,7 +359,7 @@ def test_what_cannot_be_used_is_refused(
 
 def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
     image, text = torch.randn(4, 2), torch.randn(5, 2)
-    for name, value in {"weights": torch.ones(4)}.items():
+    for name, value in {"weights": torch.ones(4), "positives": torch.arange(4)}.items():
         with pytest.raises(ValueError, match=f"Passed `{name}` to `SigmoidContrastiveLoss`"):
             SigmoidContrastiveLoss()(image, text, 1.0, **{name: value})  # type: ignore[call-overload]
     for name in RULES:

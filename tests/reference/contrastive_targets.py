@@ -50,7 +50,8 @@ def dense_targets(
         target = (1 - smoothing) * target + smoothing * kept.double() / kept.sum(1, keepdim=True)
         log_softmax = scores.masked_fill(~kept, -torch.inf).log_softmax(1)
         terms = -(target * log_softmax.masked_fill(~kept, 0.0)).sum(1)
-        weights = pairs.any(1).double() if weights is None else weights * pairs.any(1)
+        weights = torch.ones(1) if weights is None else weights
+        weights = weights.double() * pairs.any(1)
         if directions in ("both", name):
             losses.append((weights * terms).sum() / weights.sum())
     return sum(losses) / len(losses)

@@ -10,8 +10,10 @@ from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 pytestmark = pytest.mark.interpreted
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
+MASKED = ("weighted_mask", "smoothed_mask", "swapped_texts")  # whose ids torch's tiles alone know
 
-@pytest.mark.parametrize("name", [name for name in CASES if "mask" not in name])
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in MASKED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
     case = Case(name, [(75, 91)], 0)
