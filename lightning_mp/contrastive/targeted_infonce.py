@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive.exchange import HEADER
 from lightning_mp.contrastive.infonce import (
     NO_SECOND_DERIVATIVE,
     Plan,
@@ -56,20 +57,24 @@ class TargetedInfoNCE(torch.autograd.Function):
         state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
         with torch.autocast(image_bD.device.type, enabled=False):
             kept = memory_for_tiles(image_bD, plan)
-            lses = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+            *lses, block_mD = negatives_sweep(image_bD, text_nD, scale, kept, plan)
             task = make_task(options, image_bD, text_nD, plan)
             inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
             needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
             needs += [any(needs)] * 2
             part, found = _differentiated(task, inputs, needs)
             *gradients, d_row_b, d_column_n = found
-            shifted = [_shifted(lses[0], d_row_b), _shifted(lses[1], d_column_n)]
+            row_lse_b = _shifted(lses[0], d_row_b)
+            values = lses[1].new_zeros(HEADER + len(lses[1]))
+            values[HEADER:] = _shifted(lses[1], d_column_n)
         unit = task.shares.unit
-        loss = plan.exchange.all_reduce(part * unit)
+        values[0] = part * unit
+        loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
         if bias is not None:
             loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
-        loss = loss.to(dtype)
-        saved = (image_bD, text_nD, scale, bias, loss, unit, kept, *shifted, *gradients)
+        loss = loss.to(dtype, copy=True)
+        swept = (kept, row_lse_b, column_lse, block_mD)
+        saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients)
         ctx.save_for_backward(*saved)
         ctx.plan = plan
         return loss
@@ -118,7 +123,8 @@ def _differentiate(
     unit: Tensor,
     kept: Tensor,
     row_lse_b: Tensor,
-    column_lse_n: Tensor,
+    column_lse: Tensor,
+    block_mD: Tensor | None,
     d_image_bD: Tensor | None,
     d_text_nD: Tensor | None,
     d_scale: Tensor | None,
@@ -126,7 +132,9 @@ def _differentiate(
     """Return the gradients of images, texts, scale and bias."""
     unit = unit * cotangent.to(unit.dtype)
     with torch.autocast(image_bD.device.type, enabled=False):
-        swept = negatives_gradients(image_bD, text_nD, scale, row_lse_b, column_lse_n, kept, plan)
+        swept = negatives_gradients(
+            image_bD, text_nD, scale, row_lse_b, column_lse, kept, block_mD, plan
+        )
         if d_scale is not None:
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             side = 0 if swept[0] is not None else 1
