@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
-from lightning_mp.contrastive.exchange import Exchange, Visit
+from lightning_mp.contrastive.exchange import HEADER, Exchange, Visit
 from lightning_mp.contrastive.statistics import MaximaSweep, measure
 from lightning_mp.contrastive.tile_backend import Ids, Kept, Maxima, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
@@ -39,9 +39,14 @@ from lightning_mp.numerics.row_dots import row_dots
 __all__ = [
     "NO_SECOND_DERIVATIVE",
     "InfoNCE",
+    "Negatives",
     "Plan",
     "Swept",
     "differentiate",
+    "memory_for_tiles",
+    "negatives_gradients",
+    "negatives_sweep",
+    "not_differentiable",
     "sweep",
     "visiting_ids",
 ]
@@ -66,6 +71,8 @@ class Plan:
             negatives of each other. `None` on all ranks or on none.
         pairs: B; `None` where no text is without an image.
         directions: Which cross entropies count.
+        matched: How many of this rank's images have a text of their own, the first ones: text i is
+            that of image i. `None`: all.
         statistics: Whether any rank wants to know `LossStatistics`.
     """
 
@@ -77,6 +84,7 @@ class Plan:
     ids_b: Tensor | None = field(default=None, kw_only=True)
     pairs: int | None = field(default=None, kw_only=True)
     directions: Directions = field(default="both", kw_only=True)
+    matched: int | None = field(default=None, kw_only=True)
     statistics: bool = field(default=False, kw_only=True)
 
     @property
@@ -90,6 +98,11 @@ class Plan:
         return self.directions != "text_to_image", self.directions != "image_to_text"
 
     @property
+    def trains(self) -> bool:
+        """Whether a backward can follow."""
+        return self.image_needs_grad or self.text_needs_grad or self.scale_needs_grad
+
+    @property
     def terms(self) -> int:
         """Cross entropies that the loss is the mean of."""
         return sum(self.wanted) * self.global_pairs
@@ -101,18 +114,36 @@ class Swept(NamedTuple):
     Args:
         loss: In the accumulation dtype of the features.
         row_lse_b: Log-sum-exps of this rank's rows, positives included.
-        column_lse_n: Those of its texts.
+        column_lse: Those of its texts, as `Exchange.publish` returned them.
         weight_b: What the positives' cotangents are, times `-2B`.
-        statistics_5: The values of `LossStatistics`; empty where nobody wants them.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
+        block_mD: The texts of all ranks, where they came at once and the backward will need them.
+        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
     """
 
     loss: Tensor
     row_lse_b: Tensor
-    column_lse_n: Tensor
+    column_lse: Tensor
     weight_b: Tensor
-    statistics_5: Tensor
     kept: Tensor
+    block_mD: Tensor | None = None
+    statistics_5: Tensor | None = None
+
+
+class Negatives(NamedTuple):
+    """What the first sweep finds out about the negatives of this rank's rows and columns.
+
+    Args:
+        row_lse_b: Log-sum-exps of the rows.
+        column_lse_n: Those of the columns.
+        block_mD: As in `Swept`.
+        maxima: Their largest logits, if anybody wants them.
+    """
+
+    row_lse_b: Tensor
+    column_lse_n: Tensor
+    block_mD: Tensor | None
+    maxima: Maxima | None
 
 
 class InfoNCE(torch.autograd.Function):
@@ -126,16 +157,15 @@ class InfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns for the log-sum-exps of the negatives."""
         swept = sweep(image_bD, text_nD, scale, bias, plan)
-        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept)
-        ctx.mark_non_differentiable(swept.statistics_5)
+        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept[:-1])
         ctx.plan = plan
-        return swept.loss, swept.statistics_5
+        return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
         with torch.no_grad():
@@ -153,40 +183,50 @@ def sweep(
     """Return the loss, and what its gradients need; one unit of work."""
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
-        kept = _memory_for_tiles(image_bD, plan)
-        row_neg_b, column_neg_n, maxima = _negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        kept = memory_for_tiles(image_bD, plan)
+        negatives = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        row_neg_b, column_neg_n, block_mD, maxima = negatives
         pairs = slice(0, len(image_bD))
         pos_b = row_dots(image_bD, text_nD[pairs], state).mul_(scale.to(state).reshape(()))
     column_neg_b = column_neg_n[pairs]
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.
     margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
-    statistics_5 = image_bD.new_empty(0, dtype=accumulation_dtype(image_bD.dtype))
+    statistics_5 = None
     if maxima is not None:
         statistics_5 = measure(
-            image_bD, text_nD, scale, bias, pos_b, (-margin_2b).sigmoid(), maxima, plan.exchange,
-            plan.tiles, plan.global_pairs,
+            image_bD, text_nD[pairs], scale, bias, pos_b, (-margin_2b).sigmoid(), maxima,
+            plan.exchange, plan.tiles,
         )  # fmt: skip
     softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
     if plan.directions != "both":  # what does not count weighs nothing
         unwanted = plan.wanted.index(False)
         softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
-    loss = plan.exchange.all_reduce(softplus_2b.sum() / plan.terms)
-    if bias is not None:
-        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
     row_lse_b = torch.logaddexp(row_neg_b, pos_b)
     # Texts without an image look for none: an infinite sum leaves them a softmax of zero.
-    column_lse_n = torch.full_like(column_neg_n, torch.inf)
+    values = column_neg_n.new_full((HEADER + len(column_neg_n),), torch.inf)
     if plan.wanted[1]:
-        column_lse_n[pairs] = torch.logaddexp(column_neg_b, pos_b)
+        values[HEADER:][pairs] = torch.logaddexp(column_neg_b, pos_b)
+    values[0] = softplus_2b.sum() / plan.terms
+    loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
+    if bias is not None:
+        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
     return Swept(
-        loss.to(accumulation_dtype(image_bD.dtype)),
+        loss.to(accumulation_dtype(image_bD.dtype), copy=True),
         row_lse_b if plan.wanted[0] else torch.full_like(row_lse_b, torch.inf),
-        column_lse_n,
+        column_lse,
         margin_2b.sigmoid().sum(0),
-        statistics_5,
         kept,
+        block_mD,
+        statistics_5,
     )
+
+
+def not_differentiable(ctx: Any, statistics_5: Tensor | None) -> Tensor | None:
+    """Return statistics as an output of an autograd function that has no gradient for them."""
+    if statistics_5 is not None:
+        ctx.mark_non_differentiable(statistics_5)
+    return statistics_5
 
 
 def differentiate(
@@ -222,10 +262,10 @@ def differentiate(
     return d_image_bD, d_text_nD, d_scale, d_bias
 
 
-def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
+def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     """Return memory for what the backward need not work out again; empty if there is none."""
     size, (b, _) = 0, image_bD.shape
-    if plan.image_needs_grad or plan.text_needs_grad or plan.scale_needs_grad:
+    if plan.trains:
         columns = plan.exchange.global_batch_size
         size = plan.tiles.kept_values(b, columns, image_bD.dtype, image_bD.device)
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
@@ -236,22 +276,24 @@ def visiting_ids(plan: Plan, b: int, columns: Sequence[Tensor]) -> Ids | None:
     return None if plan.ids_b is None else Ids(plan.ids_b[:b], columns[0])
 
 
-def paired(visit: Visit, image_bD: Tensor) -> slice:
+def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
     """Return the rows whose positive visits; what texts there are beside has no row."""
-    own, b = visit.positive_rows, len(image_bD)
-    return slice(min(own.start, b), min(own.stop, b))
+    own = visit.positive_rows
+    matched = len(image_bD) if plan.matched is None else plan.matched
+    return slice(min(own.start, matched), min(own.stop, matched))
 
 
-def _negatives_sweep(
+def negatives_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Maxima | None]:
-    """Return the log-sum-exps of the negatives of this rank's rows and columns, and maxima."""
+) -> Negatives:
+    """Sweep over all columns for the log-sum-exps of the negatives."""
     row_neg_b = torch.full(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
     largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
+    block_mD = None
 
     def sweep_block(visit: Visit) -> None:
         text_mD, *ids_m = visit.columns
@@ -259,8 +301,8 @@ def _negatives_sweep(
         maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
-            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
-            maxima,
+            visit.diagonal, paired(visit, image_bD, plan), kept,
+            visiting_ids(plan, len(image_bD), ids_m), maxima,
         )  # fmt: skip
         column_neg.add(part_m)
         if largest is not None and maxima is not None:
@@ -268,39 +310,66 @@ def _negatives_sweep(
 
     for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
-    return row_neg_b, column_neg.result(), None if largest is None else largest.result()
+        if plan.trains and plan.exchange.holds_all:
+            block_mD = visit.columns[0]
+    maxima = None if largest is None else largest.result()
+    return Negatives(row_neg_b, column_neg.result(), block_mD, maxima)
+
+
+def negatives_gradients(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    row_lse_b: Tensor,
+    column_lse: Tensor,
+    kept_values: Tensor,
+    block_mD: Tensor | None,
+    plan: Plan,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the negatives add to `2B dL/dS text` and `2B dL/dS.T image`."""
+    dtype = accumulation_dtype(image_bD.dtype)
+    # With no features to train, the scale still needs the gradient of one side.
+    use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
+    d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
+    d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
+    kept = Kept(kept_values)
+    own_ids = [] if plan.ids_b is None else [plan.ids_b]
+    if d_image_bD is None and d_text is None:
+        return None, None
+
+    def sweep_block(visit: Visit) -> None:
+        text_mD, *ids_m, column_lse_m = visit.columns
+        part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
+        plan.tiles.grad_sweep(
+            image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
+            visit.diagonal, paired(visit, image_bD, plan), kept,
+            visiting_ids(plan, len(image_bD), ids_m),
+        )  # fmt: skip
+        if d_text is not None and part_mD is not None:
+            d_text.add(part_mD)
+
+    for visit in plan.exchange.visit([text_nD, *own_ids], column_lse, block_mD):
+        sweep_block(visit)
+    return d_image_bD, None if d_text is None else d_text.result()
 
 
 def _gradient_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, swept: Swept, plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
-    dtype = accumulation_dtype(image_bD.dtype)
-    # With no features to train, the scale still needs the gradient of one side.
-    use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
-    d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
-    d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
-    kept = Kept(swept.kept)
-    own_ids = [] if plan.ids_b is None else [plan.ids_b]
-    if d_image_bD is None and d_text is None:
-        return None, None
-
-    def sweep_block(visit: Visit) -> None:
-        text_mD, column_lse_m, *ids_m = visit.columns
-        part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
-        plan.tiles.grad_sweep(
-            image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
-        )  # fmt: skip
-        if d_text is not None and part_mD is not None:
-            d_text.add(part_mD)
-
-    for visit in plan.exchange.visit([text_nD, swept.column_lse_n, *own_ids]):
-        sweep_block(visit)
-    d_text_nD = None if d_text is None else d_text.result()
-    weight_b1 = swept.weight_b.to(dtype)[:, None]
-    for grad_nD, other_nD in ((d_image_bD, text_nD), (d_text_nD, image_bD)):
+    gradients = negatives_gradients(
+        image_bD,
+        text_nD,
+        scale,
+        swept.row_lse_b,
+        swept.column_lse,
+        swept.kept,
+        swept.block_mD,
+        plan,
+    )
+    for grad_nD, other_nD in zip(gradients, (text_nD, image_bD), strict=True):
         if grad_nD is not None:
+            weight_b1 = swept.weight_b.to(grad_nD.dtype)[:, None]
             b = len(weight_b1)
             grad_nD[:b].addcmul_(other_nD[:b], weight_b1, value=-1.0)
-    return d_image_bD, d_text_nD
+    return gradients

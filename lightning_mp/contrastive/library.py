@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.exchange import HEADER
 from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, Swept, differentiate, sweep
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import TorchTiles
@@ -69,7 +70,7 @@ def infonce(
     directions: str = "both",
     statistics: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss of the batch and, for the backward, what `Swept` names.
+    """Return the loss of the batch, what `Swept` names for the backward, and its statistics.
 
     Args:
         image_bD: Image features, (b, D).
@@ -83,7 +84,7 @@ def infonce(
         keeps: Keep what tiles fit the workspace for a backward that is to come.
         ids: What each text shows, (n,) in int64, or `None`.
         directions: Which cross entropies count.
-        statistics: Work out the values of `LossStatistics`, too.
+        statistics: Work out the values of `LossStatistics`, too; empty without.
     """
     plan = _plan(
         image_bD,
@@ -98,8 +99,8 @@ def infonce(
         statistics=statistics,
     )
     swept = sweep(image_bD, text_nD, scale, bias, plan)
-    losses = swept.loss, swept.row_lse_b, swept.column_lse_n
-    return *losses, swept.weight_b, swept.statistics_5, swept.kept
+    found = swept.loss.new_empty(0) if swept.statistics_5 is None else swept.statistics_5
+    return swept.loss, swept.row_lse_b, swept.column_lse, swept.weight_b, swept.kept, found
 
 
 @infonce.register_fake
@@ -120,14 +121,15 @@ def _(
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
     m = text_nD.shape[0]
     row_lse_b, column_lse_n, weight_b = (
-        image_bD.new_empty(size, dtype=state) for size in (b, m, b)
+        image_bD.new_empty(size, dtype=state) for size in (b, HEADER + m, b)
     )
+    column_lse_n = column_lse_n[HEADER:]  # as `Exchange.publish` has them
     dtype = accumulation_dtype(image_bD.dtype)
     tiles = _plan(image_bD, [], backend, tile_dtype, workspace_bytes, autotune).tiles
     size = tiles.kept_values(b, m, image_bD.dtype, image_bD.device) if keeps else 0
     kept = image_bD.new_empty(size, dtype=dtype)
     loss, found = (image_bD.new_empty(s, dtype=dtype) for s in ((), 5 * statistics))
-    return loss, row_lse_b, column_lse_n, weight_b, found, kept
+    return loss, row_lse_b, column_lse_n, weight_b, kept, found
 
 
 @torch.library.custom_op("lightning_mp::infonce_backward", mutates_args=())
@@ -154,7 +156,7 @@ def infonce_backward(
         text_nD: Text features, (n, D) with n >= b.
         scale: The logit scale, one value.
         bias: The logit bias, one value, or `None`.
-        swept: What the forward returned.
+        swept: What the forward returned, without statistics.
         needs_grad: Whether images, texts and scale need their gradient. What none needs, such as
             the product of a locked tower, is not worked out.
         backend: See `ContrastiveLoss`, as all that follow.
@@ -205,7 +207,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ids = inputs[9] if len(inputs) > 9 else None
     ctx.directions = inputs[10] if len(inputs) > 10 else "both"
-    ctx.save_for_backward(*inputs[:4], ids, *output)
+    ctx.save_for_backward(*inputs[:4], ids, *output[:-1])
     ctx.options = inputs[4:8]
     ctx.mark_non_differentiable(*output[1:])
 

@@ -4,21 +4,15 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
-import copy
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, report_unusable
-from lightning_mp.contrastive.arguments import (
-    as_tensor,
-    check_derivatives,
-    find_problem,
-    in_one_dtype,
-)
+from lightning_mp.contrastive.agreement import agree, plan_of_one, report_unusable
+from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
     Directions,
@@ -29,9 +23,22 @@ from lightning_mp.contrastive.backends import (
 )
 from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
+from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
 from lightning_mp.contrastive.library import infonce
+from lightning_mp.contrastive.of_process_group import OfProcessGroup
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
+from lightning_mp.contrastive.pair_options import (
+    RULES,
+    Duplicates,
+    PairArguments,
+    PairOptions,
+    check_pair_rules,
+)
 from lightning_mp.contrastive.statistics import LossStatistics
+from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ContrastiveLoss"]
 
@@ -42,7 +49,7 @@ __all__ = ["ContrastiveLoss"]
         "logit_scale": "Pass it in the call.",
     }
 )
-class ContrastiveLoss(nn.Module):
+class ContrastiveLoss(OfProcessGroup):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 
     A drop-in for open_clip's `ClipLoss`. A dense loss holds four logit matrices at its peak:
@@ -98,9 +105,21 @@ class ContrastiveLoss(nn.Module):
     `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
     are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
 
+    With `duplicates="multi_positive"` all pairs of equal ids are positives instead, as in
+    supervised contrastive learning: `S_ii` becomes their mean, and they all stay in the sums.
+    That is a product with the mean text of each id, in memory that grows with b, on any tiles.
+
+    **Several texts an image**: `positives` in the call names each image's own among this rank's
+    texts, any number, also several images of one text. Then `S_ii` becomes the mean over them, the
+    first term that over images with a text and the second over texts with an image.
+
     **Statistics**: with `statistics=True` in the call it returns `(loss, LossStatistics)`: top-1
     accuracy both ways, mean probability of the positives and the largest logit, of the whole batch,
     from the same sweep.
+
+    **Weights**: with `weights` in the call L is the weighted mean of the terms, over all ranks, and
+    text i weighs as much as image i. With 0 both look for nothing, and stay negatives of others.
+    A text of several images weighs as much as they do on average.
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
@@ -121,6 +140,10 @@ class ContrastiveLoss(nn.Module):
         directions: Which of both terms count: `"image_to_text"` is the first alone, each image
             among all texts, as retrieval losses for text have it; `"text_to_image"` the second.
             L is then the mean of B terms, not of 2 B.
+        duplicates: What equal `ids` mean: `"mask"` leaves them out of the negatives,
+            `"multi_positive"` makes them positives.
+        label_smoothing: The part of each target, 0 to 1, that is spread evenly over all that the
+            sum over j has, as in torch's `cross_entropy`.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -133,7 +156,8 @@ class ContrastiveLoss(nn.Module):
 
     Shapes:
         image_features: (b, D), already normalised if they are to be.
-        text_features: (n, D) with n >= b. ids: (n,), those of the texts.
+        text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
+        ids: (n,), those of the texts. weights: (b,).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -144,6 +168,7 @@ class ContrastiveLoss(nn.Module):
         - CLIP, https://arxiv.org/abs/2103.00020
         - Inf-CL, https://arxiv.org/abs/2410.17243
         - LiT (locked image tower), https://arxiv.org/abs/2111.07991
+        - Supervised contrastive learning, https://arxiv.org/abs/2004.11362
 
     Example::
 
@@ -152,6 +177,7 @@ class ContrastiveLoss(nn.Module):
     """
 
     _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
+    _is_softmax = True
 
     def __init__(
         self,
@@ -163,6 +189,8 @@ class ContrastiveLoss(nn.Module):
         autotune: bool = False,
         exchange: ExchangeName = "slices",
         directions: Directions = "both",
+        duplicates: Duplicates = "mask",
+        label_smoothing: float = 0.0,
         local_loss: bool = True,
         gather_with_grad: bool = True,
         cache_labels: bool = True,
@@ -172,6 +200,7 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
+        check_pair_rules(duplicates, label_smoothing)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self._said = None if world_size == 1 else (rank, world_size)
         self._checks = InputChecks()
@@ -182,6 +211,8 @@ class ContrastiveLoss(nn.Module):
         self.autotune = autotune
         self.exchange = exchange
         self.directions = directions
+        self.duplicates = duplicates
+        self.label_smoothing = label_smoothing
 
     @overload
     def forward(
@@ -192,8 +223,8 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = ...,
         output_dict: Literal[False] = ...,
         *,
-        ids: Tensor | None = ...,
         statistics: Literal[False] = ...,
+        **pairs: "Unpack[PairArguments]",
     ) -> Tensor: ...
 
     @overload
@@ -205,8 +236,8 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = ...,
         *,
         output_dict: Literal[True],
-        ids: Tensor | None = ...,
         statistics: Literal[False] = ...,
+        **pairs: "Unpack[PairArguments]",
     ) -> dict[str, Tensor]: ...
 
     @overload
@@ -218,8 +249,8 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = ...,
         output_dict: Literal[False] = ...,
         *,
-        ids: Tensor | None = ...,
         statistics: Literal[True],
+        **pairs: "Unpack[PairArguments]",
     ) -> tuple[Tensor, LossStatistics]: ...
 
     def forward(
@@ -230,8 +261,10 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         *,
-        ids: Tensor | None = None,
         statistics: bool = False,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        positives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -241,18 +274,21 @@ class ContrastiveLoss(nn.Module):
             logit_scale: One value.
             logit_bias: One value, or `None`.
             output_dict: Return a dictionary, as open_clip's losses do.
+            statistics: Return `LossStatistics` beside it.
             ids: What each text shows, integers of shape (n,); those of the images come first.
-                Images and texts of equal ids, on whatever ranks, are no negatives.
-            statistics: Return `LossStatistics` beside the loss.
+                What equal ids mean, on whatever ranks, is `duplicates`.
+            weights: What each pair counts, (b,) numbers that are not negative; without gradient.
+            positives: Which of this rank's texts belong to each image, integers of shape (b,), or
+                (b, k) padded with -1. Left out, text i belongs to image i.
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        loss_of = self._loss_of_one if self._world_size() == 1 else self._loss_of_ranks
-        loss, found = loss_of(
-            image_features, text_features, logit_scale, logit_bias, ids, statistics
-        )
+        rules: Any = {name: getattr(self, name) for name in RULES}
+        pairs = PairOptions(ids, weights, positives, **rules, statistics=statistics)
+        compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
+        loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
             self._checks.look(image_features, text_features, logit_scale)
         result = {"contrastive_loss": loss} if output_dict else loss
@@ -261,25 +297,8 @@ class ContrastiveLoss(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
         options = {**self._options, "exchange": self.exchange, "directions": self.directions}
+        options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
-        # Weight averaging copies whole modules, and a process group cannot be copied.
-        memo[id(self.process_group)] = self.process_group
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
-            raise TypeError(
-                "Passed `ContrastiveLoss(process_group=...)` to be pickled. A group belongs to its "
-                "process. Set `loss.process_group = None` first, and pass the group again where "
-                "the loss is loaded."
-            )
-        state: dict[str, Any] = super().__getstate__()
-        return state
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -290,80 +309,78 @@ class ContrastiveLoss(nn.Module):
             "autotune": self.autotune,
         }
 
-    def _options_with(self, ids_b: Tensor | None) -> dict[str, Any]:
+    def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
         """Return the options of the tiles: those of Triton know no ids."""
-        return self._options if ids_b is None else {**self._options, "backend": "torch"}
+        return self._options if pairs.masked_ids is None else {**self._options, "backend": "torch"}
+
+    def _has_operator(self, pairs: PairOptions) -> bool:
+        """Return whether the loss is one that `torch.compile` can take in as an operator."""
+        return pairs.is_plain and self._is_softmax and self._world_size() == 1
 
     def _problem(
-        self, image: object, text: object, scale: object, bias: object, ids: object
+        self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if ids is not None and self.backend == "triton":
+        if pairs.masked_ids is not None and self.backend == "triton":
             return (
                 "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
                 "Leave `backend` out: with `ids` torch multiplies the tiles."
             )
-        return find_problem(image, text, scale, bias, ids)
+        return find_problem(image, text, scale, bias, pairs)
 
-    def _scalars(
+    def _loss_by_operator(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return scale and bias on the features' device; refuse what cannot be used."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
-        if problem is not None:
-            raise ValueError(problem)
-        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
-        return as_tensor(logit_scale, image_bD), bias
-
-    def _loss_of_one(
-        self,
-        image_bD: Tensor,
-        text_bD: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
-        statistics: bool,
+        pairs: PairOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return loss and statistics of one process, by an operator that compilers take in."""
-        scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
+        if problem is not None:
+            raise ValueError(problem)
+        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
-        swept = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b,
-            directions=self.directions, statistics=statistics,
+        loss, *_, found = infonce(
+            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps, ids=pairs.ids,
+            directions=self.directions, statistics=pairs.statistics,
         )  # fmt: skip
-        return swept[0], swept[4]
+        return loss, found
 
     @torch.compiler.disable
-    def _loss_of_ranks(
+    def _loss_by_plan(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
-        statistics: bool,
+        pairs: PairOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of all ranks and its statistics, who first agree on what they have."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
+        """Return the loss of one process or of all ranks, who first agree on what they have."""
+        is_one = self._world_size() == 1
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
+        if problem is None:
+            pairs, image_bD, text_bD = pairs.paired(image_bD, text_bD)
+            problem = pairs.pairing_problem(len(image_bD))
         if problem is not None:
-            report_unusable(image_bD, self.process_group)
+            if not is_one:
+                report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
-        scale = as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
-        plan = agree(
-            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None, ids_b,
-            exchange=self.exchange, directions=self.directions, statistics=statistics,
-            options=self._options_with(ids_b), group=self.process_group,
-        )  # fmt: skip
-        loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
+        inputs = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
+        common: Any = {"directions": self.directions, "options": self._options_with(pairs)}
+        if is_one:
+            plan = plan_of_one(*inputs, **common)
+        else:
+            plan = agree(*inputs, exchange=self.exchange, group=self.process_group, **common)
+        if pairs.is_plain:
+            loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        else:
+            loss, found = TargetedInfoNCE.apply(image_bD, text_bD, scale, bias, plan, pairs)
         return loss, found
 
     def _world_size(self) -> int:

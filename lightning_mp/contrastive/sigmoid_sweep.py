@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Visit
-from lightning_mp.contrastive.infonce import Plan, paired, visiting_ids
+from lightning_mp.contrastive.infonce import Plan, not_differentiable, paired, visiting_ids
 from lightning_mp.contrastive.statistics import MaximaSweep, measure
 from lightning_mp.contrastive.tile_backend import Maxima
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
@@ -42,13 +42,13 @@ class _Swept(NamedTuple):
         totals: Loss, gradients of bias and scale, over all ranks.
         d_image_bD: `B dL/dS text`; `None` where nobody asks.
         d_text_nD: `B dL/dS.T image`; likewise.
-        statistics_5: The values of `LossStatistics`; empty where nobody wants them.
+        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
     """
 
     totals: Tensor
     d_image_bD: Tensor | None
     d_text_nD: Tensor | None
-    statistics_5: Tensor
+    statistics_5: Tensor | None
 
 
 class SigmoidPairs(torch.autograd.Function):
@@ -60,17 +60,17 @@ class SigmoidPairs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns, for the gradients too if there is a backward to come."""
         swept = _sweep(image_bD, text_nD, scale, bias, plan)
         ctx.save_for_backward(scale, bias, *swept[:3])
-        ctx.mark_non_differentiable(swept.statistics_5)
         ctx.plan, ctx.dtype = plan, image_bD.dtype
         loss = swept.totals[0] / plan.global_pairs
-        return loss.to(accumulation_dtype(image_bD.dtype)), swept.statistics_5
+        loss = loss.to(accumulation_dtype(image_bD.dtype))
+        return loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
         scale, bias, totals, d_image_bD, d_text_nD = ctx.saved_tensors
         plan = ctx.plan
@@ -119,13 +119,13 @@ def _sweep(
                 d_scale = row_dots(text_nD, d_text_nD, state).sum()
         sums = torch.stack([totals[0] + loss, totals[1] - weight_b.sum(), d_scale])
         sums = plan.exchange.all_reduce(sums)
-        statistics_5 = image_bD.new_empty(0, dtype=accumulation_dtype(image_bD.dtype))
+        statistics_5 = None
         if maxima is not None:
             # Triton's maxima pass over a NaN, and the loss does not.
             sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
             statistics_5 = measure(
-                image_bD, text_nD, scale, bias, pos_b - bias, torch.stack([sound_b, sound_b]),
-                maxima, plan.exchange, plan.tiles, plan.global_pairs,
+                image_bD, text_nD[: len(image_bD)], scale, bias, pos_b - bias,
+                torch.stack([sound_b, sound_b]), maxima, plan.exchange, plan.tiles,
             )  # fmt: skip
         return _Swept(sums, d_image_bD, d_text_nD, statistics_5)
 
@@ -149,7 +149,7 @@ def _negatives_sweep(
         maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.sigmoid_sweep(
             image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD), visiting_ids(plan, len(image_bD), ids_m),
+            visit.diagonal, paired(visit, image_bD, plan), visiting_ids(plan, len(image_bD), ids_m),
             maxima,
         )  # fmt: skip
         if largest is not None and maxima is not None:

@@ -1,7 +1,8 @@
 """`LossStatistics`: what the sweep of a contrastive loss has seen on its way.
 
 Shapes:
-    b: this rank's images. n: its texts. m: columns that are visiting. D: feature width. W: ranks.
+    b: this rank's images. q: those of them that have a text of their own. D: feature width.
+    m: columns that are visiting. W: ranks.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,8 @@ class LossStatistics(NamedTuple):
 
     So a collapsed model, whose features are all equal, has an accuracy of 0. A NaN is no hit. Pairs
     that the loss leaves out (equal `ids`) are no rivals; texts without an image are rivals, and
-    look for none.
+    look for none. With `weights` all means are weighted, and with several positives of one row or
+    column the loss refuses to say.
 
     Args:
         image_to_text_top1: Share of the images whose text has the largest logit of all texts.
@@ -83,43 +85,45 @@ class MaximaSweep:
 
 
 def measure(
-    image_bD: Tensor,
-    text_nD: Tensor,
+    image_qD: Tensor,
+    text_qD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
-    pos_b: Tensor,
-    probability_2b: Tensor,
+    pos_q: Tensor,
+    probability_2q: Tensor,
     maxima: Maxima,
     exchange: Exchange,
     tiles: TileBackend,
-    pairs: int,
+    weight_q: Tensor | None = None,
 ) -> Tensor:
     """Return the values of `LossStatistics`, (5,), by one collective.
 
     Args:
-        image_bD: Images.
-        text_nD: Texts, of which the first b belong to them.
+        image_qD: Images of the pairs, the first ones of this rank.
+        text_qD: Their texts, the first ones.
         scale: The logit scale, one value.
         bias: The logit bias, or `None`.
-        pos_b: Logits of the positives, without the bias.
-        probability_2b: Probabilities of the positives in both directions; what is NaN is no hit.
-        maxima: Largest logits of the negatives, without the bias.
+        pos_q: Logits of the positives, without the bias.
+        probability_2q: Probabilities of the positives in both directions; what is NaN is no hit.
+        maxima: Largest logits of the negatives of all rows and columns, without the bias.
         exchange: The ranks.
         tiles: What multiplied the negatives.
-        pairs: On all ranks.
+        weight_q: What each pair counts; `None` is alike.
     """
-    b, state = len(pos_b), pos_b.dtype
+    q, state, dtype = len(pos_q), pos_q.dtype, accumulation_dtype(image_qD.dtype)
     scale = scale.to(state).reshape(())
-    shift = pos_b.new_zeros(()) if bias is None else bias.to(state).reshape(())
-    dtype = accumulation_dtype(image_bD.dtype)
-    norms_b = [torch.linalg.vector_norm(x[:b], dim=1, dtype=dtype) for x in (image_bD, text_nD)]
-    relative, absolute = tiles.rounding(image_bD.shape[1], image_bD.dtype)
-    size_b = scale.abs() * norms_b[0] * norms_b[1] + shift.abs()
-    rivals_2b = torch.stack([maxima.rows_b, maxima.columns_m[:b]])
-    hits_2b = (pos_b - 2 * (relative * size_b + absolute) > rivals_2b) & ~probability_2b.isnan()
-    sums_4 = torch.cat([hits_2b.sum(1).to(state), probability_2b.sum(1)]) / pairs
+    shift = pos_q.new_zeros(()) if bias is None else bias.to(state).reshape(())
+    weight_q = torch.ones_like(pos_q) if weight_q is None else weight_q.to(state)
+    norms_q = [torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (image_qD, text_qD)]
+    relative, absolute = tiles.rounding(image_qD.shape[1], image_qD.dtype)
+    size_q = scale.abs() * norms_q[0] * norms_q[1] + shift.abs()
+    rivals_2q = torch.stack([maxima.rows_b[:q], maxima.columns_m[:q]])
+    hits_2q = (pos_q - 2 * (relative * size_q + absolute) > rivals_2q) & ~probability_2q.isnan()
+    sums_5 = torch.cat(
+        [hits_2q.to(state) @ weight_q, probability_2q @ weight_q, weight_q.sum()[None]]
+    )
     # Every pair is in some rank's rows. A sum over places of which each rank fills one is a gather.
-    largest_W = pos_b.new_zeros(exchange.world_size)
-    largest_W[exchange.rank] = torch.maximum(maxima.rows_b, pos_b).amax() + shift
-    found = exchange.all_reduce(torch.cat([sums_4, largest_W]))
-    return torch.cat([found[:4], found[4:].amax(0, keepdim=True)]).to(dtype)
+    largest_W = pos_q.new_zeros(exchange.world_size)
+    largest_W[exchange.rank] = torch.cat([maxima.rows_b, pos_q]).amax() + shift
+    found = exchange.all_reduce(torch.cat([sums_5, largest_W]))
+    return torch.cat([found[:4] / found[4], found[5:].amax(0, keepdim=True)]).to(dtype)

@@ -125,6 +125,36 @@ def test_each_direction_has_both_and_a_dictionary_keeps_the_loss_alone() -> None
     assert list(found._asdict()) == list(LossStatistics._fields)
 
 
+def test_weights_weigh_statistics_and_order_does_not_matter() -> None:
+    image, text, scale = data(40, 60, 16, 3, torch.float32)
+    weights = torch.rand(40)
+    weights[:7] = 0
+    order = torch.randperm(60)
+    loss_fn = ContrastiveLoss(label_smoothing=0.1)
+    _, found = loss_fn(
+        image, text[order], scale, positives=order.argsort()[:40], weights=weights, statistics=True
+    )
+    logits = 20 * image.double() @ text.double().T
+    negatives = logits.masked_fill(torch.eye(40, 60, dtype=torch.bool), -torch.inf)
+    for dim, name in ((1, "image_to_text"), (0, "text_to_image")):
+        rivals = negatives[:, : 60 if dim else 40].amax(dim)
+        hits = (logits.diagonal() > rivals).double()
+        share = logits.softmax(dim).diagonal()
+        for kind, each in (("top1", hits), ("probability", share)):
+            right = (each * weights).sum() / weights.sum()
+            assert getattr(found, f"{name}_{kind}").item() == pytest.approx(right.item(), rel=1e-5)
+
+
+def test_statistics_of_several_positives_are_refused() -> None:
+    image, text, scale = data(4, 4, 8, 3, torch.float32)
+    with pytest.raises(ValueError, match=r"Which of them is to be found first"):
+        ContrastiveLoss(duplicates="multi_positive")(
+            image, text, scale, ids=torch.arange(4), statistics=True
+        )
+    with pytest.raises(ValueError, match="several positives of one image or text"):
+        ContrastiveLoss()(image, text, scale, positives=torch.zeros(4).long(), statistics=True)
+
+
 def _found(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[str, str], LossStatistics]:
     image, text, scale = data(*sizes[rank], 12, rank, torch.float32)
     results = {}
