@@ -9,6 +9,8 @@ DOCS := .venv-docs
 # Tests are small: a core each serves them better than all cores together.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Every process that collects tests would compile them anew, 8 s of its time.
+export PYTHONDONTWRITEBYTECODE :=
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 
 .PHONY: help setup test lint types unit quick sweep floor newest wheel docs demo bench monitors-table clean

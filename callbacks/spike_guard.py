@@ -331,7 +331,8 @@ class SpikeGuard(InstabilityMonitor):
 
     def _judge_course(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         course = self._courses[facts.optimizer]
-        course.has_rivals = len(trainer.optimizers) > 1
+        used = self._courses[: len(trainer.optimizers)]
+        course.rivals = [other for other in used if other is not course]
         loss, norm = (
             None if value is None or not math.isfinite(value) else value
             for value in (facts.loss, facts.gradient_norm)

@@ -54,8 +54,11 @@ ARGUMENTS = {"towers": ["visual", "text"], "micro_batch_size": 3, "offload": "ho
 @pytest.mark.parametrize(
     "strategy",
     [
-        "inf_cl",
-        {"class_path": "lightning_mp.strategies.InfCLStrategy", "init_args": ARGUMENTS},
+        pytest.param("inf_cl", marks=pytest.mark.sweep),
+        pytest.param(
+            {"class_path": "lightning_mp.strategies.InfCLStrategy", "init_args": ARGUMENTS},
+            marks=pytest.mark.sweep,
+        ),
         {"class_path": "InfCLStrategy", "init_args": ARGUMENTS},
     ],
     ids=["registered", "class path", "short name"],

@@ -21,6 +21,7 @@ _NOISES = 6.0
 _NOISES_NOW = 3.0  # of the noise at the new level, which has grown with it
 _FLOOR = 0.05  # of the best level: less noise counts as this much, as for spikes
 _TIMES_RECOVERED = 3.0  # a loss that swings (rewards) is held against swings it came back from
+_RIVALS = 10.0  # a GAN's losses may both rise to several times their start, towards a balance
 _LOST = 0.5  # the share of what was gained that a divergence has lost again
 _GROWTH = 10.0  # of a gradient norm above its lowest level
 _TREND = 16  # judgements, 128 steps, over which it must have risen from quarter to quarter
@@ -56,13 +57,14 @@ class CourseRule:
     rising over each quarter of 128 steps while the loss is not at its best, is a trend.
 
     Args:
-        has_rivals: Whether other optimizers train against this one (a GAN), so that its loss rises
-            where they succeed; only its gradients are judged then.
+        rivals: Rules of the run's other optimizers, which may train against this one (a GAN), so
+            that its loss rises where they succeed. It is then a divergence only where it is ten
+            times as far up, and those of all rivals as well; and it never stalls.
         stalled_steps: Steps without a loss below its start that are too many.
         horizon_steps: The same where the loss has not risen either, which is only noted.
     """
 
-    has_rivals: bool = False
+    rivals: Sequence["CourseRule"] = ()
     stalled_steps: int = 96
     horizon_steps: int = 1000
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW), init=False)
@@ -91,7 +93,7 @@ class CourseRule:
             self._norms.append(norm)
         if known["steps"] % _EVERY:
             return []
-        found = [] if self.has_rivals or "start" not in known else self._judge_loss(step)
+        found = [] if "start" not in known else self._judge_loss(step)
         return found + self._judge_norm(step)
 
     def _judge_loss(self, step: int) -> list[Verdict]:
@@ -112,10 +114,12 @@ class CourseRule:
         known["rise"] = max(known.get("rise", 0.0), rise)
         gained = known["start"] - known["best"]
         usual = known.get("noise", 0.0)
-        limit = max(_NOISES * usual, _NOISES_NOW * noise, _LOST * gained)
-        limit = max(limit, _TIMES_RECOVERED * known.get("recovered", 0.0))
+        limit = max(_NOISES * usual, _LOST * gained) * (_RIVALS if self.rivals else 1.0)
+        limit = max(limit, _NOISES_NOW * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
         numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
-        is_new = self._lasts("divergence", rise > limit)
+        known["excess"] = rise - limit
+        is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *self.rivals))
+        is_new = self._lasts("divergence", is_lost)
         if known["divergence"] >= _LASTING:
             known["rise"] = 0.0  # what a divergence lost is no swing
         if is_new:
@@ -137,7 +141,7 @@ class CourseRule:
         known = self._known
         steps, start, risen = known["steps"], known["start"], known.get("risen", 0.0)
         # A best level below the start by a step's noise is 4 errors of a level: it has learned.
-        if start - known["best"] > noise or "stalled" in known:
+        if start - known["best"] > noise or "stalled" in known or self.rivals:
             return []
         numbers = {"start": start, "steps": steps, "peak": start + risen}
         if steps >= self.stalled_steps and risen > _NOISES * noise:
@@ -162,7 +166,7 @@ class CourseRule:
         quarters = list(self._norm_levels)[:: _TREND // 4]
         is_rising = len(self._norm_levels) == _TREND and quarters == sorted(set(quarters))
         above = self._levels[-1] - known["best"] if self._levels else 0.0
-        is_best = not self.has_rivals and above <= known.get("noise", 0.0)
+        is_best = not self.rivals and above <= known.get("noise", 0.0)
         limit = _GROWTH * known["lowest"]
         if not self._lasts("trend", level > limit and is_rising and not is_best):
             return []

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a loss: one collective of eleven numbers a rank.
+"""What the ranks of a group tell each other before a loss: one collective of twelve numbers a rank.
 
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
@@ -23,19 +23,20 @@ from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions, ExchangeName, make_tiles
 from lightning_mp.contrastive.infonce import Plan
+from lightning_mp.contrastive.pair_options import RULES, PairOptions
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.slices import Slices, all_gather, block_bytes, slice_count
 from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "make_plan", "report_unusable", "trained"]
+__all__ = ["agree", "make_plan", "plan_of_one", "report_unusable"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 _DIRECTIONS: tuple[str, ...] = get_args(Directions)
 
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
-_FACTS = 11
+_FACTS = 12
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
@@ -49,7 +50,7 @@ def agree(
     text_bD: Tensor,
     scale: Tensor,
     bias: Tensor | None = None,
-    ids_b: Tensor | None = None,
+    pairs: PairOptions | None = None,
     *,
     exchange: ExchangeName,
     directions: Directions = "both",
@@ -63,7 +64,7 @@ def agree(
         text_bD: Text features.
         scale: The logit scale.
         bias: The logit bias, if its gradient takes work.
-        ids_b: What this rank's pairs show, if that is known.
+        pairs: What the call says of its pairs.
         exchange: How columns travel.
         directions: Which cross entropies count.
         options: The keyword arguments of `make_tiles`.
@@ -78,22 +79,41 @@ def agree(
         return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
 
     budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
-    needs = trained(image_bD, text_bD, scale, bias)
+    needs = _trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
-    has_ids = ids_b is not None
+    pairs = PairOptions() if pairs is None else pairs
+    given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
     way = _DIRECTIONS.index(directions)
-    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, has_ids, len(text_bD), way]
-    facts += needs
+    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_bD), way]
+    facts += [*needs, pairs.rules_checksum]
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
-    pairs, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
+    rows, _, _, _, budgets, _, sizes, _, *by_need, _ = zip(*by_rank, strict=True)
     plan = make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
     )
-    return dataclasses.replace(plan, ids_b=ids_b, pairs=sum(pairs), directions=directions)
+    return dataclasses.replace(plan, ids_b=pairs.masked_ids, pairs=sum(rows), directions=directions)
 
 
-def trained(
+def plan_of_one(
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    pairs: PairOptions,
+    *,
+    directions: Directions,
+    options: Mapping[str, Any],
+) -> Plan:
+    """Return the plan of a process that is alone; arguments are those of `agree`."""
+    tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
+    return Plan(
+        Ring([len(text_bD)]), tiles, *_trained(image_bD, text_bD, scale, bias),
+        ids_b=pairs.masked_ids, pairs=len(image_bD), directions=directions, matched=pairs.matched,
+    )  # fmt: skip
+
+
+def _trained(
     image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[bool, bool, bool]:
     """Return whether this rank needs gradients for images, texts, and scale or bias."""
@@ -165,11 +185,17 @@ def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
             f"Passed features of (width, dtype) {formats} on ranks 0 to {world_size - 1}. All "
             "ranks must have the same. Use the same model and precision everywhere."
         )
-    with_ids = [bool(facts[5]) for facts in by_rank]
-    if len(set(with_ids)) > 1:
+    for place, name in enumerate(PairOptions().given()):
+        having = [rank for rank, facts in enumerate(by_rank) if facts[5] >> place & 1]
+        if 0 < len(having) < world_size:
+            raise ValueError(
+                f"Passed `{name}` on ranks {having} of {world_size} only. All ranks must pass it, "
+                f"or none. Pass `{name}` on every rank."
+            )
+    if len({facts[11] for facts in by_rank}) > 1:
         raise ValueError(
-            f"Passed `ids` on ranks {[rank for rank, has in enumerate(with_ids) if has]} of "
-            f"{world_size} only. All ranks must pass them, or none. Pass `ids` on every rank."
+            f"Passed `ContrastiveLoss(...)` whose {' or '.join(RULES)} differs between ranks. All "
+            "ranks must have the same. Configure every rank alike."
         )
     for name, known, index in (("exchange", _NAMES, 3), ("directions", _DIRECTIONS, 7)):
         values = [known[facts[index]] for facts in by_rank]

@@ -5,6 +5,7 @@ import numbers
 import numpy as np
 from torch import Tensor
 
+from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["find_problem"]
@@ -15,16 +16,16 @@ def find_problem(
     text_features: object,
     logit_scale: object,
     logit_bias: object,
-    ids: object = None,
+    pairs: PairOptions,
 ) -> str | None:
     """Return what was passed, what is accepted and the fix; `None` if all is well."""
     return (
         _features_problem("image_features", image_features)
         or _features_problem("text_features", text_features)
-        or _pair_problem(image_features, text_features)
+        or _pair_problem(image_features, text_features, pairs.positives is not None)
         or _scalar_problem("logit_scale", logit_scale)
         or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
-        or (None if ids is None else _ids_problem(text_features, ids))
+        or pairs.problem(image_features, text_features)  # type: ignore[arg-type]
     )
 
 
@@ -53,7 +54,7 @@ def _features_problem(name: str, features: object) -> str | None:
     return None
 
 
-def _pair_problem(image_features: object, text_features: object) -> str | None:
+def _pair_problem(image_features: object, text_features: object, is_paired: bool) -> str | None:
     if not isinstance(image_features, Tensor) or not isinstance(text_features, Tensor):
         return None
     shapes = (
@@ -62,39 +63,18 @@ def _pair_problem(image_features: object, text_features: object) -> str | None:
     )
     if image_features.shape[1] != text_features.shape[1]:
         return f"{shapes} Both must have one width. Project both to it."
-    if image_features.shape[0] > text_features.shape[0]:
+    if image_features.shape[0] > text_features.shape[0] and not is_paired:
         return (
             f"{shapes} Row i of one belongs to row i of the other, so there must be a text for "
-            "each image; what texts there are beside are negatives of all images. An image with "
-            "several texts stands in one row for each, with the same value in `ids`, or its own "
-            "texts would be its negatives."
+            "each image; what texts there are beside are negatives of all images. Say in "
+            "`positives` which texts belong to an image instead, or let an image with several "
+            "stand in one row for each, with the same value in `ids`."
         )
     if image_features.device != text_features.device:
         return (
             f"Passed `image_features` on {image_features.device} and `text_features` on "
             f"{text_features.device}. Both must be on one device. Move one of them, such as "
             "`text_features.to(image_features.device)`."
-        )
-    return None
-
-
-def _ids_problem(features: object, ids: object) -> str | None:
-    if not isinstance(ids, Tensor) or not isinstance(features, Tensor):
-        return (
-            f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
-            "each text. Pass `torch.tensor(ids)`."
-        )
-    is_integer = not ids.is_floating_point() and not ids.is_complex()
-    if ids.shape != features.shape[:1] or not is_integer:
-        return (
-            f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with texts of shape "
-            f"{list(features.shape)}. It must be integers of shape [texts]. Number what the "
-            "rows show, the same for the same image on every rank; a hash of its name will do."
-        )
-    if ids.device != features.device:
-        return (
-            f"Passed `ids` on {ids.device} with features on {features.device}. Both must be "
-            "on one device. Move them, such as `ids.to(features.device)`."
         )
     return None
 

@@ -53,6 +53,11 @@ class Exchange(Protocol):
     """
 
     @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        ...
+
+    @property
     def world_size(self) -> int:
         """How many ranks share the batch."""
         ...

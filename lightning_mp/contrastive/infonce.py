@@ -40,6 +40,9 @@ __all__ = [
     "Plan",
     "Swept",
     "differentiate",
+    "memory_for_tiles",
+    "negatives_gradients",
+    "negatives_sweep",
     "sweep",
     "visiting_ids",
 ]
@@ -64,6 +67,8 @@ class Plan:
             negatives of each other. `None` on all ranks or on none.
         pairs: B; `None` where no text is without an image.
         directions: Which cross entropies count.
+        matched: How many of this rank's images have a text of their own, the first ones: text i is
+            that of image i. `None`: all.
     """
 
     exchange: Exchange
@@ -74,6 +79,7 @@ class Plan:
     ids_b: Tensor | None = field(default=None, kw_only=True)
     pairs: int | None = field(default=None, kw_only=True)
     directions: Directions = field(default="both", kw_only=True)
+    matched: int | None = field(default=None, kw_only=True)
 
     @property
     def global_pairs(self) -> int:
@@ -152,10 +158,10 @@ def sweep(
 ) -> Swept:
     """Return the loss, and what its gradients need; one unit of work."""
     with torch.autocast(image_bD.device.type, enabled=False):
-        kept = _memory_for_tiles(image_bD, plan)
+        kept = memory_for_tiles(image_bD, plan)
         prepared = plan.tiles.prepare(image_bD, text_nD, scale)
-        row_neg_b, column_neg_n, block_mD = _negatives_sweep(
-            image_bD, text_nD, scale, prepared, kept, plan
+        row_neg_b, column_neg_n, block_mD = negatives_sweep(
+            image_bD, text_nD, scale, kept, plan, prepared
         )
     row_lse_b, published, weight_b = plan.tiles.pair_terms(
         row_neg_b, column_neg_n, prepared.pos_b, plan.wanted, plan.terms
@@ -179,7 +185,10 @@ def differentiate(
     """Return the gradients of images, texts, scale and bias; three units of work."""
     d_scale = d_bias = None
     with torch.autocast(image_bD.device.type, enabled=False):
-        d_image_bD, d_text_nD = _gradient_sweep(image_bD, text_nD, scale, swept, plan)
+        d_image_bD, d_text_nD = negatives_gradients(
+            image_bD, text_nD, scale, swept.row_lse_b, swept.column_lse, swept.kept,
+            swept.block_mD, plan,
+        )  # fmt: skip
         if d_image_bD is not None or d_text_nD is not None:
             d_image_bD, d_text_nD, d_scale = plan.tiles.finish(
                 image_bD, text_nD, d_image_bD, d_text_nD, swept.weight_b, scale, cotangent,
@@ -192,7 +201,7 @@ def differentiate(
     return d_image_bD, d_text_nD, d_scale, d_bias
 
 
-def _memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
+def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     """Return memory for what the backward need not work out again; empty if there is none."""
     size, (b, _) = 0, image_bD.shape
     if plan.trains:
@@ -206,19 +215,20 @@ def visiting_ids(plan: Plan, b: int, columns: Sequence[Tensor]) -> Ids | None:
     return None if plan.ids_b is None else Ids(plan.ids_b[:b], columns[0])
 
 
-def paired(visit: Visit, image_bD: Tensor) -> slice:
+def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
     """Return the rows whose positive visits; what texts there are beside has no row."""
-    own, b = visit.positive_rows, len(image_bD)
-    return slice(min(own.start, b), min(own.stop, b))
+    own = visit.positive_rows
+    matched = len(image_bD) if plan.matched is None else plan.matched
+    return slice(min(own.start, matched), min(own.stop, matched))
 
 
-def _negatives_sweep(
+def negatives_sweep(
     image_bD: Tensor,
     text_nD: Tensor,
     scale: Tensor,
-    prepared: Prepared,
     memory: Tensor,
     plan: Plan,
+    prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns, and `block_mD`."""
     row_neg_b = torch.full(
@@ -233,8 +243,8 @@ def _negatives_sweep(
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
-            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
-            prepared,
+            visit.diagonal, paired(visit, image_bD, plan), kept,
+            visiting_ids(plan, len(image_bD), ids_m), prepared,
         )  # fmt: skip
         column_neg.add(part_m)
 
@@ -245,16 +255,23 @@ def _negatives_sweep(
     return row_neg_b, column_neg.result(), block_mD
 
 
-def _gradient_sweep(
-    image_bD: Tensor, text_nD: Tensor, scale: Tensor, swept: Swept, plan: Plan
+def negatives_gradients(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    row_lse_b: Tensor,
+    column_lse: Tensor,
+    kept_values: Tensor,
+    block_mD: Tensor | None,
+    plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's features, negatives only."""
+    """Return what the negatives add to `2B dL/dS text` and `2B dL/dS.T image`."""
     dtype = accumulation_dtype(image_bD.dtype)
     # With no features to train, the scale still needs the gradient of one side.
     use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
-    kept = Kept(swept.kept)
+    kept = Kept(kept_values)
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
     if d_image_bD is None and d_text is None:
         return None, None
@@ -263,12 +280,13 @@ def _gradient_sweep(
         text_mD, *ids_m, column_lse_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
-            image_bD, text_mD, scale, swept.row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD), kept, visiting_ids(plan, len(image_bD), ids_m),
+            image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
+            visit.diagonal, paired(visit, image_bD, plan), kept,
+            visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_nD, *own_ids], swept.column_lse, swept.block_mD):
+    for visit in plan.exchange.visit([text_nD, *own_ids], column_lse, block_mD):
         sweep_block(visit)
     return d_image_bD, None if d_text is None else d_text.result()

@@ -5,16 +5,14 @@ Shapes:
 """
 
 import copy
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, report_unusable
+from lightning_mp.contrastive.agreement import agree, plan_of_one, report_unusable
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -26,11 +24,22 @@ from lightning_mp.contrastive.backends import (
 )
 from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
+from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
 from lightning_mp.contrastive.library import infonce
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
-from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
+from lightning_mp.contrastive.pair_options import (
+    RULES,
+    Duplicates,
+    PairArguments,
+    PairOptions,
+    check_pair_rules,
+)
+from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
 
-__all__ = ["ContrastiveLoss", "as_tensor"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["ContrastiveLoss"]
 
 
 @explains_arguments(
@@ -95,6 +104,18 @@ class ContrastiveLoss(nn.Module):
     `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
     are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
 
+    With `duplicates="multi_positive"` all pairs of equal ids are positives instead, as in
+    supervised contrastive learning: `S_ii` becomes their mean, and they all stay in the sums.
+    That is a product with the mean text of each id, in memory that grows with b, on any tiles.
+
+    **Several texts an image**: `positives` in the call names each image's own among this rank's
+    texts, any number, also several images of one text. Then `S_ii` becomes the mean over them, the
+    first term that over images with a text and the second over texts with an image.
+
+    **Weights**: with `weights` in the call L is the weighted mean of the terms, over all ranks, and
+    text i weighs as much as image i. With 0 both look for nothing, and stay negatives of others.
+    A text of several images weighs as much as they do on average.
+
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
     and look for no image: the sum over j of the first term goes over all texts of all ranks.
@@ -114,6 +135,10 @@ class ContrastiveLoss(nn.Module):
         directions: Which of both terms count: `"image_to_text"` is the first alone, each image
             among all texts, as retrieval losses for text have it; `"text_to_image"` the second.
             L is then the mean of B terms, not of 2 B.
+        duplicates: What equal `ids` mean: `"mask"` leaves them out of the negatives,
+            `"multi_positive"` makes them positives.
+        label_smoothing: The part of each target, 0 to 1, that is spread evenly over all that the
+            sum over j has, as in torch's `cross_entropy`.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -126,7 +151,8 @@ class ContrastiveLoss(nn.Module):
 
     Shapes:
         image_features: (b, D), already normalised if they are to be.
-        text_features: (n, D) with n >= b. ids: (n,), those of the texts.
+        text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
+        ids: (n,), those of the texts. weights: (b,).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -137,6 +163,7 @@ class ContrastiveLoss(nn.Module):
         - CLIP, https://arxiv.org/abs/2103.00020
         - Inf-CL, https://arxiv.org/abs/2410.17243
         - LiT (locked image tower), https://arxiv.org/abs/2111.07991
+        - Supervised contrastive learning, https://arxiv.org/abs/2004.11362
 
     Example::
 
@@ -145,6 +172,7 @@ class ContrastiveLoss(nn.Module):
     """
 
     _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
+    _is_softmax = True
 
     def __init__(
         self,
@@ -156,6 +184,8 @@ class ContrastiveLoss(nn.Module):
         autotune: bool = False,
         exchange: ExchangeName = "slices",
         directions: Directions = "both",
+        duplicates: Duplicates = "mask",
+        label_smoothing: float = 0.0,
         local_loss: bool = True,
         gather_with_grad: bool = True,
         cache_labels: bool = True,
@@ -165,6 +195,7 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
+        check_pair_rules(duplicates, label_smoothing)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self._said = None if world_size == 1 else (rank, world_size)
         self._checks = InputChecks()
@@ -175,6 +206,8 @@ class ContrastiveLoss(nn.Module):
         self.autotune = autotune
         self.exchange = exchange
         self.directions = directions
+        self.duplicates = duplicates
+        self.label_smoothing = label_smoothing
 
     @overload
     def forward(
@@ -184,8 +217,7 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = ...,
         output_dict: Literal[False] = ...,
-        *,
-        ids: Tensor | None = ...,
+        **pairs: "Unpack[PairArguments]",
     ) -> Tensor: ...
 
     @overload
@@ -197,7 +229,7 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = ...,
         *,
         output_dict: Literal[True],
-        ids: Tensor | None = ...,
+        **pairs: "Unpack[PairArguments]",
     ) -> dict[str, Tensor]: ...
 
     def forward(
@@ -209,6 +241,8 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        positives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -219,16 +253,18 @@ class ContrastiveLoss(nn.Module):
             logit_bias: One value, or `None`.
             output_dict: Return a dictionary, as open_clip's losses do.
             ids: What each text shows, integers of shape (n,); those of the images come first.
-                Images and texts of equal ids, on whatever ranks, are no negatives.
+                What equal ids mean, on whatever ranks, is `duplicates`.
+            weights: What each pair counts, (b,) numbers that are not negative; without gradient.
+            positives: Which of this rank's texts belong to each image, integers of shape (b,), or
+                (b, k) padded with -1. Left out, text i belongs to image i.
         """
         if not torch.compiler.is_compiling():
-            _check_derivatives(image_features, text_features, logit_scale)
-        image_features, text_features = _in_one_dtype(image_features, text_features)
+            check_derivatives(image_features, text_features, logit_scale)
+        image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        if self._world_size() == 1:
-            loss = self._loss_of_one(image_features, text_features, logit_scale, logit_bias, ids)
-        else:
-            loss = self._loss_of_ranks(image_features, text_features, logit_scale, logit_bias, ids)
+        pairs = PairOptions(ids, weights, positives, self.duplicates, self.label_smoothing)
+        compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
+        loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
             self._checks.look(image_features, text_features, logit_scale)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -236,6 +272,7 @@ class ContrastiveLoss(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
         options = {**self._options, "exchange": self.exchange, "directions": self.directions}
+        options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
@@ -265,78 +302,79 @@ class ContrastiveLoss(nn.Module):
             "autotune": self.autotune,
         }
 
-    def _options_with(self, ids_b: Tensor | None) -> dict[str, Any]:
+    def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
         """Return the options of the tiles: those of Triton know no ids."""
-        return self._options if ids_b is None else {**self._options, "backend": "torch"}
+        return self._options if pairs.masked_ids is None else {**self._options, "backend": "torch"}
+
+    def _has_operator(self, pairs: PairOptions) -> bool:
+        """Return whether the loss is one that `torch.compile` can take in as an operator."""
+        return pairs.is_plain and self._is_softmax and self._world_size() == 1
 
     def _problem(
-        self, image: object, text: object, scale: object, bias: object, ids: object
+        self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if ids is not None and self.backend == "triton":
+        if pairs.masked_ids is not None and self.backend == "triton":
             return (
                 "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
                 "Leave `backend` out: with `ids` torch multiplies the tiles."
             )
-        return find_problem(image, text, scale, bias, ids)
+        return find_problem(image, text, scale, bias, pairs)
 
-    def _scalars(
+    def _loss_by_operator(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return scale and bias on the features' device; refuse what cannot be used."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
-        if problem is not None:
-            raise ValueError(problem)
-        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
-        return as_tensor(logit_scale, image_bD), bias
-
-    def _loss_of_one(
-        self,
-        image_bD: Tensor,
-        text_bD: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
+        pairs: PairOptions,
     ) -> Tensor:
         """Return the loss of one process, by an operator that `torch.compile` can take in."""
-        scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
+        if problem is not None:
+            raise ValueError(problem)
+        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
         keeps = torch.is_grad_enabled() and (
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
         loss: Tensor = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(ids_b), keeps=keeps, ids=ids_b,
+            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps, ids=pairs.ids,
             directions=self.directions,
         )[0]  # fmt: skip
         return loss
 
     @torch.compiler.disable
-    def _loss_of_ranks(
+    def _loss_by_plan(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
+        pairs: PairOptions,
     ) -> Tensor:
-        """Return the loss of all ranks, who first agree on what they have."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, ids_b)
+        """Return the loss of one process or of all ranks, who first agree on what they have."""
+        is_one = self._world_size() == 1
+        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
+        if problem is None:
+            pairs, image_bD, text_bD = pairs.paired(image_bD, text_bD)
+            problem = pairs.pairing_problem(len(image_bD))
         if problem is not None:
-            report_unusable(image_bD, self.process_group)
+            if not is_one:
+                report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
-        scale = as_tensor(logit_scale, image_bD)
-        bias = None if logit_bias is None else as_tensor(logit_bias, image_bD)
-        plan = agree(
-            image_bD, text_bD, scale, bias if self._pairs is not InfoNCE else None, ids_b,
-            exchange=self.exchange, directions=self.directions,
-            options=self._options_with(ids_b), group=self.process_group,
-        )  # fmt: skip
-        loss: Tensor = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
+        inputs = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
+        common: Any = {"directions": self.directions, "options": self._options_with(pairs)}
+        if is_one:
+            plan = plan_of_one(*inputs, **common)
+        else:
+            plan = agree(*inputs, exchange=self.exchange, group=self.process_group, **common)
+        loss: Tensor
+        if pairs.is_plain:
+            loss = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        else:
+            loss = TargetedInfoNCE.apply(image_bD, text_bD, scale, bias, plan, pairs)
         return loss
 
     def _world_size(self) -> int:
@@ -349,34 +387,3 @@ class ContrastiveLoss(nn.Module):
                 "Pass the group that this rank belongs to."
             )
         return size
-
-
-def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a tensor on the device of `like`; a parameter elsewhere still gets its gradient."""
-    if isinstance(value, Tensor):
-        return value.to(like.device)
-    if isinstance(value, np.ndarray):
-        value = value.item()
-    return torch.tensor(float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
-
-
-def _in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return features in the wider of their dtypes; each gets its gradient in its own."""
-    are_floats = all(isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES for x in (image_bD, text_bD))
-    if not are_floats or image_bD.dtype == text_bD.dtype:
-        return image_bD, text_bD
-    dtype = torch.promote_types(image_bD.dtype, text_bD.dtype)
-    return image_bD.to(dtype), text_bD.to(dtype)
-
-
-def _check_derivatives(*inputs: object) -> None:
-    """Refuse derivatives that would come out as zero without a word."""
-    is_dual = any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
-    )
-    if is_dual or torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "Called `ContrastiveLoss` in forward-mode AD or inside a transform of `torch.func`. It "
-            "has a plain backward only. Take its gradient with `backward()` or "
-            "`torch.autograd.grad`."
-        )

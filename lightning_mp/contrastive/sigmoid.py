@@ -4,22 +4,26 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import trained
-from lightning_mp.contrastive.backends import Backend, ExchangeName, TileDtype, make_tiles
-from lightning_mp.contrastive.infonce import Plan
+from lightning_mp.contrastive.backends import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
-from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.pair_options import RULES, PairOptions
 from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
 
 __all__ = ["SigmoidContrastiveLoss"]
 
 
-@explains_arguments(hints={"directions": "Each pair counts once, in no direction."})
+_SOFTMAX_ONLY = "It belongs to a softmax; pass it to `ContrastiveLoss`."
+
+
+@explains_arguments(
+    hints={
+        "directions": "Each pair counts once, in no direction.",
+        **dict.fromkeys(RULES, _SOFTMAX_ONLY),
+    }
+)
 class SigmoidContrastiveLoss(ContrastiveLoss):
     r"""Sigmoid (SigLIP) loss of all pairs, exact over all ranks and without a b x b matrix.
 
@@ -70,6 +74,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     """
 
     _pairs = SigmoidPairs
+    _is_softmax = False
 
     def __init__(
         self,
@@ -86,26 +91,13 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
             tile_dtype=tile_dtype, autotune=autotune, exchange=exchange,
         )  # fmt: skip
 
-    @torch.compiler.disable
-    def _loss_of_one(
-        self,
-        image_bD: Tensor,
-        text_bD: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None,
-        ids_b: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of one process."""
-        scale, bias = self._scalars(image_bD, text_bD, logit_scale, logit_bias, ids_b)
-        tiles = make_tiles(
-            device=image_bD.device, dtype=image_bD.dtype, **self._options_with(ids_b)
-        )
-        needs = trained(image_bD, text_bD, scale, bias)
-        loss: Tensor = self._pairs.apply(
-            image_bD,
-            text_bD,
-            scale,
-            bias,
-            Plan(Ring([len(text_bD)]), tiles, *needs, ids_b=ids_b, pairs=len(image_bD)),
-        )
-        return loss
+    def _problem(
+        self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
+    ) -> str | None:
+        for name, is_given in pairs.given().items():
+            if is_given and name != "ids":
+                return (
+                    f"Passed `{name}` to `SigmoidContrastiveLoss`, which knows `ids` alone. Leave "
+                    f"`{name}` out, or take `ContrastiveLoss`."
+                )
+        return super()._problem(image, text, scale, bias, pairs)

@@ -131,7 +131,7 @@ def _negatives_sweep(
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.sigmoid_sweep(
             image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD), visiting_ids(plan, len(image_bD), ids_m),
+            visit.diagonal, paired(visit, image_bD, plan), visiting_ids(plan, len(image_bD), ids_m),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)

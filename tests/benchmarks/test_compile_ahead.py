@@ -45,6 +45,7 @@ def test_another_process_in_another_folder_finds_them_in_a_carried_cache(tmp_pat
     assert "statistics: 4 in the cache, 0 compiled" in carried.stdout
 
 
+@pytest.mark.sweep
 def test_a_carried_cache_is_found_and_a_lost_kernel_is_named(tmp_path, monkeypatch, capsys):
     arguments = ["--arch", str(ARCH), "--groups", "statistics"]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))

@@ -95,10 +95,37 @@ def test_gradient_norm_that_grows_while_the_loss_is_not_at_its_best_is_a_trend()
     assert kinds(rising, norm) == {"gradient_trend"}
 
 
-def test_rivals_are_judged_by_gradients_only() -> None:
+def judged_together(*losses: Series) -> set[int]:
+    """Return which of several optimizers' losses were said to diverge."""
+    rules = [CourseRule() for _ in losses]
+    for rule in rules:
+        rule.rivals = [other for other in rules if other is not rule]
+    steps = enumerate(zip(*(loss.tolist() for loss in losses), strict=True))
+    return {
+        index
+        for step, values in steps
+        for index, (rule, value) in enumerate(zip(rules, values, strict=True))
+        if any(verdict.kind == "divergence" for verdict in rule.judge(step, value, None))
+    }
+
+
+def test_rivals_of_which_one_gains_what_the_other_loses_are_no_divergence() -> None:
     rise = 0.5 + 0.01 * STEPS
+    swings = falling() + np.sin(STEPS / 60)
     assert judged(rise)[0][1] == "divergence"
-    assert judged(rise, rule=CourseRule(has_rivals=True)) == []
+    assert judged_together(rise, -rise) == set()
+    assert judged_together(rise, falling()) == set()
+    assert judged_together(swings, -swings) == set()
+
+
+def test_rivals_whose_losses_all_rise_diverge() -> None:
+    rise = falling() + np.where(STEPS > 600, 0.1 * (STEPS - 600), 0.0)
+    assert judged_together(rise, 2 * rise - 1) == {0, 1}
+
+
+def test_rivals_never_stall() -> None:
+    rule = CourseRule(rivals=[CourseRule()])
+    assert judged(np.full(1500, 0.693), rule=rule) == []
 
 
 def test_divergence_is_said_once_until_it_is_over() -> None:

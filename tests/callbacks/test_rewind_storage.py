@@ -54,7 +54,7 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("how", ["removed", "cut off"])
+@pytest.mark.parametrize("how", [pytest.param("removed", marks=pytest.mark.sweep), "cut off"])
 @pytest.mark.parametrize("lost", LOST)
 def test_rewind_takes_another_checkpoint_where_one_is_lost(
     tmp_path: Path, lost: str, how: str
@@ -146,7 +146,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-@pytest.mark.parametrize("storage", ["memory", "disk"])
+@pytest.mark.parametrize("storage", ["memory", pytest.param("disk", marks=pytest.mark.sweep)])
 def test_rewind_lowers_all_learning_rates_to_come(
     tmp_path: Path, schedule: str | None, storage: str
 ) -> None:

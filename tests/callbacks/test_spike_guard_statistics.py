@@ -51,7 +51,7 @@ def test_window_on_spikes_and_nan_follows_the_float64_rule(
     assert spikes > 3
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_healthy_streams_of_2000_steps_raise_nothing() -> None:
     """Noise of many kinds, steep starts and warm-ups; 4 streams of each."""
     rng = np.random.default_rng(3)

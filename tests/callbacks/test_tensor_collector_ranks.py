@@ -90,7 +90,7 @@ def _train_shards(rank: int, kind: str, folder: str) -> list[dict[str, float]]:
     return squares
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.sweep)])
 def test_collector_of_shards_has_the_norms_of_whole_tensors(kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(_train_shards, 2, kind, folder)

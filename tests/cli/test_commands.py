@@ -96,7 +96,7 @@ TYPED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_bash_completes_commands_options_and_classes(tmp_path: Path) -> None:
     script = tmp_path / "completion.sh"
     with script.open("w") as file:

@@ -73,7 +73,7 @@ def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_compiled_loss_takes_what_the_eager_one_takes() -> None:
     image, text, *_ = leaves(7, 24)
     compiled = torch.compile(ContrastiveLoss(), backend="aot_eager", fullgraph=True)

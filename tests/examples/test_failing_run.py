@@ -36,6 +36,7 @@ def test_failing_run_without_plugins_dies_and_its_page_says_of_what(tmp_path: Pa
     assert first["activation_headroom", "network.stem"] < first["non_finite", "network.stem"]
 
 
+@pytest.mark.sweep
 def test_failing_run_with_plugins_learns_and_prints_where_its_page_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,22 +16,17 @@ from tests.monitors.healthy_models import MODELS, PRECISIONS, healthy_run
 from tests.monitors.running import Outcome
 
 STEPS, SWEEP_STEPS = 100, 1000
-LEARNS_LATE = {"BERT": 150, "short last batch": 150}
-# Each model once, each precision at least three times.
+LEARNS_LATE = {"short last batch": 150}
+# Models whose runs are short, and each precision twice; `make sweep` has all of all, for longer.
 COVERING = {
     "GPT-2": "PureFP16",
-    "BERT": "BalancedAMP",
-    "T5": "PureFP16",
     "LSTM": "16-mixed",
-    "MoE": "BalancedAMP",
-    "ViT": "16-mixed",
     "conv + BN": "PureFP16",
-    "GAN": "BalancedAMP",
     "A2C": "16-mixed",
     "contrastive": "BalancedAMP",
     "LoRA at zero": "fp32",
     "curriculum": "PureFP16",
-    "hinge": "fp32",
+    "hinge": "BalancedAMP",
     "short last batch": "fp32",
 }
 LOUD_IN_SHORT: dict[str, str] = {}
@@ -55,13 +50,12 @@ def case(reasons: dict[str, str], model: str, *more: str) -> Any:
     return pytest.param(model, *more, marks=marks, id="-".join([model, *more]))
 
 
-def test_covering_choice_has_every_model_and_precision() -> None:
-    assert list(COVERING) == list(MODELS)
+def test_covering_choice_has_every_precision() -> None:
     assert set(COVERING.values()) == set(PRECISIONS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [case(LOUD_IN_SHORT, model) for model in MODELS])
+@pytest.mark.parametrize("model", [case(LOUD_IN_SHORT, model) for model in COVERING])
 def test_short_healthy_run_learns_and_raises_no_alarm(model: str) -> None:
     outcome = healthy_run(model, COVERING[model], LEARNS_LATE.get(model, STEPS), every=10)
     if not outcome.is_healthy:

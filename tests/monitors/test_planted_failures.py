@@ -29,6 +29,10 @@ LONG = {
     "rate that rises",
     "rate at which GPT-2 does not learn",
     "rate at which GPT-2 diverges in its first steps",
+    "exploding gradients in a deep network",
+    "blow-up of an embedding",
+    "mislabelled batches",
+    "deviation of a constant",
 }
 
 

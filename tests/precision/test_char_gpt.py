@@ -34,7 +34,7 @@ def test_without_training_it_knows_nothing() -> None:
     assert len(parameters_of(model)) < 40_000
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_safe_adamw_in_fp32_is_torchs_adamw() -> None:
     ends = [
         train_char_gpt(0, None, make_optimizer=lambda p, kind=kind: kind(p, lr=3e-3))

@@ -310,6 +310,7 @@ def _resume(rank: int, folder: str) -> dict[str, tuple[Tensor, Tensor, Any, Any]
     return results
 
 
+@pytest.mark.sweep
 def test_a_run_resumes_bit_for_bit_from_a_checkpoint() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, _ = run_ranks(_resume, RANKS, folder)

@@ -83,7 +83,7 @@ def test_flops_are_products_of_two_b_squared_d_and_a_constant_a_pair(
     assert others[0] == others[1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_figure4_counts_a_replay_and_draws(out: Output) -> None:
     cost.figure4(out)
     rows = [row for row in _rows(out.folder / "figure4.csv") if row["kind"] == MEASURED]
@@ -114,7 +114,7 @@ def _peaks_on_a_rank(rank: int) -> list[int]:
     return [memory._peak(method, 256, 64) for method in memory.METHODS]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.distributed
 def test_loss_on_ranks_allocates_what_formulas_say() -> None:
     ranks = memory.RANKS

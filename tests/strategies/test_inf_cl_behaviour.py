@@ -267,7 +267,7 @@ class ManyWays(TinyCLIP):
         return F.normalize(self.head(image), dim=-1), F.normalize(text, dim=-1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Dynamo looks at `.grad` of whatever a compiled module is given, as in plain training.
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_o
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-RANKS, STEPS, BATCH, ROWS = 2, 6, 24, 5
+RANKS, STEPS, BATCH, ROWS = 2, 4, 24, 5
 SHARES = {"equal": [12, 12], "unequal": [15, 9]}
 
 

@@ -179,7 +179,7 @@ AVERAGES: dict[str, Callable[[], pl.Callback]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @UNUSED
 @pytest.mark.parametrize("average", AVERAGES)
 def test_inf_cl_averaged_weights_are_those_without_the_cache(average: str) -> None:

@@ -24,7 +24,7 @@ def _fp16() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
 
 
-# On several ranks, what reduces gradients or decides for all of them; alone, every case.
+# On several ranks, what reduces gradients or decides for all of them; alone, the others.
 ON_RANKS = ("automatic", "accumulated", "fp16 with scaler, clipped", "unused parameters", "host")
 CASES: dict[str, dict[str, Any]] = {
     "automatic": {},
@@ -85,8 +85,12 @@ def _compare(rank: int, names: Sequence[str]) -> dict[str, tuple[float, float, f
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [(1, tuple(CASES)), (2, ON_RANKS), pytest.param(2, tuple(CASES), marks=pytest.mark.sweep)],
-    ids=["1", "2", "2-all"],
+    [
+        (1, tuple(CASES.keys() - ON_RANKS)),
+        (2, ON_RANKS),
+        *(pytest.param(n, tuple(CASES), marks=pytest.mark.sweep) for n in SHARES),
+    ],
+    ids=["1", "2", "1-all", "2-all"],
 )
 def test_inf_cl_twenty_steps_give_the_weights_of_training_without_it(
     world_size: int, names: Sequence[str]

@@ -121,7 +121,7 @@ def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
     numbers = rows_bD.new_empty(8, dtype=torch.float32)  # each at a multiple of 16 bytes
     redo_count = rows_bD.new_empty(1, dtype=torch.int32)
     log2_scale, reference = numbers[:2], numbers[4:5]
-    prepare_kernel[(triton.cdiv(n, _ROWS),)](
+    prepare_kernel[(triton.cdiv(max(b, n), _ROWS),)](
         rows_bD, columns_nD, scale, pos_b, log2_scale, reference, redo_count, make_peaks(rows_bD),
         b, n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_ROWS, COLUMNS=_COLUMNS,
         num_warps=4, num_stages=2, enable_fp_fusion=True,

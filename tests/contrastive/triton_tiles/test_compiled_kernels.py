@@ -93,10 +93,11 @@ def requests_of(row: TileConfig) -> list[Request]:
 def gate_of(requests: Sequence[Request]) -> list[Request]:
     """Return what `make test` compiles: a few requests in which every single change shows.
 
-    A row of the table breaks alone, and first where most has to be kept: each is compiled for each
-    of its kernels in that variant. What is done with a dtype, a split scale, a second half or a
-    ragged edge breaks for all rows alike: each kernel is compiled with each of these on each
-    architecture. Only what takes two of them to break is left to `make sweep`.
+    A row of the table breaks alone, and first where most has to be kept: each that is used is
+    compiled for each of its kernels in that variant. What is done with a dtype, a split scale, a
+    second half or a ragged edge breaks for all rows alike: each kernel is compiled with each of
+    these on each architecture. What takes two of them to break is left to `make sweep`, and so are
+    the rows that are only timed against others.
     """
     by_effort = sorted(requests, key=lambda r: (r.ragged, r.precision.is_split))
     chosen = list({(r.kernel, r.config): r for r in by_effort}.values())  # the last ones
@@ -148,12 +149,17 @@ RELATED = [
     for request in USED
     if request.config.arch == 80
 ]
+DEFAULTS = [
+    bare(row)
+    for kernel, arch, dtype in product(get_args(Kernel), CHIPS, FEATURES)
+    for row in rows_of(kernel, arch, dtype)
+]
 GATE = [
-    *gate_of([r for r in TILES if r.config.arch in (80, 90)]),
+    *gate_of([r for r in TILES if r.config.arch in (80, 90) and r.config in DEFAULTS]),
     *(r for r in USED if r.config.arch in (100, 120)),
-    *RELATED,
-    *MERGES,
-    *(r for r in SIGMOIDS if r.precision in (BF16, BF16_LOW) and r.config.arch in (80, 90)),
+    *(r for r in RELATED if r.arch == 89),  # 8.6 is left to the sweep
+    MERGES[1],
+    *(r for r in SIGMOIDS if r.precision == BF16_LOW and r.config.arch in (80, 90)),
     SPILLING[1],
 ]
 

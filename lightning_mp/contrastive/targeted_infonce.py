@@ -1,0 +1,158 @@
+"""The contrastive loss against targets: two sweeps as in `infonce`, and a task beside them.
+
+Shapes:
+    b: this rank's images. n: its texts. D: feature width.
+
+The first sweep adds up the negatives, the task makes a loss of their log-sum-exps and of O(b D)
+products, and autograd differentiates it there and then. What it returns for the log-sum-exps of
+rows, `g_i`, and of columns, `h_j`, is between 0 and 1, and
+
+    dL/dS_ij = g_i exp(S_ij - row_neg_i) + h_j exp(S_ij - column_neg_j)
+             = exp(S_ij - (row_neg_i - log g_i)) + exp(S_ij - (column_neg_j - log h_j)):
+
+the second sweep is that of `infonce` with other numbers in place of its log-sum-exps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive.exchange import HEADER
+from lightning_mp.contrastive.infonce import (
+    NO_SECOND_DERIVATIVE,
+    Plan,
+    memory_for_tiles,
+    negatives_gradients,
+    negatives_sweep,
+)
+from lightning_mp.contrastive.pair_options import PairOptions
+from lightning_mp.contrastive.targets import Task, make_task
+from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.row_dots import row_dots
+
+__all__ = ["TargetedInfoNCE"]
+
+
+class TargetedInfoNCE(torch.autograd.Function):
+    """The loss over the batches of all ranks with `PairOptions`, the same value on each of them.
+
+    Gradients are scaled for a mean over ranks, as those of `InfoNCE` are. Those of the task wait
+    for the backward as two (b, D) matrices.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image_bD: Tensor,
+        text_nD: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        options: PairOptions,
+    ) -> Tensor:
+        """Sweep once over all columns, then work out the task with its gradients."""
+        state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
+        with torch.autocast(image_bD.device.type, enabled=False):
+            kept = memory_for_tiles(image_bD, plan)
+            *lses, block_mD = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+            task = make_task(options, image_bD, text_nD, plan)
+            inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
+            needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
+            needs += [any(needs)] * 2
+            part, found = _differentiated(task, inputs, needs)
+            *gradients, d_row_b, d_column_n = found
+            row_lse_b = _shifted(lses[0], d_row_b)
+            values = lses[1].new_zeros(HEADER + len(lses[1]))
+            values[HEADER:] = _shifted(lses[1], d_column_n)
+        unit = task.shares.unit
+        values[0] = part * unit
+        loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
+        if bias is not None:
+            loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
+        loss = loss.to(dtype, copy=True)
+        swept = (kept, row_lse_b, column_lse, block_mD)
+        saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients)
+        ctx.save_for_backward(*saved)
+        ctx.plan = plan
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """Sweep once more over all columns, and add the gradients of the task."""
+        with torch.no_grad():
+            d_inputs = _differentiate(ctx.plan, cotangent, *ctx.saved_tensors)
+        if torch.is_grad_enabled():  # `create_graph=True`
+            d_inputs = refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE)
+        return (*d_inputs, None, None)
+
+
+def _differentiated(
+    task: Task, inputs: Sequence[Tensor], needs: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return this rank's part of the loss, and its gradients of what needs one."""
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+    with torch.set_grad_enabled(any(needs)):
+        part = task.loss(*leaves)
+    wanted = [x for x in leaves if x.requires_grad]
+    found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if wanted else ())
+    gradients = [next(found) if need else None for need in needs]
+    return part.detach(), [
+        torch.zeros_like(x) if need and gradient is None else gradient
+        for x, need, gradient in zip(inputs, needs, gradients, strict=True)
+    ]
+
+
+def _shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
+    """Return `lse - log(cotangent)`, infinite where there is no gradient at all."""
+    if cotangent is None:
+        return lse
+    return (lse - cotangent.log()).masked_fill_(cotangent == 0, torch.inf)
+
+
+def _differentiate(
+    plan: Plan,
+    cotangent: Tensor,
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    loss: Tensor,
+    unit: Tensor,
+    kept: Tensor,
+    row_lse_b: Tensor,
+    column_lse: Tensor,
+    block_mD: Tensor | None,
+    d_image_bD: Tensor | None,
+    d_text_nD: Tensor | None,
+    d_scale: Tensor | None,
+) -> list[Tensor | None]:
+    """Return the gradients of images, texts, scale and bias."""
+    unit = unit * cotangent.to(unit.dtype)
+    with torch.autocast(image_bD.device.type, enabled=False):
+        swept = negatives_gradients(
+            image_bD, text_nD, scale, row_lse_b, column_lse, kept, block_mD, plan
+        )
+        if d_scale is not None:
+            # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+            side = 0 if swept[0] is not None else 1
+            features = (image_bD, text_nD)[side]
+            grad = swept[side]
+            if grad is not None:
+                d_scale = d_scale + row_dots(features, grad, d_scale.dtype).sum()
+            d_scale = plan.exchange.all_reduce(d_scale)
+            d_scale = (d_scale * unit).to(scale.dtype).reshape(scale.shape)
+        unit = unit * plan.exchange.world_size
+        factor = scale.to(unit.dtype).reshape(()) * unit
+        d_features = [
+            None
+            if found is None or task is None
+            else found.mul_(factor).addcmul_(task, unit.to(task.dtype)).to(image_bD.dtype)
+            for found, task in zip(swept, (d_image_bD, d_text_nD), strict=True)
+        ]
+    d_bias = None
+    if bias is not None:
+        d_bias = (0.0 * loss * cotangent).to(bias.dtype).reshape(bias.shape)
+    return [*d_features, d_scale, d_bias]
