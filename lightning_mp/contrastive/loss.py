@@ -118,7 +118,8 @@ class ContrastiveLoss(nn.Module):
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
-    and look for no image: the sum over j of the first term goes over all texts of all ranks.
+    and look for no image: the sum over j of the first term goes over all texts of all ranks. With
+    `negatives` in the call each image has k more, (b, k, D), that no other image sees.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -152,7 +153,7 @@ class ContrastiveLoss(nn.Module):
     Shapes:
         image_features: (b, D), already normalised if they are to be.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
-        ids: (n,), those of the texts. weights: (b,).
+        ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -243,6 +244,7 @@ class ContrastiveLoss(nn.Module):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         positives: Tensor | None = None,
+        negatives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -257,12 +259,14 @@ class ContrastiveLoss(nn.Module):
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.
             positives: Which of this rank's texts belong to each image, integers of shape (b,), or
                 (b, k) padded with -1. Left out, text i belongs to image i.
+            negatives: Features of texts that one image alone sees, (b, k, D).
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        pairs = PairOptions(ids, weights, positives, self.duplicates, self.label_smoothing)
+        rules: Any = {name: getattr(self, name) for name in RULES}
+        pairs = PairOptions(ids, weights, positives, negatives, **rules)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -318,6 +322,11 @@ class ContrastiveLoss(nn.Module):
                 "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
                 "Leave `backend` out: with `ids` torch multiplies the tiles."
             )
+        if pairs.negatives is not None and self.directions == "text_to_image":
+            return (
+                "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
+                "texts that an image is not to find. Leave one of both out."
+            )
         return find_problem(image, text, scale, bias, pairs)
 
     def _loss_by_operator(
@@ -364,17 +373,18 @@ class ContrastiveLoss(nn.Module):
                 report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        inputs = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
+        facts = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
         common: Any = {"directions": self.directions, "options": self._options_with(pairs)}
         if is_one:
-            plan = plan_of_one(*inputs, **common)
+            plan = plan_of_one(*facts, **common)
         else:
-            plan = agree(*inputs, exchange=self.exchange, group=self.process_group, **common)
+            plan = agree(*facts, exchange=self.exchange, group=self.process_group, **common)
         loss: Tensor
         if pairs.is_plain:
             loss = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         else:
-            loss = TargetedInfoNCE.apply(image_bD, text_bD, scale, bias, plan, pairs)
+            inputs = (image_bD, text_bD, scale, bias, pairs.negatives)
+            loss = TargetedInfoNCE.apply(*inputs, plan, pairs)
         return loss
 
     def _world_size(self) -> int:
