@@ -47,7 +47,7 @@ SECONDS = {"op": 5e-6, "kernel": 40e-6, "product": 8e-6, "collective": 30e-6}
 FLOP_A_SECOND = 400e12
 
 # They do no work on the device. What waits for the device would be among these last two.
-_FREE = ("empty", "detach", "alias", "_unsafe_view")
+_FREE = ("empty", "detach", "alias", "_unsafe_view", "promote_types")
 _WAITS = ("_local_scalar_dense", "item", "equal", "is_nonzero")
 
 

@@ -92,7 +92,9 @@ def agree(
     plan = make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
     )
-    return dataclasses.replace(plan, ids_b=pairs.masked_ids, pairs=sum(rows), directions=directions)
+    return dataclasses.replace(
+        plan, ids_b=pairs.masked_ids, pairs=sum(rows), directions=directions, matched=pairs.matched
+    )
 
 
 def plan_of_one(

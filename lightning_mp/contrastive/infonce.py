@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
-from lightning_mp.contrastive.exchange import Exchange, Visit
+from lightning_mp.contrastive.exchange import HEADER, Exchange, Visit
 from lightning_mp.contrastive.tile_backend import Ids, Kept, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
@@ -93,6 +93,11 @@ class Plan:
         return self.directions != "text_to_image", self.directions != "image_to_text"
 
     @property
+    def trains(self) -> bool:
+        """Whether a backward can follow."""
+        return self.image_needs_grad or self.text_needs_grad or self.scale_needs_grad
+
+    @property
     def terms(self) -> int:
         """Cross entropies that the loss is the mean of."""
         return sum(self.wanted) * self.global_pairs
@@ -104,16 +109,18 @@ class Swept(NamedTuple):
     Args:
         loss: In the accumulation dtype of the features.
         row_lse_b: Log-sum-exps of this rank's rows, positives included.
-        column_lse_n: Those of its texts.
+        column_lse: Those of its texts, as `Exchange.publish` returned them.
         weight_b: What the positives' cotangents are, times `-2B`.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
+        block_mD: The texts of all ranks, where they came at once and the backward will need them.
     """
 
     loss: Tensor
     row_lse_b: Tensor
-    column_lse_n: Tensor
+    column_lse: Tensor
     weight_b: Tensor
     kept: Tensor
+    block_mD: Tensor | None = None
 
 
 class InfoNCE(torch.autograd.Function):
@@ -154,7 +161,7 @@ def sweep(
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = memory_for_tiles(image_bD, plan)
-        row_neg_b, column_neg_n = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        row_neg_b, column_neg_n, block_mD = negatives_sweep(image_bD, text_nD, scale, kept, plan)
         pairs = slice(0, len(image_bD))
         pos_b = row_dots(image_bD, text_nD[pairs], state).mul_(scale.to(state).reshape(()))
     column_neg_b = column_neg_n[pairs]
@@ -165,20 +172,22 @@ def sweep(
     if plan.directions != "both":  # what does not count weighs nothing
         unwanted = plan.wanted.index(False)
         softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
-    loss = plan.exchange.all_reduce(softplus_2b.sum() / plan.terms)
-    if bias is not None:
-        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
     row_lse_b = torch.logaddexp(row_neg_b, pos_b)
     # Texts without an image look for none: an infinite sum leaves them a softmax of zero.
-    column_lse_n = torch.full_like(column_neg_n, torch.inf)
+    values = column_neg_n.new_full((HEADER + len(column_neg_n),), torch.inf)
     if plan.wanted[1]:
-        column_lse_n[pairs] = torch.logaddexp(column_neg_b, pos_b)
+        values[HEADER:][pairs] = torch.logaddexp(column_neg_b, pos_b)
+    values[0] = softplus_2b.sum() / plan.terms
+    loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
+    if bias is not None:
+        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
     return Swept(
-        loss.to(accumulation_dtype(image_bD.dtype)),
+        loss.to(accumulation_dtype(image_bD.dtype), copy=True),
         row_lse_b if plan.wanted[0] else torch.full_like(row_lse_b, torch.inf),
-        column_lse_n,
+        column_lse,
         margin_2b.sigmoid().sum(0),
         kept,
+        block_mD,
     )
 
 
@@ -218,7 +227,7 @@ def differentiate(
 def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     """Return memory for what the backward need not work out again; empty if there is none."""
     size, (b, _) = 0, image_bD.shape
-    if plan.image_needs_grad or plan.text_needs_grad or plan.scale_needs_grad:
+    if plan.trains:
         columns = plan.exchange.global_batch_size
         size = plan.tiles.kept_values(b, columns, image_bD.dtype, image_bD.device)
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
@@ -238,13 +247,14 @@ def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
 
 def negatives_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exps of the negatives of this rank's rows and columns."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the log-sum-exps of the negatives of this rank's rows and columns, and `block_mD`."""
     row_neg_b = torch.full(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
+    block_mD = None
 
     def sweep_block(visit: Visit) -> None:
         text_mD, *ids_m = visit.columns
@@ -258,7 +268,9 @@ def negatives_sweep(
 
     for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
-    return row_neg_b, column_neg.result()
+        if plan.trains and plan.exchange.holds_all:
+            block_mD = visit.columns[0]
+    return row_neg_b, column_neg.result(), block_mD
 
 
 def negatives_gradients(
@@ -266,8 +278,9 @@ def negatives_gradients(
     text_nD: Tensor,
     scale: Tensor,
     row_lse_b: Tensor,
-    column_lse_n: Tensor,
+    column_lse: Tensor,
     kept_values: Tensor,
+    block_mD: Tensor | None,
     plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return what the negatives add to `2B dL/dS text` and `2B dL/dS.T image`."""
@@ -282,7 +295,7 @@ def negatives_gradients(
         return None, None
 
     def sweep_block(visit: Visit) -> None:
-        text_mD, column_lse_m, *ids_m = visit.columns
+        text_mD, *ids_m, column_lse_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
@@ -292,7 +305,7 @@ def negatives_gradients(
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_nD, column_lse_n, *own_ids]):
+    for visit in plan.exchange.visit([text_nD, *own_ids], column_lse, block_mD):
         sweep_block(visit)
     return d_image_bD, None if d_text is None else d_text.result()
 
@@ -302,7 +315,14 @@ def _gradient_sweep(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
     gradients = negatives_gradients(
-        image_bD, text_nD, scale, swept.row_lse_b, swept.column_lse_n, swept.kept, plan
+        image_bD,
+        text_nD,
+        scale,
+        swept.row_lse_b,
+        swept.column_lse,
+        swept.kept,
+        swept.block_mD,
+        plan,
     )
     for grad_nD, other_nD in zip(gradients, (text_nD, image_bD), strict=True):
         if grad_nD is not None:

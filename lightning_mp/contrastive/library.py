@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.exchange import HEADER
 from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, Swept, differentiate, sweep
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import TorchTiles
@@ -93,7 +94,7 @@ def infonce(
         columns=text_nD.shape[0],
     )
     swept = sweep(image_bD, text_nD, scale, bias, plan)
-    return swept.loss, swept.row_lse_b, swept.column_lse_n, swept.weight_b, swept.kept
+    return swept.loss, swept.row_lse_b, swept.column_lse, swept.weight_b, swept.kept
 
 
 @infonce.register_fake
@@ -113,8 +114,9 @@ def _(
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
     m = text_nD.shape[0]
     row_lse_b, column_lse_n, weight_b = (
-        image_bD.new_empty(size, dtype=state) for size in (b, m, b)
+        image_bD.new_empty(size, dtype=state) for size in (b, HEADER + m, b)
     )
+    column_lse_n = column_lse_n[HEADER:]  # as `Exchange.publish` has them
     dtype = accumulation_dtype(image_bD.dtype)
     tiles = _plan(image_bD, [], backend, tile_dtype, workspace_bytes, autotune).tiles
     size = tiles.kept_values(b, m, image_bD.dtype, image_bD.device) if keeps else 0

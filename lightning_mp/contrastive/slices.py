@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive.exchange import Combine, Visit
+from lightning_mp.contrastive.exchange import HEADER, Combine, Visit
 
 __all__ = ["Slices", "all_gather", "block_bytes", "slice_count"]
 
@@ -88,15 +88,39 @@ class Slices:
         """Rows on all ranks together."""
         return sum(self.batch_sizes)
 
-    def visit(self, shard: Sequence[Tensor]) -> Iterator[Visit]:
+    @property
+    def holds_all(self) -> bool:
+        """Whether one slice is all."""
+        return self.count == 1
+
+    def visit(
+        self,
+        shard: Sequence[Tensor],
+        published: Tensor | None = None,
+        block: Tensor | None = None,
+    ) -> Iterator[Visit]:
         """Yield every slice of all ranks, see `Exchange.visit`."""
+        arrived = [] if block is None else [block]
+        shard = shard[len(arrived) :]
         travelling = self._send(shard, 0)
         for index in range(self.count):
-            columns = [gather.wait() for gather in travelling]
+            columns = [*arrived, *(gather.wait() for gather in travelling)]
             travelling = self._send(shard, index + 1)
+            if published is not None:
+                columns.append(self._published_to(published, index))
             own = self.own_rows(index)
             first = sum(self.sizes(index)[: self.rank])
             yield Visit(columns, first - own.start, own)
+
+    def publish(self, values: Tensor, *, to_visits: bool) -> tuple[Tensor, Tensor]:
+        """Bring the values of all ranks here, `HEADER` and columns, see `Exchange.publish`."""
+        if not to_visits:
+            return self.all_reduce(values[0]), values
+        most = HEADER + max(self.batch_sizes)
+        by_rank = values.new_empty(self.world_size, most)
+        sent = _padded(values, [len(values)], most)
+        all_gather(by_rank.view(-1), sent, group=self.group)
+        return by_rank[:, 0].sum(), by_rank  # in the order of ranks, so the same on all of them
 
     def home(self, combine: Combine) -> "SlicedSum":
         """Return an empty sum about columns, see `Exchange.home`."""
@@ -118,6 +142,15 @@ class Slices:
         """Return this rank's rows of a slice."""
         size = self.batch_sizes[self.rank]
         return slice(index * size // self.count, (index + 1) * size // self.count)
+
+    def _published_to(self, by_rank: Tensor, index: int) -> Tensor:
+        """Return what is published about the columns of a slice."""
+        starts = [HEADER + index * size // self.count for size in self.batch_sizes]
+        sizes = self.sizes(index)
+        if len(set(self.batch_sizes)) == 1:
+            return by_rank[:, starts[0] : starts[0] + sizes[0]].reshape(-1)
+        pieces = zip(by_rank, starts, sizes, strict=True)
+        return torch.cat([values[start : start + size] for values, start, size in pieces])
 
     def _send(self, shard: Sequence[Tensor], index: int) -> list["_Gather"]:
         if index == self.count:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive.exchange import HEADER
 from lightning_mp.contrastive.infonce import (
     NO_SECOND_DERIVATIVE,
     Plan,
@@ -57,7 +58,7 @@ class TargetedInfoNCE(torch.autograd.Function):
         state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
         with torch.autocast(image_bD.device.type, enabled=False):
             kept = memory_for_tiles(image_bD, plan)
-            lses = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+            *lses, block_mD = negatives_sweep(image_bD, text_nD, scale, kept, plan)
             task = make_task(options, image_bD, text_nD, plan)
             inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
             needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
@@ -65,13 +66,17 @@ class TargetedInfoNCE(torch.autograd.Function):
             if negatives_bkD is not None:
                 inputs, needs = [*inputs, negatives_bkD], [*needs, ctx.needs_input_grad[4]]
             part, gradients = _differentiated(task, inputs, needs)
-            shifted = [_shifted(*pair) for pair in zip(lses, gradients[3:5], strict=True)]
+            row_lse_b = _shifted(lses[0], gradients[3])
+            values = lses[1].new_zeros(HEADER + len(lses[1]))
+            values[HEADER:] = _shifted(lses[1], gradients[4])
         unit = task.shares.unit
-        loss = plan.exchange.all_reduce(part * unit)
+        values[0] = part * unit
+        loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
         if bias is not None:
             loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
-        loss = loss.to(dtype)
-        saved = (image_bD, text_nD, scale, bias, loss, unit, kept, *shifted, *gradients[:3])
+        loss = loss.to(dtype, copy=True)
+        swept = (kept, row_lse_b, column_lse, block_mD)
+        saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients[:3])
         ctx.save_for_backward(*saved, gradients[5] if negatives_bkD is not None else None)
         ctx.plan = plan
         return loss
@@ -122,7 +127,8 @@ def _differentiate(
     unit: Tensor,
     kept: Tensor,
     row_lse_b: Tensor,
-    column_lse_n: Tensor,
+    column_lse: Tensor,
+    block_mD: Tensor | None,
     d_image_bD: Tensor | None,
     d_text_nD: Tensor | None,
     d_scale: Tensor | None,
@@ -131,7 +137,9 @@ def _differentiate(
     """Return the gradients of images, texts, scale, bias and negatives."""
     unit = unit * cotangent.to(unit.dtype)
     with torch.autocast(image_bD.device.type, enabled=False):
-        swept = negatives_gradients(image_bD, text_nD, scale, row_lse_b, column_lse_n, kept, plan)
+        swept = negatives_gradients(
+            image_bD, text_nD, scale, row_lse_b, column_lse, kept, block_mD, plan
+        )
         if d_scale is not None:
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             side = 0 if swept[0] is not None else 1
