@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, plan_of_one, report_unusable
+from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -275,7 +275,7 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._options, "exchange": self.exchange, "directions": self.directions}
+        options = {**self._options, "exchange": self.exchange}
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
@@ -308,24 +308,19 @@ class ContrastiveLoss(nn.Module):
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
         """Return the options of the tiles: those of Triton know no ids."""
-        return self._options if pairs.masked_ids is None else {**self._options, "backend": "torch"}
+        return {**self._options, "backend": "torch"} if pairs.has_mask else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        return pairs.is_plain and self._is_softmax and self._world_size() == 1
+        return pairs.is_plain and self._is_softmax and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if pairs.masked_ids is not None and self.backend == "triton":
+        if pairs.has_mask and self.backend == "triton":
             return (
                 "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
                 "Leave `backend` out: with `ids` torch multiplies the tiles."
-            )
-        if pairs.negatives is not None and self.directions == "text_to_image":
-            return (
-                "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
-                "texts that an image is not to find. Leave one of both out."
             )
         return find_problem(image, text, scale, bias, pairs)
 
@@ -361,7 +356,7 @@ class ContrastiveLoss(nn.Module):
         pairs: PairOptions,
     ) -> Tensor:
         """Return the loss of one process or of all ranks, who first agree on what they have."""
-        is_one = self._world_size() == 1
+        is_one = group_size(self.process_group) == 1
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
@@ -374,11 +369,12 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
         facts = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
-        common: Any = {"directions": self.directions, "options": self._options_with(pairs)}
+        options = self._options_with(pairs)
         if is_one:
-            plan = plan_of_one(*facts, **common)
+            plan = plan_of_one(*facts, options=options)
         else:
-            plan = agree(*facts, exchange=self.exchange, group=self.process_group, **common)
+            group = self.process_group
+            plan = agree(*facts, exchange=self.exchange, options=options, group=group)
         loss: Tensor
         if pairs.is_plain:
             loss = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
@@ -386,14 +382,3 @@ class ContrastiveLoss(nn.Module):
             inputs = (image_bD, text_bD, scale, bias, pairs.negatives)
             loss = TargetedInfoNCE.apply(*inputs, plan, pairs)
         return loss
-
-    def _world_size(self) -> int:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        size = dist.get_world_size(self.process_group)
-        if size < 1:
-            raise ValueError(
-                "This rank is not a member of the `process_group` passed to `ContrastiveLoss`. "
-                "Pass the group that this rank belongs to."
-            )
-        return size

@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple, TypedDict, get_args
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.pairing import Pairing, pair_up
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["RULES", "Duplicates", "PairArguments", "PairOptions", "check_pair_rules"]
 
 Duplicates = Literal["mask", "multi_positive"]
-RULES = ("duplicates", "label_smoothing")
+RULES = ("directions", "duplicates", "label_smoothing")
 """The arguments of the constructor."""
 
 
@@ -37,7 +38,8 @@ class PairOptions(NamedTuple):
         weights: (b,).
         positives: (b,) or (b, k) integers.
         negatives: (b, k, D).
-        duplicates: See `ContrastiveLoss`, as what follows.
+        directions: See `ContrastiveLoss`, as what follows.
+        duplicates: What equal ids mean.
         label_smoothing: 0 to 1.
         pairing: What the positives come to, once they have been read.
     """
@@ -46,14 +48,20 @@ class PairOptions(NamedTuple):
     weights: Tensor | None = None
     positives: Tensor | None = None
     negatives: Tensor | None = None
+    directions: Directions = "both"
     duplicates: Duplicates = "mask"
     label_smoothing: float = 0.0
     pairing: Pairing | None = None
 
     @property
+    def has_mask(self) -> bool:
+        """Whether the tiles leave pairs of equal ids out."""
+        return self.ids is not None and self.duplicates == "mask"
+
+    @property
     def masked_ids(self) -> Tensor | None:
         """The ids whose equal pairs the tiles leave out."""
-        return self.ids if self.duplicates == "mask" else None
+        return self.ids.long() if self.ids is not None and self.duplicates == "mask" else None
 
     @property
     def matched(self) -> int | None:
@@ -110,7 +118,7 @@ class PairOptions(NamedTuple):
             _ids_problem(self, text)
             or (None if self.weights is None else _weights_problem(self.weights, image))
             or (None if self.positives is None else _positives_problem(self, image, text))
-            or (None if self.negatives is None else _negatives_problem(self.negatives, image))
+            or (None if self.negatives is None else _negatives_problem(self, image))
         )  # fmt: skip
 
 
@@ -205,7 +213,13 @@ def _positives_problem(options: PairOptions, image: Tensor, text: Tensor) -> str
     return None
 
 
-def _negatives_problem(negatives: Tensor, image: Tensor) -> str | None:
+def _negatives_problem(options: PairOptions, image: Tensor) -> str | None:
+    negatives = options.negatives
+    if options.directions == "text_to_image":
+        return (
+            "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
+            "texts that an image is not to find. Leave one of both out."
+        )
     if not isinstance(negatives, Tensor):
         return (
             f"Passed `negatives` of type {type(negatives).__name__}. It must be a tensor of shape "

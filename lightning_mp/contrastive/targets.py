@@ -136,7 +136,7 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
     everything = Everything(b, n, plan.exchange)
     field: Match = everything
     if options.masked_ids is not None:
-        groups = Groups(options.masked_ids.long(), b, plan.exchange)
+        groups = Groups(options.masked_ids, b, plan.exchange)
         field = Unmasked(everything, groups, Own(b, n))
     matched = b if plan.matched is None else plan.matched
     shares = _shares(weight_b, weight_n, plan)
