@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, plan_of_one, report_unusable
+from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -123,7 +123,8 @@ class ContrastiveLoss(OfProcessGroup):
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
-    and look for no image: the sum over j of the first term goes over all texts of all ranks.
+    and look for no image: the sum over j of the first term goes over all texts of all ranks. With
+    `negatives` in the call each image has k more, (b, k, D), that no other image sees.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -157,7 +158,7 @@ class ContrastiveLoss(OfProcessGroup):
     Shapes:
         image_features: (b, D), already normalised if they are to be.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
-        ids: (n,), those of the texts. weights: (b,).
+        ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -265,6 +266,7 @@ class ContrastiveLoss(OfProcessGroup):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         positives: Tensor | None = None,
+        negatives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -280,13 +282,14 @@ class ContrastiveLoss(OfProcessGroup):
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.
             positives: Which of this rank's texts belong to each image, integers of shape (b,), or
                 (b, k) padded with -1. Left out, text i belongs to image i.
+            negatives: Features of texts that one image alone sees, (b, k, D).
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
-        pairs = PairOptions(ids, weights, positives, **rules, statistics=statistics)
+        pairs = PairOptions(ids, weights, positives, negatives, **rules, statistics=statistics)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -296,7 +299,7 @@ class ContrastiveLoss(OfProcessGroup):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._options, "exchange": self.exchange, "directions": self.directions}
+        options = {**self._options, "exchange": self.exchange}
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
@@ -311,16 +314,16 @@ class ContrastiveLoss(OfProcessGroup):
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
         """Return the options of the tiles: those of Triton know no ids."""
-        return self._options if pairs.masked_ids is None else {**self._options, "backend": "torch"}
+        return {**self._options, "backend": "torch"} if pairs.has_mask else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        return pairs.is_plain and self._is_softmax and self._world_size() == 1
+        return pairs.is_plain and self._is_softmax and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if pairs.masked_ids is not None and self.backend == "triton":
+        if pairs.has_mask and self.backend == "triton":
             return (
                 "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
                 "Leave `backend` out: with `ids` torch multiplies the tiles."
@@ -359,7 +362,7 @@ class ContrastiveLoss(OfProcessGroup):
         pairs: PairOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of one process or of all ranks, who first agree on what they have."""
-        is_one = self._world_size() == 1
+        is_one = group_size(self.process_group) == 1
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
@@ -371,25 +374,16 @@ class ContrastiveLoss(OfProcessGroup):
                 report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        inputs = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
-        common: Any = {"directions": self.directions, "options": self._options_with(pairs)}
+        facts = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
+        options = self._options_with(pairs)
         if is_one:
-            plan = plan_of_one(*inputs, **common)
+            plan = plan_of_one(*facts, options=options)
         else:
-            plan = agree(*inputs, exchange=self.exchange, group=self.process_group, **common)
+            group = self.process_group
+            plan = agree(*facts, exchange=self.exchange, options=options, group=group)
         if pairs.is_plain:
             loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         else:
-            loss, found = TargetedInfoNCE.apply(image_bD, text_bD, scale, bias, plan, pairs)
+            inputs = (image_bD, text_bD, scale, bias, pairs.negatives)
+            loss, found = TargetedInfoNCE.apply(*inputs, plan, pairs)
         return loss, found
-
-    def _world_size(self) -> int:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        size = dist.get_world_size(self.process_group)
-        if size < 1:
-            raise ValueError(
-                "This rank is not a member of the `process_group` passed to `ContrastiveLoss`. "
-                "Pass the group that this rank belongs to."
-            )
-        return size

@@ -124,7 +124,7 @@ def _sweep(
             # Triton's maxima pass over a NaN, and the loss does not.
             sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
             statistics_5 = measure(
-                image_bD, text_nD[: len(image_bD)], scale, bias, pos_b - bias,
+                image_bD, text_nD, scale, bias, pos_b - bias,
                 torch.stack([sound_b, sound_b]), maxima, plan.exchange, plan.tiles,
             )  # fmt: skip
         return _Swept(sums, d_image_bD, d_text_nD, statistics_5)

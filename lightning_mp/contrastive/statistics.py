@@ -5,6 +5,7 @@ Shapes:
     m: columns that are visiting. W: ranks.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from lightning_mp.contrastive.exchange import Exchange, Home
 from lightning_mp.contrastive.tile_backend import Maxima, TileBackend
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
-__all__ = ["LossStatistics", "MaximaSweep", "measure"]
+__all__ = ["LossStatistics", "MaximaSweep", "measure", "softmax_probabilities"]
 
 
 class LossStatistics(NamedTuple):
@@ -33,8 +34,8 @@ class LossStatistics(NamedTuple):
 
     So a collapsed model, whose features are all equal, has an accuracy of 0. A NaN is no hit. Pairs
     that the loss leaves out (equal `ids`) are no rivals; texts without an image are rivals, and
-    look for none. With `weights` all means are weighted, and with several positives of one row or
-    column the loss refuses to say.
+    look for none. With `weights` all means are weighted. With several positives of one row or
+    column, or with `negatives` of a row, the loss refuses to say.
 
     Args:
         image_to_text_top1: Share of the images whose text has the largest logit of all texts.
@@ -84,9 +85,14 @@ class MaximaSweep:
         return Maxima(self._rows_b, self._columns.result())
 
 
+def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Tensor:
+    """Return the probabilities of positives among negatives of given log-sum-exps, (2, q)."""
+    return torch.stack([(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses])
+
+
 def measure(
-    image_qD: Tensor,
-    text_qD: Tensor,
+    image_bD: Tensor,
+    text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     pos_q: Tensor,
@@ -99,8 +105,8 @@ def measure(
     """Return the values of `LossStatistics`, (5,), by one collective.
 
     Args:
-        image_qD: Images of the pairs, the first ones of this rank.
-        text_qD: Their texts, the first ones.
+        image_bD: Images, of which the first q have a text of their own.
+        text_nD: Texts, of which the first q are those.
         scale: The logit scale, one value.
         bias: The logit bias, or `None`.
         pos_q: Logits of the positives, without the bias.
@@ -110,12 +116,12 @@ def measure(
         tiles: What multiplied the negatives.
         weight_q: What each pair counts; `None` is alike.
     """
-    q, state, dtype = len(pos_q), pos_q.dtype, accumulation_dtype(image_qD.dtype)
+    q, state, dtype = len(pos_q), pos_q.dtype, accumulation_dtype(image_bD.dtype)
     scale = scale.to(state).reshape(())
     shift = pos_q.new_zeros(()) if bias is None else bias.to(state).reshape(())
     weight_q = torch.ones_like(pos_q) if weight_q is None else weight_q.to(state)
-    norms_q = [torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (image_qD, text_qD)]
-    relative, absolute = tiles.rounding(image_qD.shape[1], image_qD.dtype)
+    norms_q = [torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (image_bD[:q], text_nD[:q])]
+    relative, absolute = tiles.rounding(image_bD.shape[1], image_bD.dtype)
     size_q = scale.abs() * norms_q[0] * norms_q[1] + shift.abs()
     rivals_2q = torch.stack([maxima.rows_b[:q], maxima.columns_m[:q]])
     hits_2q = (pos_q - 2 * (relative * size_q + absolute) > rivals_2q) & ~probability_2q.isnan()

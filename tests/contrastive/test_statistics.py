@@ -145,9 +145,11 @@ def test_weights_weigh_statistics_and_order_does_not_matter() -> None:
             assert getattr(found, f"{name}_{kind}").item() == pytest.approx(right.item(), rel=1e-5)
 
 
-def test_statistics_of_several_positives_are_refused() -> None:
+def test_statistics_of_what_are_no_pairs_are_refused() -> None:
     image, text, scale = data(4, 4, 8, 3, torch.float32)
-    with pytest.raises(ValueError, match=r"Which of them is to be found first"):
+    with pytest.raises(ValueError, match="or `negatives` of an image alone"):
+        ContrastiveLoss()(image, text, scale, negatives=image[:, None].detach(), statistics=True)
+    with pytest.raises(ValueError, match="of one pair each"):
         ContrastiveLoss(duplicates="multi_positive")(
             image, text, scale, ids=torch.arange(4), statistics=True
         )

@@ -191,46 +191,84 @@ def lse_redo_kernel(
             tl.store(column_maxima + column_at, peak, mask=column < num_columns)
 
 
-@triton.jit(do_not_specialize=["length", "parts", "part_step", "tile_step"])
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def merge_kernel(
-    sums,
+    row_sums,
+    column_sums,
     is_redone,
     reference,
-    lse,
-    part_maxima,
-    maxima,
-    length,
-    parts,
-    part_step,
-    tile_step,
-    TILE: tl.constexpr,
+    redo_count,
+    row_lse,
+    column_lse,
+    row_part_maxima,
+    column_part_maxima,
+    row_maxima,
+    column_maxima,
+    num_rows,
+    num_columns,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):
-    """Add the tiles' sums to the log-sum-exps: `lse <- ln(e^lse + 2^t sum_p sums_p + ...)`.
+    """Add the tiles' sums to the log-sum-exps of rows and columns; leave the list empty.
+
+    Args:
+        row_sums: As `lse_kernel` and `lse_redo_kernel` have left them; so are all up to
+            `redo_count`, which gets a zero.
+        row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
+        row_part_maxima: As `lse_kernel` and `lse_redo_kernel` have left them; so is the next.
+        row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
+            Not touched without `MAXIMA`, none of the four.
+    """
+    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
+    row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
+    if program == 0:
+        tl.store(redo_count, 0)
+    if program < row_programs:
+        first = program * BLOCK
+        flags = is_redone + first // TILE_M * column_tiles
+        _merge(
+            row_sums, flags, reference, row_lse, row_part_maxima, row_maxima, first, num_rows,
+            column_tiles, 1, BLOCK, PARTS, MAXIMA,
+        )  # fmt: skip
+    else:
+        first = (program - row_programs) * BLOCK
+        flags = is_redone + first // TILE_N
+        _merge(
+            column_sums, flags, reference, column_lse, column_part_maxima, column_maxima, first,
+            num_columns, row_tiles, column_tiles, BLOCK, PARTS, MAXIMA,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns of one tile.
 
     Tiles that were redone come in as `2^value`. All in float64 and in a fixed order.
 
     Args:
         sums: (parts, length) in fp32.
-        is_redone: The flags of the tiles; that of part `p` and output `i` is at
-            `p * part_step + i // TILE * tile_step`.
+        flags: That of part `p` is at `p * part_step`.
         reference: `t`, one fp32 value.
         lse: (length,) natural logarithms in float64, added to in place.
         part_maxima: (parts, length), as `sums`; maxima: (length,) in float64, raised in place to
             the largest logits. Not touched without `MAXIMA`.
+        start: The first of them.
     """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     here = index < length
-    own_flag = is_redone + tl.program_id(0) * BLOCK // TILE * tile_step
     total = tl.zeros((BLOCK,), tl.float64)
     peak = tl.full((BLOCK,), float("-inf"), tl.float64)
     rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
     largest = tl.full((BLOCK,), float("-inf"), tl.float64)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
-        redone = tl.load(own_flag + part * part_step, mask=part < parts, other=0) != 0
+        redone = tl.load(flags + part * part_step, mask=part < parts, other=0) != 0
         mask = (part < parts)[:, None] & here[None, :]
         at = part.to(tl.int64)[:, None] * length + index[None, :]
         value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
@@ -279,6 +317,7 @@ def add_lse(
     column_lse_m: Tensor,
     diagonal: int | None,
     config: TileConfig,
+    redo_count: Tensor | None = None,
     *,
     split_scale: bool,
     maxima: Maxima | None = None,
@@ -294,6 +333,7 @@ def add_lse(
         column_lse_m: Those of the columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
+        redo_count: One int32 of zero, and zero again afterwards; `None` for a new one.
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
 
@@ -317,7 +357,8 @@ def add_lse(
     part_maxima: tuple[Tensor | None, ...] = (None, None)
     if maxima is not None:
         part_maxima = torch.empty_like(row_sums), torch.empty_like(column_sums)
-    redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
+    if redo_count is None:
+        redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
     redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
@@ -332,12 +373,8 @@ def add_lse(
         *sizes, MAXIMA=maxima is not None, **config.shape, **config.options,
     )  # fmt: skip
     totals: tuple[Tensor | None, ...] = (None, None) if maxima is None else maxima
-    for sums, lse, parts, total, part_step, tile_step, tile in (
-        (row_sums, row_lse_n, part_maxima[0], totals[0], 1, column_tiles, tile_m),
-        (column_sums, column_lse_m, part_maxima[1], totals[1], column_tiles, 1, tile_n),
-    ):
-        merge_kernel[(triton.cdiv(lse.shape[0], _MERGE_BLOCK),)](
-            sums, is_redone, reference, lse, parts, total, lse.shape[0], sums.shape[0], part_step,
-            tile_step, TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS,
-            MAXIMA=maxima is not None, enable_fp_fusion=True,
-        )  # fmt: skip
+    merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
+        row_sums, column_sums, is_redone, reference, redo_count, row_lse_n, column_lse_m,
+        *part_maxima, *totals, n, m, TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK,
+        PARTS=_MERGE_PARTS, MAXIMA=maxima is not None, enable_fp_fusion=True,
+    )  # fmt: skip
