@@ -30,7 +30,7 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable"]
+__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable", "trained"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 
@@ -76,7 +76,7 @@ def agree(
         return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
 
     budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
-    needs = _trained(image_bD, text_bD, scale, bias)
+    needs = trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     pairs = PairOptions() if pairs is None else pairs
     given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
@@ -103,7 +103,7 @@ def plan_of_one(
 ) -> Plan:
     """Return the plan of a process that is alone; arguments are those of `agree`."""
     tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
-    needs = _trained(image_bD, text_bD, scale, bias)
+    needs = trained(image_bD, text_bD, scale, bias)
     return Plan(Ring([len(text_bD)]), tiles, *needs, pairs=len(image_bD), **_of_pairs(pairs))
 
 
@@ -117,7 +117,7 @@ def _of_pairs(pairs: PairOptions) -> dict[str, Any]:
     }
 
 
-def _trained(
+def trained(
     image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[bool, bool, bool]:
     """Return whether this rank needs gradients for images, texts, and scale or bias."""

@@ -19,11 +19,12 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.exchange import HEADER
 from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, Swept, differentiate, sweep
+from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
-__all__ = ["infonce", "infonce_backward"]
+__all__ = ["infonce", "infonce_backward", "loss_of_one"]
 
 
 def _plan(
@@ -53,6 +54,25 @@ def _plan(
         ids_b=ids_b, pairs=pairs, statistics=statistics,
         directions=directions,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def loss_of_one(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    pairs: PairOptions,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return loss and statistics of one process, by the operator."""
+    keeps = torch.is_grad_enabled() and (
+        image_bD.requires_grad or text_nD.requires_grad or scale.requires_grad
+    )
+    loss, *_, found = infonce(
+        image_bD, text_nD, scale, bias, **options, keeps=keeps, ids=pairs.masked_ids,
+        directions=pairs.directions, statistics=pairs.statistics,
+    )  # fmt: skip
+    return loss, found
 
 
 @torch.library.custom_op("lightning_mp::infonce", mutates_args=())

@@ -24,7 +24,7 @@ from lightning_mp.contrastive.backends import (
 from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
-from lightning_mp.contrastive.library import infonce
+from lightning_mp.contrastive.library import loss_of_one
 from lightning_mp.contrastive.of_process_group import OfProcessGroup
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.contrastive.pair_options import (
@@ -178,6 +178,7 @@ class ContrastiveLoss(OfProcessGroup):
     """
 
     _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
+    _operate = staticmethod(loss_of_one)
     _is_softmax = True
 
     def __init__(
@@ -318,7 +319,7 @@ class ContrastiveLoss(OfProcessGroup):
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        return pairs.is_plain and self._is_softmax and group_size(self.process_group) == 1
+        return pairs.is_plain and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
@@ -343,14 +344,8 @@ class ContrastiveLoss(OfProcessGroup):
         if problem is not None:
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        keeps = torch.is_grad_enabled() and (
-            image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
-        )
-        loss, *_, found = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps, ids=pairs.ids,
-            directions=self.directions, statistics=pairs.statistics,
-        )  # fmt: skip
-        return loss, found
+        options = self._options_with(pairs)
+        return self._operate(image_bD, text_bD, scale, bias, pairs, options)
 
     @torch.compiler.disable
     def _loss_by_plan(
