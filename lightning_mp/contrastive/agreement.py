@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a loss: one collective of twelve numbers a rank.
+"""What the ranks of a group tell each other before a loss: one collective of eleven numbers a rank.
 
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive.backends import Directions, ExchangeName, make_tiles
+from lightning_mp.contrastive.backends import ExchangeName, make_tiles
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.pair_options import RULES, PairOptions
 from lightning_mp.contrastive.ring import Ring
@@ -30,13 +30,12 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "make_plan", "plan_of_one", "report_unusable"]
+__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
-_DIRECTIONS: tuple[str, ...] = get_args(Directions)
 
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
-_FACTS = 12
+_FACTS = 11
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
@@ -53,7 +52,6 @@ def agree(
     pairs: PairOptions | None = None,
     *,
     exchange: ExchangeName,
-    directions: Directions = "both",
     options: Mapping[str, Any],
     group: dist.ProcessGroup | None,
 ) -> Plan:
@@ -66,7 +64,6 @@ def agree(
         bias: The logit bias, if its gradient takes work.
         pairs: What the call says of its pairs.
         exchange: How columns travel.
-        directions: Which cross entropies count.
         options: The keyword arguments of `make_tiles`.
         group: Whose ranks share the batch; `None` is the default group.
 
@@ -83,16 +80,15 @@ def agree(
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     pairs = PairOptions() if pairs is None else pairs
     given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
-    way = _DIRECTIONS.index(directions)
-    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_bD), way]
-    facts += [*needs, pairs.rules_checksum]
+    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_bD)]
+    facts += [pairs.rules_checksum, *needs]
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
-    rows, _, _, _, budgets, _, sizes, _, *by_need, _ = zip(*by_rank, strict=True)
+    rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
     plan = make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
     )
-    return dataclasses.replace(plan, ids_b=pairs.masked_ids, pairs=sum(rows), directions=directions)
+    return dataclasses.replace(plan, pairs=sum(rows), **_of_pairs(pairs))
 
 
 def plan_of_one(
@@ -102,15 +98,21 @@ def plan_of_one(
     bias: Tensor | None,
     pairs: PairOptions,
     *,
-    directions: Directions,
     options: Mapping[str, Any],
 ) -> Plan:
     """Return the plan of a process that is alone; arguments are those of `agree`."""
     tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
-    return Plan(
-        Ring([len(text_bD)]), tiles, *_trained(image_bD, text_bD, scale, bias),
-        ids_b=pairs.masked_ids, pairs=len(image_bD), directions=directions, matched=pairs.matched,
-    )  # fmt: skip
+    needs = _trained(image_bD, text_bD, scale, bias)
+    return Plan(Ring([len(text_bD)]), tiles, *needs, pairs=len(image_bD), **_of_pairs(pairs))
+
+
+def _of_pairs(pairs: PairOptions) -> dict[str, Any]:
+    """Return what a plan holds of the pairs."""
+    return {
+        "ids_b": pairs.masked_ids,
+        "directions": pairs.directions,
+        "matched": pairs.matched,
+    }
 
 
 def _trained(
@@ -159,6 +161,23 @@ def make_plan(
     return Plan(Slices(sizes, rank, group, count), tiles_of(left), *needs_grad)
 
 
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return how many ranks share the batch; 1 without `torch.distributed`.
+
+    Raises:
+        ValueError: This rank is not a member.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError(
+            "This rank is not a member of the `process_group` passed to `ContrastiveLoss`. "
+            "Pass the group that this rank belongs to."
+        )
+    return size
+
+
 def report_unusable(image_features: object, group: dist.ProcessGroup | None) -> None:
     """Stop the other ranks as well, from a rank whose arguments cannot be used."""
     if isinstance(image_features, Tensor):
@@ -192,18 +211,17 @@ def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
                 f"Passed `{name}` on ranks {having} of {world_size} only. All ranks must pass it, "
                 f"or none. Pass `{name}` on every rank."
             )
-    if len({facts[11] for facts in by_rank}) > 1:
+    if len({facts[7] for facts in by_rank}) > 1:
         raise ValueError(
             f"Passed `ContrastiveLoss(...)` whose {' or '.join(RULES)} differs between ranks. All "
             "ranks must have the same. Configure every rank alike."
         )
-    for name, known, index in (("exchange", _NAMES, 3), ("directions", _DIRECTIONS, 7)):
-        values = [known[facts[index]] for facts in by_rank]
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"Passed `ContrastiveLoss({name}=...)` of {values} on ranks 0 to "
-                f"{world_size - 1}. All ranks must have the same. Configure every rank alike."
-            )
+    exchanges = [_NAMES[facts[3]] for facts in by_rank]
+    if len(set(exchanges)) > 1:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(exchange=...)` of {exchanges} on ranks 0 to "
+            f"{world_size - 1}. All ranks must have the same. Configure every rank alike."
+        )
 
 
 def _gather(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, plan_of_one, report_unusable
+from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -118,7 +118,8 @@ class ContrastiveLoss(nn.Module):
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
-    and look for no image: the sum over j of the first term goes over all texts of all ranks.
+    and look for no image: the sum over j of the first term goes over all texts of all ranks. With
+    `negatives` in the call each image has k more, (b, k, D), that no other image sees.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -152,7 +153,7 @@ class ContrastiveLoss(nn.Module):
     Shapes:
         image_features: (b, D), already normalised if they are to be.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
-        ids: (n,), those of the texts. weights: (b,).
+        ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -243,6 +244,7 @@ class ContrastiveLoss(nn.Module):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         positives: Tensor | None = None,
+        negatives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -257,12 +259,14 @@ class ContrastiveLoss(nn.Module):
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.
             positives: Which of this rank's texts belong to each image, integers of shape (b,), or
                 (b, k) padded with -1. Left out, text i belongs to image i.
+            negatives: Features of texts that one image alone sees, (b, k, D).
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
-        pairs = PairOptions(ids, weights, positives, self.duplicates, self.label_smoothing)
+        rules: Any = {name: getattr(self, name) for name in RULES}
+        pairs = PairOptions(ids, weights, positives, negatives, **rules)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -271,7 +275,7 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._options, "exchange": self.exchange, "directions": self.directions}
+        options = {**self._options, "exchange": self.exchange}
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
@@ -304,16 +308,16 @@ class ContrastiveLoss(nn.Module):
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
         """Return the options of the tiles: those of Triton know no ids."""
-        return self._options if pairs.masked_ids is None else {**self._options, "backend": "torch"}
+        return {**self._options, "backend": "torch"} if pairs.has_mask else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        return pairs.is_plain and self._is_softmax and self._world_size() == 1
+        return pairs.is_plain and self._is_softmax and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if pairs.masked_ids is not None and self.backend == "triton":
+        if pairs.has_mask and self.backend == "triton":
             return (
                 "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
                 "Leave `backend` out: with `ids` torch multiplies the tiles."
@@ -352,7 +356,7 @@ class ContrastiveLoss(nn.Module):
         pairs: PairOptions,
     ) -> Tensor:
         """Return the loss of one process or of all ranks, who first agree on what they have."""
-        is_one = self._world_size() == 1
+        is_one = group_size(self.process_group) == 1
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is None and self.backend == "triton":
             problem = triton_problem(image_bD.device, image_bD.dtype)
@@ -364,26 +368,17 @@ class ContrastiveLoss(nn.Module):
                 report_unusable(image_bD, self.process_group)
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        inputs = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
-        common: Any = {"directions": self.directions, "options": self._options_with(pairs)}
+        facts = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
+        options = self._options_with(pairs)
         if is_one:
-            plan = plan_of_one(*inputs, **common)
+            plan = plan_of_one(*facts, options=options)
         else:
-            plan = agree(*inputs, exchange=self.exchange, group=self.process_group, **common)
+            group = self.process_group
+            plan = agree(*facts, exchange=self.exchange, options=options, group=group)
         loss: Tensor
         if pairs.is_plain:
             loss = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
         else:
-            loss = TargetedInfoNCE.apply(image_bD, text_bD, scale, bias, plan, pairs)
+            inputs = (image_bD, text_bD, scale, bias, pairs.negatives)
+            loss = TargetedInfoNCE.apply(*inputs, plan, pairs)
         return loss
-
-    def _world_size(self) -> int:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        size = dist.get_world_size(self.process_group)
-        if size < 1:
-            raise ValueError(
-                "This rank is not a member of the `process_group` passed to `ContrastiveLoss`. "
-                "Pass the group that this rank belongs to."
-            )
-        return size

@@ -10,12 +10,14 @@ from typing import Literal, NamedTuple, TypedDict, get_args
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.pairing import Pairing, pair_up
+from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["RULES", "Duplicates", "PairArguments", "PairOptions", "check_pair_rules"]
 
 Duplicates = Literal["mask", "multi_positive"]
-RULES = ("duplicates", "label_smoothing")
+RULES = ("directions", "duplicates", "label_smoothing")
 """The arguments of the constructor."""
 
 
@@ -25,6 +27,7 @@ class PairArguments(TypedDict, total=False):
     ids: Tensor | None
     weights: Tensor | None
     positives: Tensor | None
+    negatives: Tensor | None
 
 
 class PairOptions(NamedTuple):
@@ -34,7 +37,9 @@ class PairOptions(NamedTuple):
         ids: (n,) integers; what equal ones mean is `duplicates`.
         weights: (b,).
         positives: (b,) or (b, k) integers.
-        duplicates: See `ContrastiveLoss`, as what follows.
+        negatives: (b, k, D).
+        directions: See `ContrastiveLoss`, as what follows.
+        duplicates: What equal ids mean.
         label_smoothing: 0 to 1.
         pairing: What the positives come to, once they have been read.
     """
@@ -42,14 +47,21 @@ class PairOptions(NamedTuple):
     ids: Tensor | None = None
     weights: Tensor | None = None
     positives: Tensor | None = None
+    negatives: Tensor | None = None
+    directions: Directions = "both"
     duplicates: Duplicates = "mask"
     label_smoothing: float = 0.0
     pairing: Pairing | None = None
 
     @property
+    def has_mask(self) -> bool:
+        """Whether the tiles leave pairs of equal ids out."""
+        return self.ids is not None and self.duplicates == "mask"
+
+    @property
     def masked_ids(self) -> Tensor | None:
         """The ids whose equal pairs the tiles leave out."""
-        return self.ids if self.duplicates == "mask" else None
+        return self.ids.long() if self.ids is not None and self.duplicates == "mask" else None
 
     @property
     def matched(self) -> int | None:
@@ -59,8 +71,8 @@ class PairOptions(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the sweeps alone make the loss: one positive a row, all rows alike."""
-        has_one_each = self.positives is None and self.duplicates == "mask"
-        return has_one_each and self.weights is None and not self.label_smoothing
+        is_given = any(x is not None for x in (self.weights, self.positives, self.negatives))
+        return not is_given and self.duplicates == "mask" and not self.label_smoothing
 
     def given(self) -> dict[str, bool]:
         """Return which arguments there are; all ranks have the same."""
@@ -68,26 +80,27 @@ class PairOptions(NamedTuple):
             "ids": self.ids is not None,
             "weights": self.weights is not None,
             "positives": self.positives is not None,
+            "negatives": self.negatives is not None,
         }
+
+    @property
+    def rules_checksum(self) -> int:
+        """A number that is another one where ranks have other arguments of the constructor."""
+        return zlib.crc32(repr([getattr(self, name) for name in RULES]).encode())
 
     def paired(self, image_bD: Tensor, text_nD: Tensor) -> tuple["PairOptions", Tensor, Tensor]:
         """Return options and features in an order in which rows have their columns, if they can."""
         if self.positives is None:
             return self, image_bD, text_nD
         pairing = pair_up(self.positives, len(text_nD), text_nD.device)
-        weights = self.weights
-        if weights is not None and pairing.image_order is not None:
-            weights = weights[pairing.image_order]
-        ids = self.ids
+        weights, negatives, ids = self.weights, self.negatives, self.ids
+        if pairing.image_order is not None:
+            weights = None if weights is None else weights[pairing.image_order]
+            negatives = None if negatives is None else negatives[pairing.image_order]
         if ids is not None and pairing.text_order is not None:
             ids = ids[pairing.text_order]
-        options = self._replace(pairing=pairing, weights=weights, ids=ids)
+        options = self._replace(pairing=pairing, weights=weights, negatives=negatives, ids=ids)
         return options, *pairing.ordered(image_bD, text_nD)
-
-    @property
-    def rules_checksum(self) -> int:
-        """A number that is another one where ranks have other arguments of the constructor."""
-        return zlib.crc32(repr([getattr(self, name) for name in RULES]).encode())
 
     def pairing_problem(self, b: int) -> str | None:
         """Return why ids cannot be used with what `b` images are paired with."""
@@ -105,6 +118,7 @@ class PairOptions(NamedTuple):
             _ids_problem(self, text)
             or (None if self.weights is None else _weights_problem(self.weights, image))
             or (None if self.positives is None else _positives_problem(self, image, text))
+            or (None if self.negatives is None else _negatives_problem(self, image))
         )  # fmt: skip
 
 
@@ -197,6 +211,33 @@ def _positives_problem(options: PairOptions, image: Tensor, text: Tensor) -> str
             "must be row numbers of this rank's texts, or -1 for none. Count from its first text."
         )
     return None
+
+
+def _negatives_problem(options: PairOptions, image: Tensor) -> str | None:
+    negatives = options.negatives
+    if options.directions == "text_to_image":
+        return (
+            "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
+            "texts that an image is not to find. Leave one of both out."
+        )
+    if not isinstance(negatives, Tensor):
+        return (
+            f"Passed `negatives` of type {type(negatives).__name__}. It must be a tensor of shape "
+            "(batch, negatives of each image, width). Pass `torch.stack(negatives, 1)`."
+        )
+    shape = list(negatives.shape)
+    if negatives.ndim != 3 or [shape[0], shape[2]] != list(image.shape):
+        return (
+            f"Passed `negatives` of shape {shape} with images of shape {list(image.shape)}. It "
+            f"must be of shape [{len(image)}, negatives of each image, {image.shape[1]}]. "
+            "Negatives of all images are texts beyond the images' own."
+        )
+    if negatives.dtype not in FLOAT_DTYPES:
+        return (
+            f"Passed `negatives` of dtype {negatives.dtype}. It must be one of "
+            f"{', '.join(map(str, FLOAT_DTYPES))}. Pass the encoder's output, not its input."
+        )
+    return _device_problem("negatives", negatives, image)
 
 
 def _device_problem(name: str, value: Tensor, features: Tensor) -> str | None:

@@ -15,13 +15,10 @@ from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
 __all__ = ["SigmoidContrastiveLoss"]
 
 
-_SOFTMAX_ONLY = "It belongs to a softmax; pass it to `ContrastiveLoss`."
-
-
 @explains_arguments(
     hints={
+        **dict.fromkeys(RULES, "It belongs to a softmax; pass it to `ContrastiveLoss`."),
         "directions": "Each pair counts once, in no direction.",
-        **dict.fromkeys(RULES, _SOFTMAX_ONLY),
     }
 )
 class SigmoidContrastiveLoss(ContrastiveLoss):

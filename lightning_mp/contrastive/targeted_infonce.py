@@ -50,6 +50,7 @@ class TargetedInfoNCE(torch.autograd.Function):
         text_nD: Tensor,
         scale: Tensor,
         bias: Tensor | None,
+        negatives_bkD: Tensor | None,
         plan: Plan,
         options: PairOptions,
     ) -> Tensor:
@@ -62,11 +63,12 @@ class TargetedInfoNCE(torch.autograd.Function):
             inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
             needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
             needs += [any(needs)] * 2
-            part, found = _differentiated(task, inputs, needs)
-            *gradients, d_row_b, d_column_n = found
-            row_lse_b = _shifted(lses[0], d_row_b)
+            if negatives_bkD is not None:
+                inputs, needs = [*inputs, negatives_bkD], [*needs, ctx.needs_input_grad[4]]
+            part, gradients = _differentiated(task, inputs, needs)
+            row_lse_b = _shifted(lses[0], gradients[3])
             values = lses[1].new_zeros(HEADER + len(lses[1]))
-            values[HEADER:] = _shifted(lses[1], d_column_n)
+            values[HEADER:] = _shifted(lses[1], gradients[4])
         unit = task.shares.unit
         values[0] = part * unit
         loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
@@ -74,8 +76,8 @@ class TargetedInfoNCE(torch.autograd.Function):
             loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
         loss = loss.to(dtype, copy=True)
         swept = (kept, row_lse_b, column_lse, block_mD)
-        saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients)
-        ctx.save_for_backward(*saved)
+        saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients[:3])
+        ctx.save_for_backward(*saved, gradients[5] if negatives_bkD is not None else None)
         ctx.plan = plan
         return loss
 
@@ -97,8 +99,10 @@ def _differentiated(
     with torch.set_grad_enabled(any(needs)):
         part = task.loss(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
-    found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if wanted else ())
-    gradients = [next(found) if need else None for need in needs]
+    # Negatives of which there are none have no part in the loss.
+    has_graph = part.requires_grad
+    found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if has_graph else ())
+    gradients = [next(found, None) if need else None for need in needs]
     return part.detach(), [
         torch.zeros_like(x) if need and gradient is None else gradient
         for x, need, gradient in zip(inputs, needs, gradients, strict=True)
@@ -128,8 +132,9 @@ def _differentiate(
     d_image_bD: Tensor | None,
     d_text_nD: Tensor | None,
     d_scale: Tensor | None,
+    d_negatives_bkD: Tensor | None,
 ) -> list[Tensor | None]:
-    """Return the gradients of images, texts, scale and bias."""
+    """Return the gradients of images, texts, scale, bias and negatives."""
     unit = unit * cotangent.to(unit.dtype)
     with torch.autocast(image_bD.device.type, enabled=False):
         swept = negatives_gradients(
@@ -155,4 +160,6 @@ def _differentiate(
     d_bias = None
     if bias is not None:
         d_bias = (0.0 * loss * cotangent).to(bias.dtype).reshape(bias.shape)
-    return [*d_features, d_scale, d_bias]
+    if d_negatives_bkD is not None:
+        d_negatives_bkD = d_negatives_bkD * unit.to(d_negatives_bkD.dtype)
+    return [*d_features, d_scale, d_bias, d_negatives_bkD]

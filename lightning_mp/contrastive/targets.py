@@ -14,7 +14,6 @@ It takes no b x b matrix, for Y has the structure of a `Match`. All of it is O(b
 O(b D) products, so autograd does the rest: what it returns for `neg_i` goes into the second sweep.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from lightning_mp.contrastive.matches import (
     to_rows,
 )
 from lightning_mp.contrastive.pair_options import PairOptions
-from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["Shares", "Task", "make_task"]
@@ -76,6 +75,7 @@ class Task(NamedTuple):
         scale: Tensor,
         row_neg_b: Tensor,
         column_neg_n: Tensor,
+        negatives_bkD: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's part of the loss in units of `shares.unit`, to be differentiated.
 
@@ -85,33 +85,35 @@ class Task(NamedTuple):
             scale: One value in the state dtype.
             row_neg_b: Log-sum-exps of the rows without own positives, in the state dtype.
             column_neg_n: Those of the columns.
+            negatives_bkD: What each row alone has beside, in any dtype.
         """
         q = self.matched
         pos_q = _dots(image_bD[:q], text_nD[:q], scale.dtype) * scale
         # A positive of +inf is an overflow, not a loss of 0.
         pos_q = pos_q.masked_fill(pos_q == torch.inf, torch.nan)
+        extra_bk = pos_q.new_zeros(len(image_bD), 0)
+        if negatives_bkD is not None and negatives_bkD.shape[1]:
+            extra_bk = _dots(image_bD, negatives_bkD, scale.dtype) * scale
+            row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
-        for share, neg, features, others, product in (
-            (self.shares.rows_b, row_neg_b, image_bD, text_nD, to_rows),
-            (self.shares.columns_n, column_neg_n, text_nD, image_bD, to_columns),
+        for share, neg, features, others, product, extra_nk in (
+            (self.shares.rows_b, row_neg_b, image_bD, text_nD, to_rows, extra_bk),
+            (self.shares.columns_n, column_neg_n, text_nD, image_bD, to_columns, extra_bk[:0, :0]),
         ):
             margin_q = neg[:q] - pos_q
             terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
             if self.smoothing or not isinstance(self.match, Own):
                 own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
-                target = self._target(others, product)
+                ones = others.new_ones(len(others), 1)
+                target = product(self.match, others) / product(self.match, ones).clamp_min(1)
+                if self.smoothing:
+                    share_n1 = self.smoothing / (product(self.field, ones) + extra_nk.shape[1])
+                    target = (1 - self.smoothing) * target + share_n1 * product(self.field, others)
+                    if extra_nk.shape[1]:
+                        terms = terms - share_n1[:, 0] * extra_nk.sum(1)
                 terms = terms + scale * _dots(features, own - target, scale.dtype)
             total = total + (share * terms).where(share != 0, 0.0).sum()
         return total
-
-    def _target(self, x: Tensor, product: Callable[[Match, Tensor], Tensor]) -> Tensor:
-        """Return the mean of what is aimed at."""
-        ones = x.new_ones(len(x), 1)
-        target = product(self.match, x) / product(self.match, ones).clamp_min(1)
-        if not self.smoothing:
-            return target
-        even = product(self.field, x) / product(self.field, ones)
-        return (1 - self.smoothing) * target + self.smoothing * even
 
 
 def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Plan) -> Task:
@@ -134,7 +136,7 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
     everything = Everything(b, n, plan.exchange)
     field: Match = everything
     if options.masked_ids is not None:
-        groups = Groups(options.masked_ids.long(), b, plan.exchange)
+        groups = Groups(options.masked_ids, b, plan.exchange)
         field = Unmasked(everything, groups, Own(b, n))
     matched = b if plan.matched is None else plan.matched
     shares = _shares(weight_b, weight_n, plan)
@@ -158,26 +160,31 @@ def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:
     return Shares(rows_b * factors[0], columns_n * factors[1], unit)
 
 
-def _dots(left_bD: Tensor, right_bD: Tensor, dtype: torch.dtype) -> Tensor:
-    dots: Tensor = _Dots.apply(left_bD, right_bD, dtype)
-    return dots
+def _dots(left_bD: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inner products of rows with one row each, (b, D), or with several, (b, k, D)."""
+    right_bkD = right if right.ndim == 3 else right[:, None]
+    dots_bk: Tensor = _Dots.apply(left_bD, right_bkD, dtype)
+    return dots_bk if right.ndim == 3 else dots_bk[:, 0]
 
 
 class _Dots(torch.autograd.Function):
     """Inner products of rows in a wide dtype, whose gradients are products in a narrow one."""
 
     @staticmethod
-    def forward(ctx: Any, left_bD: Tensor, right_bD: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(left_bD, right_bD)
-        return row_dots(left_bD, right_bD, dtype)
+    def forward(ctx: Any, left_bD: Tensor, right_bkD: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(left_bD, right_bkD)
+        return torch.stack([row_dots(left_bD, x_bD, dtype) for x_bD in right_bkD.unbind(1)], 1)
 
     @staticmethod
-    def backward(ctx: Any, cotangent_b: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        left_bD, right_bD = ctx.saved_tensors
-        cotangent_b1 = cotangent_b.to(accumulation_dtype(left_bD.dtype))[:, None]
+    def backward(ctx: Any, cotangent_bk: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        left_bD, right_bkD = ctx.saved_tensors
+        cotangent_bk = cotangent_bk.to(left_bD.dtype)
         needs_left, needs_right, _ = ctx.needs_input_grad
-        return (
-            cotangent_b1 * right_bD if needs_left else None,
-            cotangent_b1 * left_bD if needs_right else None,
-            None,
-        )
+        d_left_bD = torch.zeros_like(left_bD) if needs_left else None
+        d_right_bkD = torch.empty_like(right_bkD) if needs_right else None
+        for place, cotangent_b in enumerate(cotangent_bk.unbind(1)):
+            if d_left_bD is not None:
+                d_left_bD.addcmul_(right_bkD[:, place], cotangent_b[:, None])
+            if d_right_bkD is not None:
+                d_right_bkD[:, place] = left_bD * cotangent_b[:, None]
+        return d_left_bD, d_right_bkD, None
