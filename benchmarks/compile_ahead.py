@@ -95,10 +95,18 @@ def sweeps(arch: int) -> None:
         for width in WIDTHS:
             rows, columns = (torch.zeros(ROWS, width, dtype=dtype) for _ in range(2))
             scale, lses = torch.tensor(100.0), torch.zeros(2, ROWS, dtype=torch.float64)
-            tiles.lse_sweep(rows, columns, scale, *lses, 0)
+            prepared = tiles.prepare(rows, columns, scale)
+            tiles.lse_sweep(rows, columns, scale, *lses, 0, prepared=prepared)
+            for wanted in ((True, True), (True, False), (False, True)):
+                terms = tiles.pair_terms(*lses, prepared.pos_b, wanted, ROWS)
             # The gradient products are cuBLAS'.
             tiles.grad_sweep(rows, columns, scale, *lses, None, None, 0)
-            for other in {dtype, FP32}:  # positives, and the gradient of the scale
+            gradients = torch.zeros(2, ROWS, width)
+            for d_rows, d_columns in (gradients, (gradients[0], None), (None, gradients[1])):
+                tiles.finish(
+                    rows, columns, d_rows, d_columns, terms.weight_b, scale, scale, ROWS, 1
+                )  # fmt: skip
+            for other in {dtype, FP32}:  # the same for the sigmoid loss
                 fused_row_dots(rows, columns.to(other))
 
 

@@ -35,9 +35,14 @@ sys.path.insert(0, str(ROOT))
 from benchmarks._common import format_table  # noqa: E402
 from lightning_mp.contrastive import infonce  # noqa: E402
 from lightning_mp.contrastive.agreement import make_plan  # noqa: E402
-from lightning_mp.contrastive.triton_tiles import lse_kernels, softmax_kernels, tiles  # noqa: E402
+from lightning_mp.contrastive.triton_tiles import (  # noqa: E402
+    gradient_kernels,
+    lse_kernels,
+    pair_kernels,
+    softmax_kernels,
+    tiles,
+)
 from lightning_mp.contrastive.triton_tiles.tiles import TritonTiles  # noqa: E402
-from lightning_mp.numerics import row_dots, row_dots_kernels  # noqa: E402
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
 
@@ -140,7 +145,8 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
     kernels = {
         lse_kernels: ("lse_kernel", "lse_redo_kernel", "merge_kernel"),
         softmax_kernels: ("softmax_kernel",),
-        row_dots_kernels: ("row_dots_kernel",),
+        pair_kernels: ("prepare_kernel", "terms_kernel"),
+        gradient_kernels: ("factors_kernel", "finish_kernel"),
     }
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
@@ -149,8 +155,6 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
                 for name in names:
                     stack.enter_context(mock.patch.object(module, name, _Kernel(counts)))
             stack.enter_context(mock.patch.object(tiles, "add_product", product))
-            fused = lambda left, right, dtype: row_dots.fused_row_dots(left, right)  # noqa: E731
-            stack.enter_context(mock.patch.object(infonce, "row_dots", fused))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", return_value=4096))
             stack.enter_context(FakeTensorMode())
             yield

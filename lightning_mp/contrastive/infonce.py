@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
-from lightning_mp.contrastive.exchange import HEADER, Exchange, Visit
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, TileBackend
+from lightning_mp.contrastive.exchange import Exchange, Visit
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Prepared, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
-from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = [
     "NO_SECOND_DERIVATIVE",
@@ -167,37 +166,20 @@ def sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
 ) -> Swept:
     """Return the loss, and what its gradients need; one unit of work."""
-    state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = memory_for_tiles(image_bD, plan)
-        row_neg_b, column_neg_n, block_mD = negatives_sweep(image_bD, text_nD, scale, kept, plan)
-        pairs = slice(0, len(image_bD))
-        pos_b = row_dots(image_bD, text_nD[pairs], state).mul_(scale.to(state).reshape(()))
-    column_neg_b = column_neg_n[pairs]
-    margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
-    # A positive of +inf is an overflow, not a loss of 0.
-    margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
-    softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
-    if plan.directions != "both":  # what does not count weighs nothing
-        unwanted = plan.wanted.index(False)
-        softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
-    row_lse_b = torch.logaddexp(row_neg_b, pos_b)
-    # Texts without an image look for none: an infinite sum leaves them a softmax of zero.
-    values = column_neg_n.new_full((HEADER + len(column_neg_n),), torch.inf)
-    if plan.wanted[1]:
-        values[HEADER:][pairs] = torch.logaddexp(column_neg_b, pos_b)
-    values[0] = softplus_2b.sum() / plan.terms
-    loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
-    if bias is not None:
-        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
-    return Swept(
-        loss.to(accumulation_dtype(image_bD.dtype), copy=True),
-        row_lse_b if plan.wanted[0] else torch.full_like(row_lse_b, torch.inf),
-        column_lse,
-        margin_2b.sigmoid().sum(0),
-        kept,
-        block_mD,
+        prepared = plan.tiles.prepare(image_bD, text_nD, scale)
+        row_neg_b, column_neg_n, block_mD = negatives_sweep(
+            image_bD, text_nD, scale, kept, plan, prepared
+        )
+    row_lse_b, published, weight_b = plan.tiles.pair_terms(
+        row_neg_b, column_neg_n, prepared.pos_b, plan.wanted, plan.terms
     )
+    loss, column_lse = plan.exchange.publish(published, to_visits=plan.trains)
+    if bias is not None:
+        loss = loss + 0.0 * bias.to(loss.dtype).reshape(())  # NaN and inf are not to vanish
+    loss = loss.to(accumulation_dtype(image_bD.dtype), copy=True)
+    return Swept(loss, row_lse_b, column_lse, weight_b, kept, block_mD)
 
 
 def differentiate(
@@ -210,24 +192,19 @@ def differentiate(
     plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of images, texts, scale and bias; three units of work."""
-    unit = cotangent.to(swept.weight_b.dtype) / plan.terms
     d_scale = d_bias = None
     with torch.autocast(image_bD.device.type, enabled=False):
-        d_image_bD, d_text_nD = _gradient_sweep(image_bD, text_nD, scale, swept, plan)
-        if plan.scale_needs_grad:
-            total = swept.weight_b.new_zeros(())
-            # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
-            if d_image_bD is not None:
-                total = row_dots(image_bD, d_image_bD, total.dtype).sum()
-            elif d_text_nD is not None:
-                total = row_dots(text_nD, d_text_nD, total.dtype).sum()
-            total = plan.exchange.all_reduce(total)
-            d_scale = (total * unit).to(scale.dtype).reshape(scale.shape)
-        factor = scale.to(unit.dtype).reshape(()) * unit * plan.exchange.world_size
-        d_image_bD, d_text_nD = (
-            None if grad_bD is None else grad_bD.mul_(factor).to(image_bD.dtype)
-            for grad_bD in (d_image_bD, d_text_nD)
-        )
+        d_image_bD, d_text_nD = negatives_gradients(
+            image_bD, text_nD, scale, swept.row_lse_b, swept.column_lse, swept.kept,
+            swept.block_mD, plan,
+        )  # fmt: skip
+        if d_image_bD is not None or d_text_nD is not None:
+            d_image_bD, d_text_nD, d_scale = plan.tiles.finish(
+                image_bD, text_nD, d_image_bD, d_text_nD, swept.weight_b, scale, cotangent,
+                plan.terms, plan.exchange.world_size,
+            )  # fmt: skip
+        if d_scale is not None and plan.scale_needs_grad:
+            d_scale = plan.exchange.all_reduce(d_scale).to(scale.dtype).reshape(scale.shape)
     if bias is not None:
         d_bias = (0.0 * swept.loss * cotangent).to(bias.dtype).reshape(bias.shape)
     return d_image_bD, d_text_nD, d_scale, d_bias
@@ -260,7 +237,12 @@ def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
 
 
 def negatives_sweep(
-    image_bD: Tensor, text_nD: Tensor, scale: Tensor, memory: Tensor, plan: Plan
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    memory: Tensor,
+    plan: Plan,
+    prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns, and `block_mD`."""
     row_neg_b = torch.full(
@@ -275,7 +257,7 @@ def negatives_sweep(
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
             visit.diagonal, paired(visit, image_bD, plan), kept,
-            visiting_ids(plan, len(image_bD), others), _visiting_limits(plan, others),
+            visiting_ids(plan, len(image_bD), others), prepared, _visiting_limits(plan, others),
         )  # fmt: skip
         column_neg.add(part_m)
 
@@ -320,25 +302,3 @@ def negatives_gradients(
     for visit in plan.exchange.visit([text_nD, *plan.travelling], column_lse, block_mD):
         sweep_block(visit)
     return d_image_bD, None if d_text is None else d_text.result()
-
-
-def _gradient_sweep(
-    image_bD: Tensor, text_nD: Tensor, scale: Tensor, swept: Swept, plan: Plan
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return `2B dL/dS text` and `2B dL/dS.T image` of this rank's images and texts."""
-    gradients = negatives_gradients(
-        image_bD,
-        text_nD,
-        scale,
-        swept.row_lse_b,
-        swept.column_lse,
-        swept.kept,
-        swept.block_mD,
-        plan,
-    )
-    for grad_nD, other_nD in zip(gradients, (text_nD, image_bD), strict=True):
-        if grad_nD is not None:
-            weight_b1 = swept.weight_b.to(grad_nD.dtype)[:, None]
-            b = len(weight_b1)
-            grad_nD[:b].addcmul_(other_nD[:b], weight_b1, value=-1.0)
-    return gradients

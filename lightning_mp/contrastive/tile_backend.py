@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Ids", "Kept", "Limits", "TileBackend"]
+__all__ = ["Finished", "Ids", "Kept", "Limits", "PairTerms", "Prepared", "TileBackend"]
 
 
 class Ids(NamedTuple):
@@ -87,6 +87,46 @@ class Kept:
         return taken
 
 
+class Prepared(NamedTuple):
+    """What a loss works out once, whatever columns visit.
+
+    Args:
+        pos_b: Logits of the pairs, in the state dtype.
+        own: What else the backend's own sweep wants.
+    """
+
+    pos_b: Tensor
+    own: tuple[Tensor, ...] = ()
+
+
+class PairTerms(NamedTuple):
+    """What pairs make of the log-sum-exps of their negatives.
+
+    Args:
+        row_lse_b: Log-sum-exps of the rows with their positives; infinite if they look for nothing.
+        published: This rank's part of the loss and the columns', as `Exchange.publish` takes them.
+        weight_b: `-2B` times the positives' cotangents.
+    """
+
+    row_lse_b: Tensor
+    published: Tensor
+    weight_b: Tensor
+
+
+class Finished(NamedTuple):
+    """Gradients in the dtype of the features, as a mean over ranks wants them.
+
+    Args:
+        d_rows_bD: Of the images; `None` where nobody asked.
+        d_columns_nD: Of the texts, likewise.
+        d_scale: This rank's part of the scale's, in the state dtype.
+    """
+
+    d_rows_bD: Tensor | None
+    d_columns_nD: Tensor | None
+    d_scale: Tensor
+
+
 class TileBackend(Protocol):
     """Sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
 
@@ -114,6 +154,56 @@ class TileBackend(Protocol):
         """
         ...
 
+    def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
+        """Return what a loss works out once; row `i` of both sides is a pair, `n >= b`."""
+        ...
+
+    def pair_terms(
+        self,
+        row_neg_b: Tensor,
+        column_neg_n: Tensor,
+        pos_b: Tensor,
+        wanted: tuple[bool, bool],
+        terms: int,
+    ) -> PairTerms:
+        """Return what the pairs make of their negatives.
+
+        Args:
+            row_neg_b: Log-sum-exps of the negatives of the rows.
+            column_neg_n: Those of the columns.
+            pos_b: The pairs' logits.
+            wanted: Whether rows look for their columns, and columns for their rows.
+            terms: Cross entropies that the loss is the mean of.
+        """
+        ...
+
+    def finish(
+        self,
+        rows_bD: Tensor,
+        columns_nD: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_nD: Tensor | None,
+        weight_b: Tensor,
+        scale: Tensor,
+        cotangent: Tensor,
+        terms: int,
+        ranks: int,
+    ) -> Finished:
+        """Add the positives to the gradients, scale and round them; one of them is not `None`.
+
+        Args:
+            rows_bD: Images.
+            columns_nD: Texts, n >= b.
+            d_rows_bD: `2B dL/dS texts` of the negatives, overwritten; `None` if not wanted.
+            d_columns_nD: `2B dL/dS.T images`, likewise.
+            weight_b: The weights of the positives.
+            scale: One value.
+            cotangent: Of the loss, one value.
+            terms: Cross entropies that the loss is the mean of.
+            ranks: W, which a mean over ranks divides by.
+        """
+        ...
+
     def lse_sweep(
         self,
         rows_bD: Tensor,
@@ -125,13 +215,14 @@ class TileBackend(Protocol):
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        prepared: Prepared | None = None,
         limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
         `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
         `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
-        What tiles fit are left in `kept`.
+        What tiles fit are left in `kept`; `prepared` is what `prepare` returned for the loss.
         """
         ...
 

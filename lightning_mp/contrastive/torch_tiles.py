@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits
+from lightning_mp.contrastive import pairs
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Prepared
 from lightning_mp.contrastive.torch_tile import (
     HEADER,
     KeptTile,
@@ -23,6 +24,7 @@ from lightning_mp.contrastive.torch_tile import (
     softmax,
 )
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
 
@@ -55,6 +57,15 @@ class TorchTiles:
 
     workspace_bytes: int | None = None
 
+    def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
+        """Return the pairs' logits, see `TileBackend.prepare`."""
+        state = state_dtype(rows_bD.device)
+        pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
+        return Prepared(pos_b.mul_(scale.to(state).reshape(())))
+
+    pair_terms = staticmethod(pairs.pair_terms)
+    finish = staticmethod(pairs.finish)
+
     def lse_sweep(
         self,
         rows_bD: Tensor,
@@ -66,6 +77,7 @@ class TorchTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        prepared: Prepared | None = None,
         limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""

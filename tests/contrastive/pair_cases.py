@@ -239,8 +239,8 @@ CASES += ["captions", "weighted_captions", "shared_texts", "smoothed_captions", 
 def found(case: Case, loss_fn: ContrastiveLoss, dtype: torch.dtype, scale: float) -> list[Tensor]:
     leaves = [x.to(dtype).requires_grad_() for x in case.features]
     leaves.append(torch.tensor(scale, requires_grad=True))
-    # A loss scale, so that fp16's gradients are rounded like others.
-    gain = float(len(leaves[0]))
+    # A loss scale, the same on all ranks, so that fp16's gradients are rounded like others.
+    gain = 128.0
     image, text, *negatives, scale_ = leaves
     call = {**case.call, "negatives": negatives[0]} if negatives else case.call
     loss = loss_fn(image, text, scale_, **call)

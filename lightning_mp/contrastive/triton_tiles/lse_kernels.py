@@ -164,40 +164,70 @@ def lse_redo_kernel(
         tl.store(column_at, _log2_sum_exp2(logits, 0), mask=column < num_columns)
 
 
-@triton.jit(do_not_specialize=["length", "parts", "part_step", "tile_step"])
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def merge_kernel(
-    sums,
+    row_sums,
+    column_sums,
     is_redone,
     reference,
-    lse,
-    length,
-    parts,
-    part_step,
-    tile_step,
-    TILE: tl.constexpr,
+    redo_count,
+    row_lse,
+    column_lse,
+    num_rows,
+    num_columns,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add the tiles' sums to the log-sum-exps: `lse <- ln(e^lse + 2^t sum_p sums_p + ...)`.
+    """Add the tiles' sums to the log-sum-exps of rows and columns; leave the list empty.
+
+    Args:
+        row_sums: As `lse_kernel` and `lse_redo_kernel` have left them; so are all up to
+            `redo_count`, which gets a zero.
+        row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
+    """
+    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
+    row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
+    if program == 0:
+        tl.store(redo_count, 0)
+    if program < row_programs:
+        first = program * BLOCK
+        flags = is_redone + first // TILE_M * column_tiles
+        _merge(row_sums, flags, reference, row_lse, first, num_rows, column_tiles, 1, BLOCK, PARTS)
+    else:
+        first = (program - row_programs) * BLOCK
+        flags = is_redone + first // TILE_N
+        _merge(
+            column_sums, flags, reference, column_lse, first, num_columns, row_tiles, column_tiles,
+            BLOCK, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    sums, flags, reference, lse, start, length, parts, part_step, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns of one tile.
 
     Tiles that were redone come in as `2^value`. All in float64 and in a fixed order.
 
     Args:
         sums: (parts, length) in fp32.
-        is_redone: The flags of the tiles; that of part `p` and output `i` is at
-            `p * part_step + i // TILE * tile_step`.
+        flags: That of part `p` is at `p * part_step`.
         reference: `t`, one fp32 value.
-        lse: (length,) natural logarithms in float64, added to in place.
+        lse: (length,).
+        start: The first of them.
     """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     here = index < length
-    own_flag = is_redone + tl.program_id(0) * BLOCK // TILE * tile_step
     total = tl.zeros((BLOCK,), tl.float64)
     peak = tl.full((BLOCK,), float("-inf"), tl.float64)
     rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
-        redone = tl.load(own_flag + part * part_step, mask=part < parts, other=0) != 0
+        redone = tl.load(flags + part * part_step, mask=part < parts, other=0) != 0
         mask = (part < parts)[:, None] & here[None, :]
         at = sums + part.to(tl.int64)[:, None] * length + index[None, :]
         value = tl.load(at, mask=mask, other=0.0).to(tl.float64)
@@ -239,6 +269,7 @@ def add_lse(
     column_lse_m: Tensor,
     diagonal: int | None,
     config: TileConfig,
+    redo_count: Tensor | None = None,
     *,
     split_scale: bool,
 ) -> None:
@@ -253,6 +284,7 @@ def add_lse(
         column_lse_m: Those of the columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
+        redo_count: One int32 of zero, and zero again afterwards; `None` for a new one.
         split_scale: Use both values of `log2_scale`.
 
     Raises:
@@ -272,7 +304,8 @@ def add_lse(
     tiles = row_tiles * column_tiles
     row_sums = rows_nk.new_empty(column_tiles, n, dtype=torch.float32)
     column_sums = rows_nk.new_empty(row_tiles, m, dtype=torch.float32)
-    redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
+    if redo_count is None:
+        redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
     redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
@@ -285,11 +318,7 @@ def add_lse(
         *operands, log2_scale, row_sums, column_sums, redo_count, redo_list, *sizes,
         **config.shape, **config.options,
     )  # fmt: skip
-    for sums, lse, part_step, tile_step, tile in (
-        (row_sums, row_lse_n, 1, column_tiles, tile_m),
-        (column_sums, column_lse_m, column_tiles, 1, tile_n),
-    ):
-        merge_kernel[(triton.cdiv(lse.shape[0], _MERGE_BLOCK),)](
-            sums, is_redone, reference, lse, lse.shape[0], sums.shape[0], part_step, tile_step,
-            TILE=tile, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
-        )  # fmt: skip
+    merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
+        row_sums, column_sums, is_redone, reference, redo_count, row_lse_n, column_lse_m, n, m,
+        TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -21,15 +21,13 @@ is still 2^-36, and the factors could overflow. A flag on the device then sends 
 with two exponentials: both are launched, one returns at once, and the host never waits for it.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_descriptor,
     as_operands,
@@ -37,9 +35,7 @@ from lightning_mp.contrastive.triton_tiles.launch import (
     diagonal_offset,
 )
 
-__all__ = ["SoftmaxFactors", "softmax_kernel", "store_tile", "write_softmax"]
-
-_LOG2_E = 1.4426950408889634
+__all__ = ["softmax_kernel", "store_tile", "write_softmax"]
 
 
 @triton.jit
@@ -143,79 +139,6 @@ def softmax_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SoftmaxFactors:
-    """The vectors from which the softmax values of a whole shard are made.
-
-    Args:
-        row_power: `p_i`, in fp32 like all.
-        row_gain: `g_i`.
-        row_factor: `u_i`.
-        column_power: `c_j - s` rounded to fp32.
-        column_gain: What puts that right.
-        column_factor: `v_j`.
-        is_wide: One int32 on the device: not 0 if one exponential an element is not enough.
-    """
-
-    row_power: Tensor
-    row_gain: Tensor
-    row_factor: Tensor
-    column_power: Tensor
-    column_gain: Tensor
-    column_factor: Tensor
-    is_wide: Tensor
-
-    @classmethod
-    def of(cls, row_lse_b: Tensor, column_lse_m: Tensor, exponent: int) -> "SoftmaxFactors":
-        """Work the vectors out from natural log-sum-exps in float64; no value leaves the device.
-
-        Args:
-            row_lse_b: Log-sum-exps of the rows, positives included.
-            column_lse_m: Those of the columns.
-            exponent: `s`.
-        """
-        row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
-        (row_min, row_max), (column_min, column_max) = row_b.aminmax(), column_m.aminmax()
-        middle = (row_min + row_max) / 2
-        # NaN and infinities fail these, and the wide twin passes them on.
-        is_near = (
-            (row_max - column_min < 90)
-            & (row_max - row_min < 200)
-            & (column_max - middle < 120)
-            & (middle - column_min < 120)
-        )
-        row_power, row_gain = _rounded(row_b - exponent)
-        column_power, column_gain = _rounded(column_m - exponent)
-        return cls(
-            row_power,
-            row_gain.float(),
-            (row_gain * (row_b - middle).exp2()).float(),
-            column_power,
-            column_gain.float(),
-            (middle - column_m).exp2().float(),
-            is_near.logical_not().to(torch.int32).reshape(1),
-        )
-
-    def block(self, rows: slice, columns: slice) -> "SoftmaxFactors":
-        """Return the vectors of some rows and columns."""
-        return SoftmaxFactors(
-            self.row_power[rows],
-            self.row_gain[rows],
-            self.row_factor[rows],
-            self.column_power[columns],
-            self.column_gain[columns],
-            self.column_factor[columns],
-            self.is_wide,
-        )
-
-
-def _rounded(power: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a power of two's exponent in fp32, and in float64 the factor that rounding lost."""
-    rounded = power.float()
-    # What is infinite is off by nothing.
-    return rounded, torch.nan_to_num((rounded.double() - power).exp2(), nan=1.0)
-
-
 def write_softmax(
     rows_nk: Tensor,
     columns_mk: Tensor,
@@ -259,11 +182,10 @@ def write_softmax(
             for target in (softmax_nm, low_nm)
         ]
         softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
-            *as_operands(rows_nk, columns_mk, config), log2_scale, factors.row_power,
-            factors.row_gain, factors.row_factor, factors.column_power, factors.column_gain,
-            factors.column_factor, factors.is_wide,
-            *targets, n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0),
-            softmax_nm.stride(0), offset, GROUP=config.group, SPLIT_SCALE=split_scale,
+            *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
+            *factors.columns_3m, factors.is_wide, *targets, n, m, rows_nk.shape[1],
+            rows_nk.stride(0), columns_mk.stride(0), softmax_nm.stride(0), offset,
+            GROUP=config.group, SPLIT_SCALE=split_scale,
             WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,
             **config.options,
         )  # fmt: skip

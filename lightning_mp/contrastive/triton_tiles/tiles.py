@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits
+from lightning_mp.contrastive.tile_backend import Finished, Ids, Kept, Limits, PairTerms, Prepared
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -21,21 +21,19 @@ from lightning_mp.contrastive.triton_tiles.blocks import (
     whole_waves,
 )
 from lightning_mp.contrastive.triton_tiles.configs import Kernel, TileConfig, arch_of, find_configs
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors, finish
 from lightning_mp.contrastive.triton_tiles.launch import multiprocessors
-from lightning_mp.contrastive.triton_tiles.lse_kernels import (
-    HIGHEST_SUM_EXPONENT,
-    add_lse,
-    lse_bytes_per_value,
-)
+from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse, lse_bytes_per_value
 from lightning_mp.contrastive.triton_tiles.operands import (
     WIDTH_MULTIPLE,
     Operand,
     Precision,
     TileDtype,
 )
+from lightning_mp.contrastive.triton_tiles.pair_kernels import pair_terms, prepare
 from lightning_mp.contrastive.triton_tiles.products import add_product
 from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
+from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
 
@@ -43,13 +41,6 @@ DEFAULT_WORKSPACE_BYTES = 544 * 2**20
 """Room for 16,896 x 16,384 softmax values of two bytes: whole waves of cuBLAS tiles on 132 SMs."""
 
 _LOG2_E = math.log2(math.e)
-# A row or column of a tile has at most 2^8 terms.
-_SAFE_EXPONENT = HIGHEST_SUM_EXPONENT - 8
-# Up to this bound no sum can overflow while logits of 0 lie inside the range.
-_FULL_RANGE_EXPONENT = 160.0
-_SAMPLE_ROWS = 1024
-# Puts the largest logit of the sample 18 powers of two below the end of the range.
-_SAMPLE_MARGIN = HIGHEST_SUM_EXPONENT - 18
 _TUNED_ROWS = 8192
 
 
@@ -90,17 +81,23 @@ class TritonTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        prepared: Prepared | None = None,
         limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
-        log2_scale = _log2_parts(scale, units)
+        if prepared is None:
+            prepared = self.prepare(rows_bD, columns_mD, scale)
+        log2_scale, reference, redo_count = prepared.own
+        if precision.is_split:
+            log2_scale = _log2_parts(scale, units)
 
         def add(block: Block, row_lse_n: Tensor, column_lse_c: Tensor, config: TileConfig) -> None:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                row_lse_n, column_lse_c, block.diagonal, config, split_scale=precision.is_split,
+                row_lse_n, column_lse_c, block.diagonal, config, redo_count,
+                split_scale=precision.is_split,
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -109,7 +106,6 @@ class TritonTiles:
             return lambda config: add(block, *lses, config)
 
         with _on(rows_bD.device):
-            reference = _reference(rows_bD, columns_mD, scale)
             config = self._choose("lse", precision, rows_bD, make_trial)
             shape = self._block(rows_bD, columns_mD, precision, lse_bytes_per_value(config))
             for block in blocks_of(
@@ -135,7 +131,6 @@ class TritonTiles:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
-        log2_scale = _log2_parts(scale, units)
 
         def write(block: Block, softmax: _Softmax, config: TileConfig) -> None:
             write_softmax(
@@ -150,7 +145,10 @@ class TritonTiles:
             return lambda config: write(block, softmax, config)
 
         with _on(rows_bD.device):
-            factors = SoftmaxFactors.of(row_lse_b, column_lse_m, precision.softmax_exponent)
+            factors = SoftmaxFactors.of(row_lse_b, column_lse_m, scale, precision.softmax_exponent)
+            log2_scale = factors.log2_scale
+            if precision.is_split:
+                log2_scale = _log2_parts(scale, units)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
             workspace = _Workspace.make(shape, precision, rows_bD.device)
             wide = self._choose("softmax_wide", precision, rows_bD)
@@ -194,6 +192,42 @@ class TritonTiles:
                     exponent=weights.exponent, split_scale=precision.is_split,
                 )  # fmt: skip
                 weights.add_products(block, d_rows_bD, d_columns_mD)
+
+    def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
+        """Work out what all shards need, see `TileBackend.prepare`."""
+        with _on(rows_bD.device):
+            return prepare(rows_bD, columns_nD, scale)
+
+    def pair_terms(
+        self,
+        row_neg_b: Tensor,
+        column_neg_n: Tensor,
+        pos_b: Tensor,
+        wanted: tuple[bool, bool],
+        terms: int,
+    ) -> PairTerms:
+        """Return the terms of the pairs, see `TileBackend.pair_terms`."""
+        with _on(pos_b.device):
+            return pair_terms(row_neg_b, column_neg_n, pos_b, wanted, terms)
+
+    def finish(
+        self,
+        rows_bD: Tensor,
+        columns_nD: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_nD: Tensor | None,
+        weight_b: Tensor,
+        scale: Tensor,
+        cotangent: Tensor,
+        terms: int,
+        ranks: int,
+    ) -> Finished:
+        """Finish the gradients, see `TileBackend.finish`."""
+        with _on(rows_bD.device):
+            return finish(
+                rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, cotangent, terms,
+                ranks,
+            )  # fmt: skip
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace, see `TileBackend.budget`."""
@@ -325,26 +359,6 @@ def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Te
             exact = exact / unit.double()
     high = exact.float()
     return torch.stack([high, (exact - high.double()).float()])
-
-
-def _reference(rows_bD: Tensor, columns_mD: Tensor, scale: Tensor) -> Tensor:
-    """Return a scalar that the sums of most tiles lie near, as one fp32 value; any is correct.
-
-    No logit is above `|scale| max|row| max|column|`, so a reference 111 powers of two below that
-    bound never overflows. Where the bound is so large that ordinary logits would fall below the
-    range (unnormalised features), the largest logit of a sample takes its place.
-    """
-    log2_scale = scale.float().reshape(()) * _LOG2_E
-    largest_norms = [
-        torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax()
-        for x in (rows_bD, columns_mD)
-    ]
-    bound = log2_scale.abs() * largest_norms[0] * largest_norms[1]
-    rows_sD, columns_sD = (x[:: -(-len(x) // _SAMPLE_ROWS)].float() for x in (rows_bD, columns_mD))
-    sample = (rows_sD @ columns_sD.T * log2_scale).amax()
-    by_sample = torch.minimum(bound - _SAFE_EXPONENT, sample - _SAMPLE_MARGIN)
-    reference = torch.where(bound <= _FULL_RANGE_EXPONENT, bound - _SAFE_EXPONENT, by_sample)
-    return torch.nan_to_num(reference, nan=0.0, posinf=0.0, neginf=0.0).reshape(1)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -26,10 +26,11 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive.triton_tiles.operands import Precision
 from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
+from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
 
 __all__ = ["Chip", "Compiled", "Request", "compiler"]
 
@@ -252,7 +253,7 @@ def _launch(request: Request) -> None:
         )  # fmt: skip
     else:
         write_softmax(
-            rows, columns, log2_scale, SoftmaxFactors.of(*lses, 0), softmax,
+            rows, columns, log2_scale, SoftmaxFactors.of(*lses, torch.ones(()), 0), softmax,
             low if precision.keeps_low else None, 0, (request.config, request.config),
             split_scale=precision.is_split,
         )  # fmt: skip

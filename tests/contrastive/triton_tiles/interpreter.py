@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 
 __all__ = [
     "GRADIENT_ERROR",

@@ -16,8 +16,9 @@ from lightning_mp.contrastive.triton_tiles import TritonTiles
 from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig, arch_of, find_configs
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors, write_softmax
+from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
@@ -48,7 +49,8 @@ def _add_lse(**changed: Any) -> None:
 
 
 def _write_softmax(**changed: Any) -> None:
-    factors = SoftmaxFactors.of(torch.zeros(N, dtype=FP64), torch.zeros(M, dtype=FP64), 0)
+    lses = torch.zeros(N, dtype=FP64), torch.zeros(M, dtype=FP64)
+    factors = SoftmaxFactors.of(*lses, torch.ones(()), 0)
     arguments: dict[str, Any] = {
         "rows_nk": torch.randn(N, K).bfloat16(),
         "columns_mk": torch.randn(M, K).bfloat16(),

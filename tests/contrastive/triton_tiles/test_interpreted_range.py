@@ -14,11 +14,11 @@ from torch.nn.functional import normalize
 
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.tile_backend import TileBackend
+from lightning_mp.contrastive.tile_backend import Prepared, TileBackend
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.contrastive.triton_tiles import TritonTiles, lse_kernels
 from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import SoftmaxFactors
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
@@ -46,17 +46,16 @@ class _Redone:
         self._flags: list[Tensor] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(sums: Tensor, is_redone: Tensor, *rest: Any, **options: Any) -> None:
+        def launch(rows: Tensor, columns: Tensor, is_redone: Tensor, *rest: Any, **o: Any) -> None:
             self._flags.append(is_redone.clone())
-            self._kernel[grid](sums, is_redone, *rest, **options)
+            self._kernel[grid](rows, columns, is_redone, *rest, **o)
 
         return launch
 
     def tiles(self, column_tiles: int) -> list[list[int]]:
         """Return the flags of the only block, by rows of tiles."""
-        by_rows, by_columns = self._flags
-        assert torch.equal(by_rows, by_columns)
-        return by_rows.view(-1, column_tiles).tolist()
+        (flags,) = self._flags
+        return flags.view(-1, column_tiles).tolist()
 
 
 @pytest.fixture
@@ -67,7 +66,13 @@ def redone(monkeypatch: pytest.MonkeyPatch) -> _Redone:
 
 
 def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    monkeypatch.setattr(tiles_module, "_reference", lambda *_: torch.tensor([value]))
+    prepare = tiles_module.prepare
+
+    def prepared(*arguments: Tensor) -> Prepared:
+        pos_b, (log2_scale, _, redo_count) = prepare(*arguments)
+        return Prepared(pos_b, (log2_scale, torch.tensor([value]), redo_count))
+
+    monkeypatch.setattr(tiles_module, "prepare", prepared)
 
 
 @MODES
@@ -174,7 +179,7 @@ def test_rows_and_columns_of_plain_and_redone_tiles_equal_float64(
 
 
 def _is_wide(shard: Shard) -> bool:
-    return bool(SoftmaxFactors.of(*shard.lse, 0).is_wide)
+    return bool(SoftmaxFactors.of(*shard.lse, shard.scale, 0).is_wide)
 
 
 @MODES

@@ -1,0 +1,75 @@
+"""The kernels of the pairs and of the softmax's factors, compiled without a GPU."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors, finish
+from lightning_mp.contrastive.triton_tiles.pair_kernels import pair_terms, prepare
+from tests.contrastive.triton_tiles.compiling import Compiled, compiler
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kernel for features of a dtype on a chip, as `compiling` wants it."""
+
+    kernel: str
+    arch: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"sm{self.arch}-{self.kernel}-{self.dtype}".replace("torch.", "")
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OF_FEATURES = [
+    Request(kernel, arch, dtype)
+    for kernel in ("prepare_kernel", "finish_kernel")
+    for arch, dtype in ((80, FP32), (90, BF16), (90, FP32), (100, BF16), (120, FP16))
+]
+OF_VECTORS = [
+    Request(kernel, arch, BF16)
+    for kernel in ("terms_kernel", "factors_kernel")
+    for arch in (80, 90, 100, 120)
+]
+# The largest of what programs have, and how many have come: never a gradient.
+COUNTING = ("prepare_kernel", "factors_kernel")
+
+
+def _launch(request: Request) -> None:
+    features = torch.zeros(2, 64, 512, dtype=request.dtype)
+    vectors, scale = torch.zeros(3, 64, dtype=torch.float64), torch.ones(())
+    prepare(*features, scale)
+    pair_terms(*vectors, (True, True), 128)
+    SoftmaxFactors.of(*vectors[:2], scale, 0)
+    finish(*features, *torch.zeros(2, 64, 512), vectors[0], scale, scale, 128, 1)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Callable[[Request], Compiled]]:
+    with compiler(_launch) as compile_:
+        yield compile_
+
+
+@pytest.mark.parametrize("request_", OF_FEATURES + OF_VECTORS, ids=str)
+def test_kernel_keeps_everything_in_registers_and_only_integers_are_atomic(
+    compiled: Callable[[Request], Compiled], request_: Request
+) -> None:
+    kernel = compiled(request_)
+    assert not kernel.is_spilled
+    assert kernel.complaints == ()
+    assert kernel.fuses
+    assert {name.split(".")[-1] for name in kernel.atomics} <= {"s32", "u32"}
+    assert bool(kernel.atomics) == (request_.kernel in COUNTING)
+
+
+@pytest.mark.parametrize("request_", OF_FEATURES, ids=str)
+def test_kernel_reads_whole_vectors(
+    compiled: Callable[[Request], Compiled], request_: Request
+) -> None:
+    kernel = compiled(request_)
+    assert kernel.instructions["LDG.E.128"] + kernel.count("LDGSTS") > 0

@@ -1,0 +1,152 @@
+"""The kernels beside the sweeps, in Triton's interpreter, against torch in float64.
+
+Shapes:
+    b: images. n: texts, of which the first b belong to them. D: width.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lightning_mp.contrastive import pairs
+from lightning_mp.contrastive.exchange import HEADER
+from lightning_mp.contrastive.triton_tiles import gradient_kernels, pair_kernels
+from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
+from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
+
+pytestmark = pytest.mark.interpreted
+_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+
+LOG2_E = math.log2(math.e)
+EPS_64, EPS_32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = [(1, 1, 8), (16, 16, 128), (33, 50, 130)]  # a program's rows and slice, and past them
+WANTED = [(True, True), (True, False), (False, True)]
+
+
+def features(b: int, n: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    image, text = (normalize(torch.randn(rows, width), dim=1).to(dtype) for rows in (b, n))
+    return image, text
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("b", "n", "width"), SHAPES)
+def test_preparation_has_logits_of_pairs_and_the_scale_in_two_parts(
+    b: int, n: int, width: int, dtype: torch.dtype
+) -> None:
+    image, text = features(b, n, width, dtype)
+    scale = torch.tensor(99.7)
+    pos_b, (log2_scale, reference, redo_count) = pair_kernels.prepare(image, text, scale)
+    expected = scale.double() * (image.double() * text[:b].double()).sum(1)
+    # Products are exact; each of `width` sums is off by half an ulp of what they come to, at most.
+    torch.testing.assert_close(pos_b, expected, rtol=0, atol=100 * width * EPS_64)
+    exact = scale.double() * LOG2_E
+    assert log2_scale.double().sum() == pytest.approx(exact.item(), rel=2.0**-47)
+    assert redo_count.item() == 0
+    # Unit features have a bound of the scale itself, and sums of 2^8 terms at the bound fit below.
+    norms = (image.double().norm(dim=1).amax() * text.double().norm(dim=1).amax()).item()
+    assert reference.item() == pytest.approx(exact.item() * norms - 111, abs=144 * width * EPS_32)
+
+
+@pytest.mark.parametrize("scale", [3.0, -3.0])
+def test_reference_of_large_logits_lies_below_the_largest_seen(scale: float) -> None:
+    image, text = torch.randn(2, 40, 64).mul_(8.0)
+    logits = scale * LOG2_E * image.double() @ text.double().T
+    _, (_, reference, _) = pair_kernels.prepare(image, text, torch.tensor(scale))
+    # A program of 16 pairs has seen all logits between them but those of the pairs.
+    seen = [block.fill_diagonal_(-torch.inf) for block in _blocks(logits)]
+    largest = max(block.amax().item() for block in seen)
+    assert logits.abs().max() > 160
+    # The sample is multiplied in tf32, whose values are of eleven bits.
+    assert reference.item() == pytest.approx(largest - 101, rel=2.0**-9, abs=2.0**-9 * largest)
+
+
+def _blocks(logits: Tensor) -> list[Tensor]:
+    return [logits[i : i + 16, i : i + 16].clone() for i in range(0, len(logits), 16)]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_reference_is_finite_where_features_are_not(bad: float) -> None:
+    image, text = torch.randn(2, 20, 8)
+    image[3, 2] = bad
+    pos_b, (_, reference, _) = pair_kernels.prepare(image, text, torch.tensor(100.0))
+    assert reference.isfinite()
+    assert pos_b.isfinite().tolist() == [i != 3 for i in range(20)]
+
+
+def _vectors(b: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-sum-exps and positives: ordinary, converged, without negatives, overflown."""
+    row, column, pos = (30 * torch.randn(size, dtype=torch.float64) for size in (b, n, b))
+    if b > 20:
+        pos[0], row[1], column[1] = 80.0, -torch.inf, -torch.inf
+        pos[2], row[3], column[4], pos[5] = torch.inf, torch.nan, torch.inf, -torch.inf
+        row[6], column[6], pos[6] = -1e4, 1e4, 9e3
+    return row, column, pos
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize(("b", "n"), [(1, 1), (128, 128), (129, 300)])
+def test_terms_are_those_of_torch(b: int, n: int, wanted: tuple[bool, bool]) -> None:
+    row, column, pos = _vectors(b, n)
+    expected = pairs.pair_terms(row, column, pos, wanted, 2 * b)
+    made = pair_kernels.pair_terms(row, column, pos, wanted, 2 * b)
+    used = [0, *range(HEADER, HEADER + n)]  # the rest of the header aligns it
+    torch.testing.assert_close(made.row_lse_b, expected.row_lse_b, equal_nan=True)
+    torch.testing.assert_close(made.weight_b, expected.weight_b, equal_nan=True, rtol=1e-13, atol=0)
+    torch.testing.assert_close(made.published[used], expected.published[used], equal_nan=True)
+
+
+def test_terms_of_converged_pairs_keep_their_digits() -> None:
+    margin = torch.linspace(-700.0, 2.0, 40, dtype=torch.float64)
+    pos = torch.full((40,), 50.0, dtype=torch.float64)
+    made = [
+        pair_kernels.pair_terms(neg[None], neg[None], pos[:1], (True, False), 1).published[0]
+        for neg in pos + margin
+    ]
+    expected = [math.log1p(math.exp(x)) for x in ((pos + margin) - pos).tolist()]
+    torch.testing.assert_close(
+        torch.stack(made), torch.tensor(expected, dtype=torch.float64), rtol=8 * EPS_64, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sides", WANTED)
+@pytest.mark.parametrize(("b", "n", "width"), [(1, 1, 8), (4, 4, 256), (9, 14, 260)])
+def test_gradients_are_finished_as_torch_does(
+    b: int, n: int, width: int, sides: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    image, text = features(b, n, width, dtype)
+    weight_b, scale, cotangent = torch.rand(b).double(), torch.tensor(20.0), torch.tensor(3.0)
+    gradients = [
+        torch.randn(x.shape) if side else None for x, side in zip((image, text), sides, strict=True)
+    ]
+    copies = [None if gradient is None else gradient.clone() for gradient in gradients]
+    rest = (weight_b, scale, cotangent, 2 * b, 3)
+    expected = pairs.finish(image, text, *copies, *rest)
+    made = gradient_kernels.finish(image, text, *gradients, *rest)
+    for one, other in zip(made[:2], expected[:2], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == dtype
+            # A sum, a product and a rounding, each by half an ulp.
+            tolerance = 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=60 * EPS_32 / b)
+    # torch rounds weights and sums once more.
+    atol = 10 * EPS_32 * (n * width) ** 0.5
+    torch.testing.assert_close(made.d_scale, expected.d_scale, rtol=0, atol=atol)
+
+
+def test_factors_are_two_to_the_distance_from_the_first_row() -> None:
+    row, column = (40 + 5 * torch.randn(size, dtype=torch.float64) for size in (130, 300))
+    made = SoftmaxFactors.of(row, column, torch.tensor(7.0), 14)
+    rows, columns = row * LOG2_E, column * LOG2_E
+    power, gain, factor = made.rows_3n.double()
+    torch.testing.assert_close(power - gain.log2(), rows - 14, rtol=0, atol=EPS_32)
+    torch.testing.assert_close(factor, (gain.log2() + rows - rows[0]).exp2(), rtol=EPS_32, atol=0)
+    power, gain, factor = made.columns_3m.double()
+    torch.testing.assert_close(power - gain.log2(), columns - 14, rtol=0, atol=EPS_32)
+    torch.testing.assert_close(factor, (rows[0] - columns).exp2(), rtol=EPS_32, atol=0)
+    assert made.is_wide.tolist() == [0]
