@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Finished, Ids, Kept, PairTerms, Prepared
+from lightning_mp.contrastive.tile_backend import Finished, Ids, Kept, Limits, PairTerms, Prepared
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -82,6 +82,7 @@ class TritonTiles:
         kept: Kept | None = None,
         ids: Ids | None = None,
         prepared: Prepared | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -125,6 +126,7 @@ class TritonTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
