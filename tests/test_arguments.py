@@ -30,6 +30,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "InstabilityReport": ([], "file_name", "filename"),
     "LossScaleConfig": ([], "init_scal", "init_scale"),
     "LossScaleMonitor": ([], "window_step", "window_steps"),
+    "MatryoshkaLoss": ([], "weigths", "weights"),
     "ModelParallelBalancedAMP": ([], "reduce_dtyp", "reduce_dtype"),
     "NonFiniteLocator": ([], "max_replay", "max_replays"),
     "OpPolicy": ([], "fp32_op", "fp32_ops"),
@@ -86,7 +87,7 @@ def test_argument_without_a_name_is_refused_by_its_value(name: str) -> None:
         (
             "ContrastiveLoss",
             [],
-            {"margin": 0.1},
+            {"hardness": 0.1},
             "It takes `process_group`, `workspace_bytes`",
         ),
         ("SafeAdamW", [], {}, "`params` is missing. Pass `params=...`."),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
+from lightning_mp.contrastive.agreement import group_size
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -19,21 +19,22 @@ from lightning_mp.contrastive.backends import (
     ExchangeName,
     TileDtype,
     check_choices,
-    triton_problem,
 )
+from lightning_mp.contrastive.group_module import GroupModule
 from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
 from lightning_mp.contrastive.library import loss_of_one
-from lightning_mp.contrastive.of_process_group import OfProcessGroup
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.contrastive.pair_options import (
     RULES,
     Duplicates,
+    FalseNegatives,
     PairArguments,
     PairOptions,
-    check_pair_rules,
 )
+from lightning_mp.contrastive.pair_problems import check_pair_rules
+from lightning_mp.contrastive.planned import Planned, plan_for
 from lightning_mp.contrastive.statistics import LossStatistics
 from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
 
@@ -49,7 +50,7 @@ __all__ = ["ContrastiveLoss"]
         "logit_scale": "Pass it in the call.",
     }
 )
-class ContrastiveLoss(OfProcessGroup):
+class ContrastiveLoss(GroupModule):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 
     A drop-in for open_clip's `ClipLoss`. A dense loss holds four logit matrices at its peak:
@@ -126,6 +127,10 @@ class ContrastiveLoss(OfProcessGroup):
     and look for no image: the sum over j of the first term goes over all texts of all ranks. With
     `negatives` in the call each image has k more, (b, k, D), that no other image sees.
 
+    **False negatives**: a negative that is nearer than the positive is hardly one (GISTEmbed). With
+    `false_negatives` rows leave out what is above a limit that their positive sets, and columns by
+    theirs; similarities are those of the features, or of a guide's. torch's tiles do it.
+
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
         workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
@@ -145,6 +150,9 @@ class ContrastiveLoss(OfProcessGroup):
             `"multi_positive"` makes them positives.
         label_smoothing: The part of each target, 0 to 1, that is spread evenly over all that the
             sum over j has, as in torch's `cross_entropy`.
+        false_negatives: Which negatives are left out of a sum: `"absolute"` those more similar than
+            its positive less `margin`, `"relative"` than its positive times `1 - margin`.
+        margin: See there.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -159,6 +167,7 @@ class ContrastiveLoss(OfProcessGroup):
         image_features: (b, D), already normalised if they are to be.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
         ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
+        guide_image: (b, G). guide_text: (n, G).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -170,6 +179,7 @@ class ContrastiveLoss(OfProcessGroup):
         - Inf-CL, https://arxiv.org/abs/2410.17243
         - LiT (locked image tower), https://arxiv.org/abs/2111.07991
         - Supervised contrastive learning, https://arxiv.org/abs/2004.11362
+        - GISTEmbed, https://arxiv.org/abs/2402.16829
 
     Example::
 
@@ -193,6 +203,8 @@ class ContrastiveLoss(OfProcessGroup):
         directions: Directions = "both",
         duplicates: Duplicates = "mask",
         label_smoothing: float = 0.0,
+        false_negatives: FalseNegatives = "keep",
+        margin: float = 0.0,
         local_loss: bool = True,
         gather_with_grad: bool = True,
         cache_labels: bool = True,
@@ -200,13 +212,12 @@ class ContrastiveLoss(OfProcessGroup):
         world_size: int = 1,
         use_horovod: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(process_group)
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
-        check_pair_rules(duplicates, label_smoothing)
+        check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self._said = None if world_size == 1 else (rank, world_size)
         self._checks = InputChecks()
-        self.process_group = process_group
         self.workspace_bytes = workspace_bytes
         self.backend = backend
         self.tile_dtype = tile_dtype
@@ -215,6 +226,8 @@ class ContrastiveLoss(OfProcessGroup):
         self.directions = directions
         self.duplicates = duplicates
         self.label_smoothing = label_smoothing
+        self.false_negatives = false_negatives
+        self.margin = margin
 
     @overload
     def forward(
@@ -268,6 +281,8 @@ class ContrastiveLoss(OfProcessGroup):
         weights: Tensor | None = None,
         positives: Tensor | None = None,
         negatives: Tensor | None = None,
+        guide_image: Tensor | None = None,
+        guide_text: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -284,13 +299,16 @@ class ContrastiveLoss(OfProcessGroup):
             positives: Which of this rank's texts belong to each image, integers of shape (b,), or
                 (b, k) padded with -1. Left out, text i belongs to image i.
             negatives: Features of texts that one image alone sees, (b, k, D).
+            guide_image: Another model's features, (b, G), to judge `false_negatives` by.
+            guide_text: Of the texts, (n, G).
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
-        pairs = PairOptions(ids, weights, positives, negatives, **rules, statistics=statistics)
+        options = (ids, weights, positives, negatives, guide_image, guide_text)
+        pairs = PairOptions(*options, **rules, statistics=statistics)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -315,19 +333,20 @@ class ContrastiveLoss(OfProcessGroup):
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
         """Return the options of the tiles: those of Triton know no ids."""
-        return {**self._options, "backend": "torch"} if pairs.has_mask else self._options
+        return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        return pairs.is_plain and group_size(self.process_group) == 1
+        is_swept = pairs.is_plain and pairs.false_negatives == "keep"
+        return is_swept and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if pairs.has_mask and self.backend == "triton":
+        if pairs.needs_torch and self.backend == "triton":
             return (
-                "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
-                "Leave `backend` out: with `ids` torch multiplies the tiles."
+                "Passed `ids` or `false_negatives` to `ContrastiveLoss(backend='triton')`, whose "
+                "kernels know none. Leave `backend` out: torch multiplies the tiles then."
             )
         return find_problem(image, text, scale, bias, pairs)
 
@@ -348,37 +367,28 @@ class ContrastiveLoss(OfProcessGroup):
         return self._operate(image_bD, text_bD, scale, bias, pairs, options)
 
     @torch.compiler.disable
-    def _loss_by_plan(
+    def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of one process or of all ranks, who first agree on what they have."""
+        image_bD, text_bD, scale, bias, pairs, plan = self.planned(*inputs)
+        if pairs.is_plain:
+            loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        else:
+            features = (image_bD, text_bD, scale, bias, pairs.negatives)
+            loss, found = TargetedInfoNCE.apply(*features, plan, pairs)
+        return loss, found
+
+    def planned(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         pairs: PairOptions,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss of one process or of all ranks, who first agree on what they have."""
-        is_one = group_size(self.process_group) == 1
+    ) -> Planned:
+        """Return the inputs with the plan that all ranks agree on, see `plan_for`."""
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
-        if problem is None and self.backend == "triton":
-            problem = triton_problem(image_bD.device, image_bD.dtype)
-        if problem is None:
-            pairs, image_bD, text_bD = pairs.paired(image_bD, text_bD)
-            problem = pairs.pairing_problem(len(image_bD))
-        if problem is not None:
-            if not is_one:
-                report_unusable(image_bD, self.process_group)
-            raise ValueError(problem)
-        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        facts = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
-        options = self._options_with(pairs)
-        if is_one:
-            plan = plan_of_one(*facts, options=options)
-        else:
-            group = self.process_group
-            plan = agree(*facts, exchange=self.exchange, options=options, group=group)
-        if pairs.is_plain:
-            loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
-        else:
-            inputs = (image_bD, text_bD, scale, bias, pairs.negatives)
-            loss, found = TargetedInfoNCE.apply(*inputs, plan, pairs)
-        return loss, found
+        return plan_for(
+            problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
+            trains_bias=not self._is_softmax, exchange=self.exchange,
+            options=self._options_with(pairs), group=self.process_group,
+        )  # fmt: skip

@@ -35,7 +35,7 @@ class LossStatistics(NamedTuple):
     So a collapsed model, whose features are all equal, has an accuracy of 0. A NaN is no hit. Pairs
     that the loss leaves out (equal `ids`) are no rivals; texts without an image are rivals, and
     look for none. With `weights` all means are weighted. With several positives of one row or
-    column, or with `negatives` of a row, the loss refuses to say.
+    column, with `negatives` of a row or without false negatives, the loss refuses to say.
 
     Args:
         image_to_text_top1: Share of the images whose text has the largest logit of all texts.

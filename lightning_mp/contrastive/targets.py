@@ -31,6 +31,7 @@ from lightning_mp.contrastive.matches import (
     to_rows,
 )
 from lightning_mp.contrastive.pair_options import PairOptions
+from lightning_mp.contrastive.tile_backend import Limits
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -60,6 +61,7 @@ class Task(NamedTuple):
         shares: What counts.
         smoothing: The part of a target that is spread evenly.
         field: Over what.
+        limits: What rows take for a false negative.
     """
 
     match: Match
@@ -67,6 +69,7 @@ class Task(NamedTuple):
     shares: Shares
     smoothing: float
     field: Match
+    limits: Limits | None
 
     def loss(
         self,
@@ -94,6 +97,10 @@ class Task(NamedTuple):
         extra_bk = pos_q.new_zeros(len(image_bD), 0)
         if negatives_bkD is not None and negatives_bkD.shape[1]:
             extra_bk = _dots(image_bD, negatives_bkD, scale.dtype) * scale
+            if self.limits is not None:
+                # A number that no exponential reaches; infinities would make gradients NaN.
+                left_out_bk = self.limits.left_out(extra_bk, self.limits.rows_b[:, None])
+                extra_bk = extra_bk.masked_fill(left_out_bk, torch.finfo(scale.dtype).min / 2)
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
         for share, neg, features, others, product, extra_nk in (
@@ -140,7 +147,7 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
         field = Unmasked(everything, groups, Own(b, n))
     matched = b if plan.matched is None else plan.matched
     shares = _shares(weight_b, weight_n, plan)
-    return Task(match, matched, shares, options.label_smoothing, field)
+    return Task(match, matched, shares, options.label_smoothing, field, plan.limits)
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:

@@ -147,7 +147,7 @@ def test_weights_weigh_statistics_and_order_does_not_matter() -> None:
 
 def test_statistics_of_what_are_no_pairs_are_refused() -> None:
     image, text, scale = data(4, 4, 8, 3, torch.float32)
-    with pytest.raises(ValueError, match="or `negatives` of an image alone"):
+    with pytest.raises(ValueError, match="with `negatives` of an image alone"):
         ContrastiveLoss()(image, text, scale, negatives=image[:, None].detach(), statistics=True)
     with pytest.raises(ValueError, match="of one pair each"):
         ContrastiveLoss(duplicates="multi_positive")(

@@ -16,6 +16,7 @@ from lightning_mp.contrastive.tile_backend import (
     Finished,
     Ids,
     Kept,
+    Limits,
     Maxima,
     PairTerms,
     Prepared,
@@ -93,6 +94,7 @@ class TritonTiles:
         kept: Kept | None = None,
         ids: Ids | None = None,
         prepared: Prepared | None = None,
+        limits: Limits | None = None,
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
@@ -142,6 +144,7 @@ class TritonTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
@@ -291,6 +294,8 @@ class TritonTiles:
             return configs[0]
         key = (kernel, precision, width, device)
         if key not in self._tuned:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return configs[0]  # nothing can be timed while a graph is made
             self._tuned[key] = fastest(configs, make_trial(), device)
         return self._tuned[key]
 
