@@ -20,8 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.contrastive.tile_backend import Ids
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.dot import (
+    differ,
+    keep_mask,
+    tile_at,
+    tile_dots,
+    tile_is_cut,
+)
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_operands,
     check_block,
@@ -57,6 +64,8 @@ def lse_kernel(
     redo_count,
     redo_list,
     is_redone,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -78,6 +87,7 @@ def lse_kernel(
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
         redo_count: One int32, zero at the start. redo_list: One int32 for each tile.
         is_redone: 0 or 1 for each tile, row by row of tiles.
+        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -95,6 +105,9 @@ def lse_kernel(
     powers = tl.exp2(powers)
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
+    if row_ids is not None:
+        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
+        powers = tl.where(differs, powers, 0.0)
     row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
     row_here, column_here = row < num_rows, column < num_columns
     tl.store(row_sums + column_tile.to(tl.int64) * num_rows + row, row_sum, mask=row_here)
@@ -129,6 +142,8 @@ def lse_redo_kernel(
     column_sums,
     redo_count,
     redo_list,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -157,6 +172,8 @@ def lse_redo_kernel(
         row = row_tile * TILE_M + tl.arange(0, TILE_M)
         column = column_tile * TILE_N + tl.arange(0, TILE_N)
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
+        if row_ids is not None:
+            keep &= differ(row_ids, column_ids, row, column, num_rows, num_columns)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
         row_at = row_sums + column_tile.to(tl.int64) * num_rows + row
         tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row < num_rows)
@@ -272,6 +289,7 @@ def add_lse(
     redo_count: Tensor | None = None,
     *,
     split_scale: bool,
+    ids: Ids | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -286,6 +304,7 @@ def add_lse(
         config: A row of the table for the kernel `"lse"`.
         redo_count: One int32 of zero, and zero again afterwards; `None` for a new one.
         split_scale: Use both values of `log2_scale`.
+        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
         ValueError: Operands or log-sum-exps have another layout.
@@ -309,7 +328,17 @@ def add_lse(
     redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
-    sizes = (n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset)
+    row_ids, column_ids = (None, None) if ids is None else ids
+    sizes = (
+        row_ids,
+        column_ids,
+        n,
+        m,
+        rows_nk.shape[1],
+        rows_nk.stride(0),
+        columns_mk.stride(0),
+        offset,
+    )
     lse_kernel[(tiles,)](
         *operands, log2_scale, reference, row_sums, column_sums, redo_count, redo_list, is_redone,
         *sizes, GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,
