@@ -12,7 +12,8 @@ other streams still do with it without `record_stream` is a race with its next o
         x = torch.ones(3, device="cuda") * 2
     gpu.launches, gpu.syncs, gpu.peak_bytes
 
-What is not simulated: kernels by Triton, operations that autograd's engine runs by itself, graphs.
+What is not simulated: kernels by Triton, operations that autograd's engine runs by itself, and the
+replay of graphs: what would break their making, `FakeCuda.capture` finds.
 An operation of torch's Python interface counts as one launch, however many kernels it has.
 """
 
@@ -29,7 +30,8 @@ from torch._library.custom_ops import CustomOpDef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.fake_streams import HOST, Clock, FakeEvent, FakeStream
+from tests.fake_capture import Capturing
+from tests.fake_streams import HOST, Clock, FakeEvent, FakeStream, RaceError, named
 
 __all__ = ["FakeCuda", "RaceError"]
 
@@ -42,10 +44,6 @@ _QUIET = (
 )
 
 _OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, CustomOpDef)
-
-
-class RaceError(AssertionError):
-    """Two accesses to one memory, one of them a write, that nothing puts in order."""
 
 
 class DeviceTensor(Tensor):
@@ -71,7 +69,7 @@ class _Block:
         self.free_at: float | None = None
 
 
-class FakeCuda(TorchFunctionMode):
+class FakeCuda(Capturing, TorchFunctionMode):
     """The device. Within it, `torch.cuda` and all tensors on `"cuda"` are simulated.
 
     Args:
@@ -122,7 +120,7 @@ class FakeCuda(TorchFunctionMode):
             "device": lambda device: contextlib.nullcontext(),
             "current_device": lambda: 0,
             "is_available": lambda: True,
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: self.captured is not None,
             "synchronize": lambda device=None: self.synchronize(),
             "get_device_capability": lambda device=None: self.capability,
             "_sleep": lambda cycles: self.compute(cycles / 2e9),
@@ -159,6 +157,7 @@ class FakeCuda(TorchFunctionMode):
 
     def synchronize(self) -> None:
         """Wait for all streams."""
+        self.refuse_in_capture("The host waits for the device")
         for number in list(self.clocks):
             if number != HOST:
                 FakeStream(self, number).synchronize()
@@ -169,6 +168,7 @@ class FakeCuda(TorchFunctionMode):
 
     def enqueue(self, number: int, seconds: float) -> Clock:
         """Queue something, and return the clock of the stream after it."""
+        self.refuse_streams_in_capture(number)
         clock = self.clocks[number]
         clock |= self.clocks[HOST]  # what the host has seen is over when it launches
         clock[number] += 1
@@ -193,7 +193,7 @@ class FakeCuda(TorchFunctionMode):
         if special is not None:
             return special(function, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        on_device = any(isinstance(x, DeviceTensor) for x in tensors) or _is_cuda(kwargs)
+        on_device = any(map(self._is_on_device, tensors)) or _is_cuda(kwargs)
         if name in _QUIET:  # `x.T` is a view, of which there is no launch
             result = self._plainly(function, args, kwargs)
             return self._claim(result) if on_device and isinstance(result, Tensor) else result
@@ -250,6 +250,7 @@ class FakeCuda(TorchFunctionMode):
         return target
 
     def _do_pin_memory(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        self.refuse_in_capture("Memory is pinned")
         return self._pin(args[0].clone())
 
     def _do_is_pinned(self, function: Any, args: Any, kwargs: Any) -> bool:
@@ -279,6 +280,8 @@ class FakeCuda(TorchFunctionMode):
 
     def _launch(self, name: str, seconds: float) -> None:
         self.launches[name] += 1
+        if self.captured is not None:
+            self.captured.append(name)
         self.time += self.host_seconds
         self.enqueue(self.current, seconds)
 
@@ -291,6 +294,7 @@ class FakeCuda(TorchFunctionMode):
             self._sync()
 
     def _sync(self) -> None:
+        self.refuse_in_capture("A value is read, or memory copied that is not pinned")
         self.syncs += 1
         waits = self.waits
         FakeStream(self, self.current).synchronize()
@@ -308,6 +312,11 @@ class FakeCuda(TorchFunctionMode):
         self._pinned.add(tensor.untyped_storage()._cdata)
         self._remember(tensor, HOST)
         return tensor
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        """Return whether it lies there; autograd's engine hands out tensors that do not say so."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return isinstance(tensor, DeviceTensor) or (block is not None and block.owner != HOST)
 
     def _remember(self, tensor: Tensor, owner: int) -> None:
         storage = tensor.untyped_storage()
@@ -340,13 +349,11 @@ class FakeCuda(TorchFunctionMode):
         clock = self.clocks[thread]
         writer, at = block.written
         if at > clock[writer]:
-            raise RaceError(f"{_named(thread)} touches what {_named(writer)} may still write.")
+            raise RaceError(f"{named(thread)} touches what {named(writer)} may still write.")
         if is_write:
             for reader, read in block.read.items():
                 if read > clock[reader]:
-                    raise RaceError(
-                        f"{_named(thread)} writes what {_named(reader)} may still read."
-                    )
+                    raise RaceError(f"{named(thread)} writes what {named(reader)} may still read.")
             block.written, block.read = (thread, clock[thread]), Counter()
         else:
             block.read[thread] = clock[thread]
@@ -363,10 +370,6 @@ def _inside(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         TorchFunctionMode.__exit__(mode, None, None, None)
-
-
-def _named(thread: int) -> str:
-    return "the host" if thread == HOST else f"stream {thread}"
 
 
 def _names_device(value: Any) -> bool:

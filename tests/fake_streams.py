@@ -6,10 +6,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.fake_cuda import FakeCuda
 
-__all__ = ["HOST", "Clock", "FakeEvent", "FakeStream"]
+__all__ = ["HOST", "Clock", "FakeEvent", "FakeStream", "RaceError", "named"]
 
 HOST = -1
 Clock = Counter[int]
+
+
+class RaceError(AssertionError):
+    """Two accesses to one memory, one of them a write, that nothing puts in order."""
+
+
+def named(thread: int) -> str:
+    """Return what a thread of execution is called in messages."""
+    return "the host" if thread == HOST else f"stream {thread}"
 
 
 class FakeStream:
@@ -55,12 +64,14 @@ class FakeEvent:
         (stream or FakeStream(self._gpu, self._gpu.current)).wait_event(self)
 
     def query(self) -> bool:
+        self._gpu.refuse_in_capture("An event is looked at")
         is_done = self.at <= self._gpu.time
         if is_done:
             self._gpu.clocks[HOST] |= self.clock
         return is_done
 
     def synchronize(self) -> None:
+        self._gpu.refuse_in_capture("The host waits for an event")
         self._gpu.time = max(self._gpu.time, self.at)
         self._gpu.clocks[HOST] |= self.clock
         self._gpu.waits += 1

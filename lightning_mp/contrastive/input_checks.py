@@ -43,7 +43,9 @@ class InputChecks:
 
     @torch.compiler.disable  # where its caller was given up as compiled too often
     def look(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor | float) -> None:
-        """Take note of inputs that can be used."""
+        """Take note of inputs that can be used; not of those that a CUDA graph is made with."""
+        if image_bD.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         for _, numbers, context in self._readback.ready():
             self._judge(numbers.tolist(), *context["shape"])
         self._calls += 1

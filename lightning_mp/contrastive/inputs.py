@@ -20,7 +20,8 @@ def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
         return value.to(like.device)
     if isinstance(value, np.ndarray):
         value = value.item()
-    return torch.tensor(float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
+    # A fill: `torch.tensor` would copy pageable memory, which waits, and which no graph can hold.
+    return torch.full((), float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
 
 
 def as_tensors(

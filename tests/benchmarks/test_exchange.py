@@ -42,6 +42,16 @@ def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -
     assert counts.host_seconds < 2 * max(products, 3e-4)
 
 
+@pytest.mark.parametrize("batch", [256, 4096])
+def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
+    counts = count([batch], WIDTH, "ring")
+    # Pairs prepared, logits summed, redone and merged, terms; factors, two twins, gradients.
+    assert (counts.kernels, counts.products) == (9, 2)
+    # As with ranks, but for what brings theirs together.
+    assert counts.ops <= 10
+    assert counts.waits == counts.collectives.total() == 0
+
+
 @pytest.mark.parametrize(("world_size", "batch"), [(8, 1024), (16, 256)])
 def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
     counts = count([batch] * world_size, WIDTH, "ring")

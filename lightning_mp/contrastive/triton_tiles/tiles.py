@@ -274,6 +274,8 @@ class TritonTiles:
             return configs[0]
         key = (kernel, precision, width, device)
         if key not in self._tuned:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return configs[0]  # nothing can be timed while a graph is made
             self._tuned[key] = fastest(configs, make_trial(), device)
         return self._tuned[key]
 

@@ -165,6 +165,34 @@ def test_host_never_waits_for_the_device(dtype: torch.dtype) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("options", [{}, {"backend": "torch"}], ids=str)
+@pytest.mark.parametrize("b", [256, 4096])
+def test_step_in_a_graph_is_the_step_outside(b: int, options: dict[str, str]) -> None:
+    steps = [features(b, 512, torch.bfloat16) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in steps[0]]
+    scale = torch.tensor(50.0, device="cuda", requires_grad=True)
+    loss_fn = ContrastiveLoss(**options)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is compiled and tuned has to be so before
+        loss_fn(*leaves, scale).backward()
+    torch.cuda.current_stream().wait_stream(side)
+    for leaf in (*leaves, scale):
+        leaf.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = loss_fn(*leaves, scale)
+        loss.backward()
+    for step in steps:
+        with torch.no_grad():
+            for leaf, x in zip(leaves, step, strict=True):
+                leaf.copy_(x)
+        graph.replay()
+        replayed = Result(loss.detach(), *(leaf.grad.double() for leaf in (*leaves, scale)))
+        eager = run(*step, 50.0, **options)
+        assert max(replayed.distance(eager).values()) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_is_at_most_eight_times_the_features_in_fp32(dtype: torch.dtype) -> None:
     b, width = 65_536, 512

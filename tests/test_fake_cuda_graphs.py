@@ -1,0 +1,127 @@
+"""The loss of one GPU in a CUDA graph: nothing in it waits, copies pageable memory, or looks.
+
+`ContrastiveLoss` runs around an operator whose inside the fake device takes as one launch; the
+inside runs by itself, with launches of Triton's kernels and products for cuBLAS that are counted.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive import infonce
+from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.triton_tiles import (
+    TritonTiles,
+    gradient_kernels,
+    lse_kernels,
+    pair_kernels,
+    softmax_kernels,
+    tiles,
+)
+from lightning_mp.numerics import triton_support
+from lightning_mp.numerics.async_readback import AsyncReadback
+from tests.fake_capture import CaptureError
+from tests.fake_cuda import FakeCuda
+
+DEVICE = torch.device("cuda", 0)
+KERNELS = {
+    lse_kernels: ("lse_kernel", "lse_redo_kernel", "merge_kernel"),
+    softmax_kernels: ("softmax_kernel",),
+    pair_kernels: ("prepare_kernel", "terms_kernel"),
+    gradient_kernels: ("factors_kernel", "finish_kernel"),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    triton_support.triton_problem.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernels by Triton
+    with FakeCuda() as gpu:
+        yield gpu
+    triton_support.triton_problem.cache_clear()
+
+
+class _Launched:
+    """Stands in for a kernel of Triton: queues a launch that computes nothing."""
+
+    def __init__(self, gpu: FakeCuda, name: str) -> None:
+        self._gpu, self._name = gpu, name
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self._gpu._launch(self._name, 1e-5)
+
+
+@pytest.fixture
+def triton_launches(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, _Launched(gpu, name))
+    monkeypatch.setattr(tiles, "add_product", lambda *args: gpu._launch("product", 1e-5))
+    for module in (tiles, lse_kernels):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    return gpu
+
+
+def test_graph_holds_no_wait_no_pageable_copy_and_no_look(gpu: FakeCuda) -> None:
+    x, pinned, readback = torch.ones(3, device="cuda"), torch.ones(3).pin_memory(), AsyncReadback()
+    readback.submit(0, x)
+    refused = {
+        "item": lambda: x.sum().item(),
+        "pageable": lambda: torch.ones(3).to(DEVICE),
+        "look": readback.ready,
+        "wait": torch.cuda.synchronize,
+        "pin": lambda: torch.ones(3).pin_memory(),
+        "other stream": lambda: torch.cuda.Stream().record_event(),
+    }
+    for ask in refused.values():
+        with gpu.capture(), pytest.raises(CaptureError):
+            ask()
+    with gpu.capture() as captured:
+        (pinned.to(DEVICE, non_blocking=True) + x).sum()
+    assert captured == ["copy", "add", "sum"]
+
+
+@pytest.mark.parametrize("scale", [20.0, torch.tensor(20.0)], ids=["number", "tensor"])
+def test_loss_and_its_backward_can_be_captured(gpu: FakeCuda, scale: float | Tensor) -> None:
+    features = (F.normalize(torch.randn(24, 8), dim=1) for _ in range(2))
+    inputs = [x.requires_grad_() for x in features]
+    loss_fn = ContrastiveLoss()
+    expected = loss_fn(*inputs, scale)
+    expected.backward()
+    leaves = [x.detach().to(DEVICE).requires_grad_() for x in inputs]
+    scale = scale.to(DEVICE) if isinstance(scale, Tensor) else scale
+    loss_fn(*leaves, scale).backward()  # a first time, as `torch.cuda.graph` wants it
+    for leaf in leaves:
+        leaf.grad = None
+    with gpu.capture() as captured:
+        loss = loss_fn(*leaves, scale)
+        loss.backward()
+    assert "infonce" in str(captured)
+    assert torch.allclose(loss.detach().cpu(), expected.detach())
+    for leaf, x in zip(leaves, inputs, strict=True):
+        assert torch.allclose(leaf.grad.cpu(), x.grad)
+
+
+@pytest.mark.parametrize("tile_dtype", ["auto", "fp32"])
+@pytest.mark.parametrize("b", [256, 4096])
+def test_small_batch_is_captured_in_few_launches(
+    triton_launches: FakeCuda, b: int, tile_dtype: str
+) -> None:
+    gpu = triton_launches
+    dtype = torch.bfloat16 if tile_dtype == "auto" else torch.float32
+    image, text = (torch.zeros(b, 64, dtype=dtype, device="cuda") for _ in range(2))
+    scale = torch.ones((), device="cuda")
+    backend = TritonTiles(tile_dtype=tile_dtype, autotune=True, arch=90)
+    plan = infonce.Plan(Ring([b]), backend, True, True, True)
+    with gpu.capture() as captured:
+        swept = infonce.sweep(image, text, scale, None, plan)
+        infonce.differentiate(torch.ones_like(swept.loss), image, text, scale, None, swept, plan)
+    kernels = [name for name in captured if name.endswith("_kernel")]
+    assert len(kernels) == 9
+    # The products of halves of fp32 are six; torch's own operations count tests/benchmarks.
+    assert captured.count("product") == (2 if tile_dtype == "auto" else 6)
