@@ -104,7 +104,7 @@ class ContrastiveLoss(GroupModule):
     **Duplicates**: where an image stands in the batch with several texts, each of these would be a
     negative of the others' rows, and a perfect embedding of two would have a loss of log 2. With
     `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
-    are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
+    are; i itself stays. The ids travel with the texts.
 
     With `duplicates="multi_positive"` all pairs of equal ids are positives instead, as in
     supervised contrastive learning: `S_ii` becomes their mean, and they all stay in the sums.
@@ -332,7 +332,7 @@ class ContrastiveLoss(GroupModule):
         }
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
-        """Return the options of the tiles: those of Triton know no ids."""
+        """Return the options of the tiles: those of Triton know no limits."""
         return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
@@ -345,8 +345,9 @@ class ContrastiveLoss(GroupModule):
     ) -> str | None:
         if pairs.needs_torch and self.backend == "triton":
             return (
-                "Passed `ids` or `false_negatives` to `ContrastiveLoss(backend='triton')`, whose "
-                "kernels know none. Leave `backend` out: torch multiplies the tiles then."
+                "Passed `ContrastiveLoss(backend='triton', false_negatives="
+                f"{pairs.false_negatives!r})`, whose kernels know no limits. Leave `backend` out: "
+                "torch multiplies the tiles then."
             )
         return find_problem(image, text, scale, bias, pairs)
 

@@ -73,11 +73,6 @@ class PairOptions(NamedTuple):
     prefixes: tuple[Any, ...] = ()
 
     @property
-    def has_mask(self) -> bool:
-        """Whether the tiles leave pairs of equal ids out."""
-        return self.ids is not None and self.duplicates == "mask"
-
-    @property
     def masked_ids(self) -> Tensor | None:
         """The ids whose equal pairs the tiles leave out."""
         return self.ids.long() if self.ids is not None and self.duplicates == "mask" else None
@@ -92,7 +87,7 @@ class PairOptions(NamedTuple):
     @property
     def needs_torch(self) -> bool:
         """Whether torch's tiles alone can leave out what is to be."""
-        return self.has_mask or self.false_negatives != "keep"
+        return self.false_negatives != "keep"
 
     @property
     def matched(self) -> int | None:

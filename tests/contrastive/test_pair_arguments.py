@@ -24,7 +24,7 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         (
             {"backend": "triton", "false_negatives": "absolute"},
             {},
-            "Passed `ids` or `false_negatives`.*Leave `backend` out",
+            "backend='triton', false_negatives='absolute'.*Leave `backend` out",
         ),
         (
             {"false_negatives": "absolute"},

@@ -14,8 +14,8 @@ a second launch redoes the listed tiles with a reference for each row and each c
 sums by finished logarithms. Merging adds the tiles in float64, in order. The order of the
 list depends on the run, but which tiles are on it and what becomes of them does not.
 
-The largest logits of rows and columns, where they are wanted, are those of the same powers: a sum
-in range has a term of 2^-98 at least, whose logarithm is exact to rounding.
+The largest logits, where they are wanted, are those of the same powers: a sum in range has a term
+of 2^-98 at least.
 """
 
 import torch
@@ -23,9 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Maxima
+from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.dot import (
+    differ,
+    keep_mask,
+    tile_at,
+    tile_dots,
+    tile_is_cut,
+)
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_operands,
     check_block,
@@ -63,6 +69,8 @@ def lse_kernel(
     is_redone,
     row_maxima,
     column_maxima,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -87,6 +95,7 @@ def lse_kernel(
         is_redone: 0 or 1 for each tile, row by row of tiles.
         row_maxima: The largest powers, laid out as `row_sums`; column_maxima: as `column_sums`.
             Not touched without `MAXIMA`.
+        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -104,6 +113,9 @@ def lse_kernel(
     powers = tl.exp2(powers)
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
+    if row_ids is not None:
+        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
+        powers = tl.where(differs, powers, 0.0)
     row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
     row_here, column_here = row < num_rows, column < num_columns
     tl.store(row_sums + column_tile.to(tl.int64) * num_rows + row, row_sum, mask=row_here)
@@ -148,6 +160,8 @@ def lse_redo_kernel(
     redo_list,
     row_maxima,
     column_maxima,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -178,6 +192,8 @@ def lse_redo_kernel(
         row = row_tile * TILE_M + tl.arange(0, TILE_M)
         column = column_tile * TILE_N + tl.arange(0, TILE_N)
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
+        if row_ids is not None:
+            keep &= differ(row_ids, column_ids, row, column, num_rows, num_columns)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
         row_at = column_tile.to(tl.int64) * num_rows + row
         lse, peak = _log2_sum_exp2(logits, 1)
@@ -218,9 +234,8 @@ def merge_kernel(
         row_sums: As `lse_kernel` and `lse_redo_kernel` have left them; so are all up to
             `redo_count`, which gets a zero.
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
-        row_part_maxima: As `lse_kernel` and `lse_redo_kernel` have left them; so is the next.
+        row_part_maxima: As both kernels left them, like the next; not touched without `MAXIMA`.
         row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
-            Not touched without `MAXIMA`, none of the four.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
@@ -321,6 +336,7 @@ def add_lse(
     *,
     split_scale: bool,
     maxima: Maxima | None = None,
+    ids: Ids | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -336,6 +352,7 @@ def add_lse(
         redo_count: One int32 of zero, and zero again afterwards; `None` for a new one.
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
+        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
         ValueError: Operands or log-sum-exps have another layout.
@@ -362,7 +379,10 @@ def add_lse(
     redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
-    sizes = (n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset)
+    sizes = (
+        *((None, None) if ids is None else ids), n, m, rows_nk.shape[1], rows_nk.stride(0),
+        columns_mk.stride(0), offset,
+    )  # fmt: skip
     lse_kernel[(tiles,)](
         *operands, log2_scale, reference, row_sums, column_sums, redo_count, redo_list, is_redone,
         *part_maxima, *sizes, GROUP=config.group, SPLIT_SCALE=split_scale,

@@ -16,9 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Maxima
+from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.dot import (
+    differ,
+    keep_mask,
+    tile_at,
+    tile_dots,
+    tile_is_cut,
+)
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_descriptor,
     as_operands,
@@ -60,6 +66,8 @@ def sigmoid_kernel(
     column_maxima,
     weights,
     weights_low,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -87,6 +95,7 @@ def sigmoid_kernel(
             m). Not touched without `MAXIMA`.
         weights: (n, m) with rows `weights_stride` apart; a tensor descriptor with `TMA`.
         weights_low: The same for what rounding left over; not touched without `LOW`.
+        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
@@ -102,6 +111,9 @@ def sigmoid_kernel(
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         x = tl.where(keep, x, float("-inf"))
+    if row_ids is not None:
+        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
+        x = tl.where(differs, x, float("-inf"))
     if MAXIMA:
         row_at = row_maxima + column_tile.to(tl.int64) * num_rows + row
         tl.store(row_at, tl.max(x, 1), mask=row < num_rows)
@@ -138,6 +150,7 @@ def add_sigmoid(
     exponent: int,
     split_scale: bool,
     maxima: Maxima | None = None,
+    ids: Ids | None = None,
 ) -> None:
     """Write the sigmoids of one block, and add its sums to the totals in a fixed order.
 
@@ -154,6 +167,7 @@ def add_sigmoid(
         exponent: See `weights_nm`.
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise, without the bias.
+        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
         ValueError: Operands or weights have another layout.
@@ -175,11 +189,12 @@ def add_sigmoid(
     sums = rows_nk.new_empty(2, tiles, dtype=torch.float32)
     shapes = ((column_tiles, n), (row_tiles, m))
     peaks = [None if maxima is None else sums.new_empty(shape) for shape in shapes]
+    row_ids, column_ids = (None, None) if ids is None else ids
     sigmoid_kernel[(tiles,)](
         *as_operands(rows_nk, columns_mk, config), log2_scale, log2_bias, 2.0**exponent, sums,
-        *peaks, *targets, n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0),
-        weights_nm.stride(0), diagonal_offset(diagonal, n, m), GROUP=config.group,
-        SPLIT_SCALE=split_scale, LOW=low_nm is not None,
+        *peaks, *targets, row_ids, column_ids, n, m, rows_nk.shape[1], rows_nk.stride(0),
+        columns_mk.stride(0), weights_nm.stride(0), diagonal_offset(diagonal, n, m),
+        GROUP=config.group, SPLIT_SCALE=split_scale, LOW=low_nm is not None,
         MAXIMA=maxima is not None, **config.shape, **config.options,
     )  # fmt: skip
     if maxima is not None:

@@ -7,7 +7,7 @@ Shapes:
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,15 +33,13 @@ from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactor
 from lightning_mp.contrastive.triton_tiles.launch import multiprocessors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse, lse_bytes_per_value
 from lightning_mp.contrastive.triton_tiles.operands import (
-    WIDTH_MULTIPLE,
-    Operand,
     Precision,
     TileDtype,
 )
 from lightning_mp.contrastive.triton_tiles.pair_kernels import pair_terms, prepare
-from lightning_mp.contrastive.triton_tiles.products import add_product
 from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive.triton_tiles.workspace import Softmax, Workspace
 from lightning_mp.numerics.floats import sum_rounding
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
@@ -98,6 +96,7 @@ class TritonTiles:
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        codes = _short(ids)
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         if prepared is None:
@@ -112,7 +111,7 @@ class TritonTiles:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
                 *lses, block.diagonal, config, redo_count, split_scale=precision.is_split,
-                maxima=maxima,
+                ids=_ids_of(block, codes), maxima=maxima,
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -147,14 +146,16 @@ class TritonTiles:
         limits: Limits | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        codes = _short(ids)
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
 
-        def write(block: Block, softmax: _Softmax, config: TileConfig) -> None:
+        def write(block: Block, softmax: Softmax, config: TileConfig) -> None:
             write_softmax(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
                 block.diagonal, (config, wide), split_scale=precision.is_split,
+                ids=_ids_of(block, codes),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -168,7 +169,7 @@ class TritonTiles:
             if precision.is_split:
                 log2_scale = _log2_parts(scale, units)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
-            workspace = _Workspace.make(shape, precision, rows_bD.device)
+            workspace = Workspace.make(shape, precision, rows_bD.device)
             wide = self._choose("softmax_wide", precision, rows_bD)
             config = self._choose("softmax", precision, rows_bD, make_trial)
             for block in blocks_of(
@@ -193,13 +194,14 @@ class TritonTiles:
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
+        codes = _short(ids)
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         log2_scale = _log2_parts(scale, units)
         log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
         with _on(rows_bD.device):
             shape = self._softmax_block(rows_bD, columns_mD, precision)
-            workspace = _Workspace.make(shape, precision, rows_bD.device)
+            workspace = Workspace.make(shape, precision, rows_bD.device)
             config = self._choose("softmax_wide", precision, rows_bD)
             for block in blocks_of(
                 rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
@@ -210,6 +212,7 @@ class TritonTiles:
                     log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
                     exponent=weights.exponent, split_scale=precision.is_split,
                     maxima=None if maxima is None else maxima.block(block.rows, block.columns),
+                    ids=_ids_of(block, codes),
                 )  # fmt: skip
                 weights.add_products(block, d_rows_bD, d_columns_mD)
 
@@ -300,72 +303,6 @@ class TritonTiles:
         return self._tuned[key]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Softmax:
-    """The softmax of one block, times `2^exponent`, in one value or in two halves."""
-
-    high_nc: Tensor
-    low_nc: Tensor | None
-    exponent: int
-
-    def add_products(
-        self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
-    ) -> None:
-        """Add both products of the block to the gradients that are wanted."""
-        if d_rows_bD is not None:
-            self.add_rows(d_rows_bD[block.rows], block.column_operand)
-        if d_columns_mD is not None:
-            self.add_columns(d_columns_mD[block.columns], block.row_operand)
-
-    def add_rows(self, d_rows_nD: Tensor, columns: Operand) -> None:
-        """Add `softmax @ columns`."""
-        for softmax_nc, part_cD in self._products(columns):
-            add_product(d_rows_nD, softmax_nc, part_cD, 2.0**-self.exponent)
-
-    def add_columns(self, d_columns_cD: Tensor, rows: Operand) -> None:
-        """Add `softmax.T @ rows`."""
-        for softmax_nc, part_nD in self._products(rows):
-            add_product(d_columns_cD, softmax_nc.T, part_nD, 2.0**-self.exponent)
-
-    def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what is to be multiplied, but for low times low."""
-        for part in operand.parts_nD:
-            yield self.high_nc, part
-        if self.low_nc is not None:
-            yield self.low_nc, operand.parts_nD[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Workspace:
-    """Memory for the softmax of one block, reused by all."""
-
-    halves: tuple[Tensor, ...]
-    exponent: int
-
-    @classmethod
-    def make(
-        cls, shape: tuple[int, int], precision: Precision, device: torch.device
-    ) -> "_Workspace":
-        rows, columns = shape
-        count = 2 if precision.keeps_low else 1
-        size = rows * _padded(columns)
-        halves = torch.empty(count, size, dtype=precision.softmax, device=device)
-        return cls(tuple(halves), precision.softmax_exponent)
-
-    def block(self, block: Block) -> _Softmax:
-        """Return views of the block's shape whose rows are aligned."""
-        rows = block.rows.stop - block.rows.start
-        columns = block.columns.stop - block.columns.start
-        size = rows * _padded(columns)
-        views = [half[:size].view(rows, -1)[:, :columns] for half in self.halves]
-        low = views[1] if len(views) == 2 else None
-        return _Softmax(views[0], low, self.exponent)
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-
-
 def _first_block(
     rows_bD: Tensor,
     columns_mD: Tensor,
@@ -376,6 +313,22 @@ def _first_block(
     shape = (_TUNED_ROWS, _TUNED_ROWS)
     parts = (rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS])
     return next(blocks_of(*parts, shape, precision, units, None))
+
+
+def _short(ids: Ids | None) -> Ids | None:
+    """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
+    if ids is None:
+        return None
+    known = ids.rows_b.sort().values
+    # The first place among the rows'; the columns' that are not among them all get the same.
+    columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)
+    is_known = known[columns_m.clamp(max=len(known) - 1)] == ids.columns_m
+    rows_b = torch.searchsorted(known, ids.rows_b, out_int32=True)
+    return Ids(rows_b, columns_m.where(is_known, -1))
+
+
+def _ids_of(block: Block, ids: Ids | None) -> Ids | None:
+    return None if ids is None else Ids(ids.rows_b[block.rows], ids.columns_m[block.columns])
 
 
 def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Tensor:

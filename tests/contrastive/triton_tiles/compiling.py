@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from lightning_mp.contrastive.tile_backend import Maxima
+from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
@@ -55,6 +55,7 @@ class Request:
         ragged: The number of columns is no multiple of 16.
         arch: What to compile for; `None` is what the row was chosen for.
         maxima: The largest logits are wanted, too.
+        ids: Pairs of equal ids are left out.
     """
 
     kernel: str
@@ -63,6 +64,7 @@ class Request:
     ragged: bool = False
     arch: int | None = None
     maxima: bool = False
+    ids: bool = False
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -82,6 +84,7 @@ class Request:
             *["split"] * precision.is_split,
             *["ragged"] * self.ragged,
             *["maxima"] * self.maxima,
+            *["ids"] * self.ids,
         ]
         return "-".join(parts)
 
@@ -241,11 +244,13 @@ def _launch(request: Request) -> None:
     rows = torch.empty(_SIZE, _SIZE, dtype=precision.operand)
     columns, log2_scale = torch.empty_like(rows)[:m], torch.empty(2)
     lses = [torch.zeros(length, dtype=torch.float64) for length in (_SIZE, m)]
+    ids = Ids(*(torch.zeros(length, dtype=torch.int32) for length in (_SIZE, m)))
     maxima = Maxima(*(x.clone() for x in lses)) if request.maxima else None
+    own: Any = {"split_scale": precision.is_split, "ids": ids if request.ids else None}
     if request.config.kernel == "lse":
         add_lse(
-            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config,
-            split_scale=precision.is_split, maxima=maxima,
+            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, maxima=maxima,
+            **own,
         )  # fmt: skip
         return
     # Rows are aligned even where their ends are not.
@@ -254,13 +259,12 @@ def _launch(request: Request) -> None:
         add_sigmoid(
             rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
             low if precision.keeps_low else None, 0, request.config,
-            exponent=precision.softmax_exponent, split_scale=precision.is_split, maxima=maxima,
+            exponent=precision.softmax_exponent, maxima=maxima, **own,
         )  # fmt: skip
     else:
         write_softmax(
             rows, columns, log2_scale, SoftmaxFactors.of(*lses, torch.ones(()), 0), softmax,
-            low if precision.keeps_low else None, 0, (request.config, request.config),
-            split_scale=precision.is_split,
+            low if precision.keeps_low else None, 0, (request.config, request.config), **own,
         )  # fmt: skip
 
 

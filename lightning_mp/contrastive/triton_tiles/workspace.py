@@ -1,0 +1,84 @@
+"""Memory for the weights of one block, and the products that are made of them.
+
+Shapes:
+    b: rows. m: columns of the shard. D: width. n, c: rows and columns of one block.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive.triton_tiles.blocks import Block
+from lightning_mp.contrastive.triton_tiles.operands import WIDTH_MULTIPLE, Operand, Precision
+from lightning_mp.contrastive.triton_tiles.products import add_product
+
+__all__ = ["Softmax", "Workspace"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """The softmax of one block, times `2^exponent`, in one value or in two halves."""
+
+    high_nc: Tensor
+    low_nc: Tensor | None
+    exponent: int
+
+    def add_products(
+        self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
+    ) -> None:
+        """Add both products of the block to the gradients that are wanted."""
+        if d_rows_bD is not None:
+            self.add_rows(d_rows_bD[block.rows], block.column_operand)
+        if d_columns_mD is not None:
+            self.add_columns(d_columns_mD[block.columns], block.row_operand)
+
+    def add_rows(self, d_rows_nD: Tensor, columns: Operand) -> None:
+        """Add `softmax @ columns`."""
+        for softmax_nc, part_cD in self._products(columns):
+            add_product(d_rows_nD, softmax_nc, part_cD, 2.0**-self.exponent)
+
+    def add_columns(self, d_columns_cD: Tensor, rows: Operand) -> None:
+        """Add `softmax.T @ rows`."""
+        for softmax_nc, part_nD in self._products(rows):
+            add_product(d_columns_cD, softmax_nc.T, part_nD, 2.0**-self.exponent)
+
+    def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what is to be multiplied, but for low times low."""
+        for part in operand.parts_nD:
+            yield self.high_nc, part
+        if self.low_nc is not None:
+            yield self.low_nc, operand.parts_nD[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """Memory for the softmax of one block, reused by all."""
+
+    halves: tuple[Tensor, ...]
+    exponent: int
+
+    @classmethod
+    def make(
+        cls, shape: tuple[int, int], precision: Precision, device: torch.device
+    ) -> "Workspace":
+        """Return memory for blocks of a shape at most."""
+        rows, columns = shape
+        count = 2 if precision.keeps_low else 1
+        size = rows * _padded(columns)
+        halves = torch.empty(count, size, dtype=precision.softmax, device=device)
+        return cls(tuple(halves), precision.softmax_exponent)
+
+    def block(self, block: Block) -> Softmax:
+        """Return views of the block's shape whose rows are aligned."""
+        rows = block.rows.stop - block.rows.start
+        columns = block.columns.stop - block.columns.start
+        size = rows * _padded(columns)
+        views = [half[:size].view(rows, -1)[:, :columns] for half in self.halves]
+        low = views[1] if len(views) == 2 else None
+        return Softmax(views[0], low, self.exponent)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
