@@ -342,8 +342,8 @@ class ContrastiveLoss(GroupModule):
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
         loss: Tensor = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps, ids=pairs.ids,
-            directions=self.directions,
+            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps,
+            ids=pairs.masked_ids, directions=self.directions,
         )[0]  # fmt: skip
         return loss
 

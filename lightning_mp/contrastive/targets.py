@@ -131,15 +131,16 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
         weight_b = options.weights.to(weight_b.dtype)
         weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
     match: Match = Own(b, n)
-    weight_n = match.to_columns(weight_b)
-    if options.duplicates == "multi_positive" and options.ids is not None:
-        match = Groups(options.ids.long(), b, plan.exchange)
     if options.pairing is not None:
         match = Listed(options.pairing.images_e, options.pairing.texts_e, b, n)
         # What has no positive looks for none, and a text is weighed as its images are on average.
-        weight_b = weight_b.where(match.to_rows(torch.ones_like(weight_n)) > 0, 0)
-        texts_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
-        weight_n = match.to_columns(weight_b) / texts_n
+        weight_b = weight_b.where(match.to_rows(weight_b.new_ones(n)) > 0, 0)
+        images_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
+        weight_n = match.to_columns(weight_b) / images_n
+    else:
+        weight_n = match.to_columns(weight_b)
+    if options.grouped_ids is not None:
+        match = Groups(options.grouped_ids, b, plan.exchange)
     everything = Everything(b, n, plan.exchange)
     field: Match = everything
     if options.masked_ids is not None:
