@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
 from tests.contrastive.pair_cases import Case, check
+from tests.contrastive.test_torch_tiles import PeakBytes
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 from tests.reference.contrastive_targets import dense_targets
@@ -149,6 +150,30 @@ def test_ids_need_not_lie_next_to_each_other() -> None:
         assert torch.equal(
             loss_fn(image, text, 1.0, ids=ids), loss_fn(image, text, 1.0, ids=ids.clone())
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", ["weights", "ids", "positives", "smoothing", "negatives"])
+def test_memory_is_linear_in_the_batch(option: str, dtype: torch.dtype) -> None:
+    b, width, k = 2048, 64, 4
+    image, text = (F.normalize(torch.randn(b, width), dim=1).to(dtype) for _ in range(2))
+    call = {
+        "weights": {"weights": torch.rand(b)},
+        "ids": {"ids": torch.randint(0, 500, (b,))},
+        "positives": {"positives": torch.randint(0, b, (b, 3))},
+        "negatives": {"negatives": torch.randn(b, k, width).to(dtype).requires_grad_()},
+    }
+    setup: dict[str, Any] = {"duplicates": "multi_positive"} if option == "ids" else {}
+    setup |= {"label_smoothing": 0.1} if option == "smoothing" else {}
+    loss_fn = ContrastiveLoss(workspace_bytes=2**20, **setup)
+    with PeakBytes() as made:
+        loss_fn(
+            image.requires_grad_(), text.requires_grad_(), 20.0, **call.get(option, {})
+        ).backward()
+    # As documented, and vectors of float64; the negatives' gradient before and after it is scaled.
+    linear = 13 + 2 * k * (option == "negatives")
+    assert made.peak < 2**20 + linear * b * width * 4 + 40 * b * 8 < b * b * 4
 
 
 @pytest.mark.slow
