@@ -74,8 +74,17 @@ class PairOptions(NamedTuple):
 
     @property
     def masked_ids(self) -> Tensor | None:
-        """The ids whose equal pairs the tiles leave out."""
-        return self.ids.long() if self.ids is not None and self.duplicates == "mask" else None
+        """The ids whose equal pairs the tiles leave out, int64."""
+        return self._ids if self.duplicates == "mask" else None
+
+    @property
+    def grouped_ids(self) -> Tensor | None:
+        """The ids whose equal pairs are positives, int64."""
+        return None if self.duplicates == "mask" else self._ids
+
+    @property
+    def _ids(self) -> Tensor | None:
+        return None if self.ids is None else self.ids.long().contiguous()
 
     @property
     def guides(self) -> tuple[Tensor, Tensor] | None:

@@ -82,6 +82,7 @@ def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one(loss_class: t
     def step(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         return 3 * loss_fn(F.normalize(image, dim=1), F.normalize(text, dim=1), scale.exp(), bias)
 
+    torch._dynamo.utils.counters.clear()  # of other tests in this process
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     for b in (5, 12, 33):  # the batch size is no reason to compile again
         image, text, _, bias = leaves(b, 24)

@@ -50,3 +50,14 @@ def test_batch_of_one_id_has_no_negatives() -> None:
     loss.backward()
     assert loss == 0
     assert torch.count_nonzero(image.grad) == 0
+
+
+@pytest.mark.parametrize(("b", "n"), [(70, 7), (5, 150)])
+def test_few_texts_or_images_are_as_on_torchs_tiles(b: int, n: int) -> None:
+    features = [F.normalize(torch.randn(size, 24), dim=1).requires_grad_() for size in (b, n)]
+    call = {"positives": torch.randint(-1, n, (b, 3)), "weights": torch.arange(b) % 3}
+    results = []
+    for backend in ("triton", "torch"):
+        loss = ContrastiveLoss(backend=backend, tile_dtype="fp32")(*features, 20.0, **call)  # type: ignore[arg-type]
+        results.append([loss.detach(), *torch.autograd.grad(loss, features)])
+    assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
