@@ -15,7 +15,7 @@ from lightning_mp.contrastive import slices
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_ids import few_ids
-from tests.contrastive.test_torch_tiles import _addmm_flops
+from tests.contrastive.test_torch_tiles import PeakBytes, _addmm_flops
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 
@@ -94,6 +94,19 @@ def test_products_are_those_of_the_widths() -> None:
         MatryoshkaLoss(widths=WIDTHS)(*inputs).backward()
     # All tiles of all prefixes fit the workspace, so that none is multiplied again.
     assert counter.get_total_flops() == 3 * 2 * b * b * sum(WIDTHS)
+
+
+@pytest.mark.slow
+def test_memory_is_one_workspace_and_linear_in_the_batch() -> None:
+    b, width, workspace = 2048, 24, 2**20
+    image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
+    loss_fn = MatryoshkaLoss(loss=ContrastiveLoss(workspace_bytes=workspace), widths=WIDTHS)
+    with PeakBytes() as made:
+        loss_fn(image, text, 20.0).backward()
+    # Prefixes of images with gradients, those of one width's texts; gradients of full width, twice;
+    # a float64 copy of a chunk, and for each width six vectors in float64 in two layouts.
+    linear = 4 * b * (2 * sum(WIDTHS) + 8 * width) + 24 * len(WIDTHS) * b * 8
+    assert made.peak < workspace + linear < len(WIDTHS) * workspace + linear < b * b * 4
 
 
 def _step(rank: int, sizes: list[tuple[int, int]], exchange: str) -> list[Tensor]:
