@@ -158,7 +158,7 @@ assert values[0] == values[1], values
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # another interpreter imports torch
 def test_interpreter_of_triton_is_not_taken_unless_asked_for() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -22,7 +22,6 @@ def data(glyph_cache) -> GlyphData:
     return data
 
 
-@pytest.mark.sweep
 def test_cache_round_trip_is_exact_and_renders_once(glyph_cache, monkeypatch, tmp_path):
     table = load_glyphs(glyph_cache, progress=False)
     renderings = iter([table])
