@@ -28,6 +28,7 @@ def rehearsal(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_second_run_takes_the_place_of_the_first(rehearsal):
     names = [row["contender"] for row in read(rehearsal)]
     assert len(names) == len(set(names))
@@ -35,6 +36,7 @@ def test_second_run_takes_the_place_of_the_first(rehearsal):
     assert any(name.startswith("dense") for name in names)
 
 
+@pytest.mark.slow
 def test_figures_are_positive_and_consistent(rehearsal):
     for row in read(rehearsal):
         low, median, high = (float(row[f"ms_{name}"]) for name in ("min", "median", "max"))
@@ -48,6 +50,7 @@ def test_figures_are_positive_and_consistent(rehearsal):
         assert math.isclose(features, int(row["peak_extra_bytes"]))
 
 
+@pytest.mark.slow
 def test_rows_name_chip_and_versions_but_no_place(rehearsal):
     for row in read(rehearsal):
         assert row["device_name"]

@@ -52,6 +52,7 @@ def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
     assert counts.waits == counts.collectives.total() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "batch"), [(8, 1024), (16, 256)])
 def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
     counts = count([batch] * world_size, WIDTH, "ring")
@@ -65,10 +66,10 @@ def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "workspace_bytes"),
     [
-        ([8192] * 8, DEFAULT_BYTES),
+        pytest.param([8192] * 8, DEFAULT_BYTES, marks=pytest.mark.slow),
         ([1024] * 64, DEFAULT_BYTES),
-        ([1024] * 16, 2**26),
-        ([2048] * 4 + [100] * 4, 2**26),
+        pytest.param([1024] * 16, 2**26, marks=pytest.mark.slow),
+        pytest.param([2048] * 4 + [100] * 4, 2**26, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -88,6 +88,7 @@ def test_training_ends_before_the_step_so_that_nothing_has_moved(
     assert model.seen[-1] == BAD
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("action", ["stop", "raise"])
 def test_default_checkpoint_holds_no_nan_and_a_resumed_run_ends_again(
@@ -107,6 +108,7 @@ def test_default_checkpoint_holds_no_nan_and_a_resumed_run_ends_again(
     assert kinds(guard)[-1] == (again.seen[0], "non_finite_loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["stop", "raise"])
 def test_overflow_under_a_loss_scale_ends_nothing(tmp_path: Path, action: Any) -> None:
     guard = quick(action=action)

@@ -133,7 +133,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 BESIDE = 4 * WIDTH * WIDTH * 4 + 8 * BATCH * WIDTH * 4
 
 
-@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 64])
 def test_rows_on_cuda_are_doubled_until_memory_runs_out(small_gpu: Any, rows: int) -> None:
     expected = gradient_of(GradientCache(micro_batch_size=BATCH), Tower(), batch())
     # Between what `rows` take and what twice as many do; backwards are not seen by the fake.

@@ -150,6 +150,7 @@ def test_inf_clamp_where_nothing_overflows_changes_no_bit(
         torch.testing.assert_close(grad, without.gradients[name], rtol=0.0, atol=size * 2**-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", T5_LIKE)
 def test_t5_under_autocast_is_not_saved_by_its_own_clamp_even_without_dropout(kind: str) -> None:
     model = make(kind, 1e5)
