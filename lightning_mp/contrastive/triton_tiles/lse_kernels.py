@@ -9,10 +9,10 @@ columns alike because both refer to the same scalar `t`:
     row_sums[tile column, i] = sum_{j in tile} 2^(x_ij - t),    the same over i for column_sums.
 
 That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are lost below 2^-126 are
-2^-36 of it, and nothing overflows. A tile with a sum outside (or a NaN) puts itself on a list, and
-a second launch redoes the listed tiles with a reference for each row and each column: it replaces
-sums by finished logarithms. Merging adds the tiles in float64, in order. The order of the
-list depends on the run, but which tiles are on it and what becomes of them does not.
+2^-36 of it, and nothing overflows. A program that finds a sum outside (or a NaN) does its tile once
+more, with a reference for each row and each column, and stores finished logarithms in the place of
+sums. It multiplies again, so that the first pass keeps nothing in registers for a second that is
+rare. Merging adds the tiles in float64, in order.
 """
 
 import torch
@@ -26,7 +26,6 @@ from lightning_mp.contrastive.triton_tiles.launch import (
     as_operands,
     check_block,
     diagonal_offset,
-    multiprocessors,
 )
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "add_lse",
     "lse_bytes_per_value",
     "lse_kernel",
-    "lse_redo_kernel",
     "merge_kernel",
 ]
 
@@ -46,6 +44,15 @@ _MERGE_BLOCK = 32
 _MERGE_PARTS = 32
 
 
+@triton.jit
+def _log2_sum_exp2(logits, axis: tl.constexpr):
+    """Return `log2(sum(2^logits))` along an axis; -inf where all are -inf, inf where one is inf."""
+    peak = tl.max(logits, axis)
+    reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
+    return reference + tl.log2(total)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
     rows,
@@ -54,8 +61,6 @@ def lse_kernel(
     reference,
     row_sums,
     column_sums,
-    redo_count,
-    redo_list,
     is_redone,
     num_rows,
     num_columns,
@@ -70,14 +75,13 @@ def lse_kernel(
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
 ):
-    """Store the sums of one tile against the scalar reference; list the tile if one is outside.
+    """Store the sums of one tile against the scalar reference, or logarithms if one is outside.
 
     Args:
         log2_scale: Two fp32 values whose sum is the scale times log2(e).
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
-        redo_count: One int32, zero at the start. redo_list: One int32 for each tile.
-        is_redone: 0 or 1 for each tile, row by row of tiles.
+        is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -89,9 +93,10 @@ def lse_kernel(
     )  # fmt: skip
     row = row_tile * TILE_M + tl.arange(0, TILE_M)
     column = column_tile * TILE_N + tl.arange(0, TILE_N)
-    powers = dots * tl.load(log2_scale) - tl.load(reference)
+    high, low = tl.load(log2_scale), tl.load(log2_scale + 1)
+    powers = dots * high - tl.load(reference)
     if SPLIT_SCALE:
-        powers += dots * tl.load(log2_scale + 1)
+        powers += dots * low
     powers = tl.exp2(powers)
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
@@ -108,60 +113,20 @@ def lse_kernel(
     tile = row_tile * column_tiles + column_tile
     tl.store(is_redone + tile, fails)
     if fails != 0:
-        tl.store(redo_list + tl.atomic_add(redo_count, 1, sem="relaxed"), tile)
-
-
-@triton.jit
-def _log2_sum_exp2(logits, axis: tl.constexpr):
-    """Return `log2(sum(2^logits))` along an axis; -inf where all are -inf, inf where one is inf."""
-    peak = tl.max(logits, axis)
-    reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
-    return reference + tl.log2(total)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
-def lse_redo_kernel(
-    rows,
-    columns,
-    log2_scale,
-    row_sums,
-    column_sums,
-    redo_count,
-    redo_list,
-    num_rows,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    diagonal,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Replace the sums of every listed tile by log2-sum-exps; returns at once if none is listed.
-
-    Arguments are those of `lse_kernel`. The programs share the list, however long it is, so the
-    host need not know its length.
-    """
-    column_tiles = tl.cdiv(num_columns, TILE_N)
-    high, low = tl.load(log2_scale), tl.load(log2_scale + 1)
-    for index in range(tl.program_id(0), tl.load(redo_count), tl.num_programs(0)):
-        tile = tl.load(redo_list + index)
-        row_tile, column_tile = tile // column_tiles, tile % column_tiles
+        again = 0
+        if not TMA:
+            # A zero that no compiler knows of: so it keeps no addresses for the second pass.
+            again = fails - 1
         dots = tile_dots(
-            rows, columns, row_tile, column_tile, num_rows, num_columns, width,
+            rows, columns, row_tile + again, column_tile + again, num_rows, num_columns, width,
             row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
         )  # fmt: skip
-        row = row_tile * TILE_M + tl.arange(0, TILE_M)
-        column = column_tile * TILE_N + tl.arange(0, TILE_N)
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
         row_at = row_sums + column_tile.to(tl.int64) * num_rows + row
-        tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row < num_rows)
+        tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row_here)
         column_at = column_sums + row_tile.to(tl.int64) * num_columns + column
-        tl.store(column_at, _log2_sum_exp2(logits, 0), mask=column < num_columns)
+        tl.store(column_at, _log2_sum_exp2(logits, 0), mask=column_here)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
@@ -170,7 +135,6 @@ def merge_kernel(
     column_sums,
     is_redone,
     reference,
-    redo_count,
     row_lse,
     column_lse,
     num_rows,
@@ -180,17 +144,14 @@ def merge_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add the tiles' sums to the log-sum-exps of rows and columns; leave the list empty.
+    """Add the tiles' sums to the log-sum-exps of rows and columns.
 
     Args:
-        row_sums: As `lse_kernel` and `lse_redo_kernel` have left them; so are all up to
-            `redo_count`, which gets a zero.
+        row_sums: As `lse_kernel` has left them; so are all up to `reference`.
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
-    if program == 0:
-        tl.store(redo_count, 0)
     if program < row_programs:
         first = program * BLOCK
         flags = is_redone + first // TILE_M * column_tiles
@@ -257,7 +218,7 @@ def _log2_add_exp2(left, right):
 def lse_bytes_per_value(config: TileConfig) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
     rows, columns, _ = config.tile
-    return 4 / rows + 4 / columns + 8 / (rows * columns)
+    return 4 / rows + 4 / columns + 4 / (rows * columns)
 
 
 def add_lse(
@@ -269,7 +230,6 @@ def add_lse(
     column_lse_m: Tensor,
     diagonal: int | None,
     config: TileConfig,
-    redo_count: Tensor | None = None,
     *,
     split_scale: bool,
 ) -> None:
@@ -284,7 +244,6 @@ def add_lse(
         column_lse_m: Those of the columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
-        redo_count: One int32 of zero, and zero again afterwards; `None` for a new one.
         split_scale: Use both values of `log2_scale`.
 
     Raises:
@@ -304,21 +263,15 @@ def add_lse(
     tiles = row_tiles * column_tiles
     row_sums = rows_nk.new_empty(column_tiles, n, dtype=torch.float32)
     column_sums = rows_nk.new_empty(row_tiles, m, dtype=torch.float32)
-    if redo_count is None:
-        redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
-    redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
+    is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
     sizes = (n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset)
     lse_kernel[(tiles,)](
-        *operands, log2_scale, reference, row_sums, column_sums, redo_count, redo_list, is_redone,
-        *sizes, GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,
-    )  # fmt: skip
-    lse_redo_kernel[(min(tiles, multiprocessors(rows_nk.device)),)](
-        *operands, log2_scale, row_sums, column_sums, redo_count, redo_list, *sizes,
-        **config.shape, **config.options,
+        *operands, log2_scale, reference, row_sums, column_sums, is_redone, *sizes,
+        GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,
     )  # fmt: skip
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
-        row_sums, column_sums, is_redone, reference, redo_count, row_lse_n, column_lse_m, n, m,
+        row_sums, column_sums, is_redone, reference, row_lse_n, column_lse_m, n, m,
         TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
     )  # fmt: skip

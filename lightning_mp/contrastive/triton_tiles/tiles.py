@@ -88,15 +88,14 @@ class TritonTiles:
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         if prepared is None:
             prepared = self.prepare(rows_bD, columns_mD, scale)
-        log2_scale, reference, redo_count = prepared.own
+        log2_scale, reference = prepared.own
         if precision.is_split:
             log2_scale = _log2_parts(scale, units)
 
         def add(block: Block, row_lse_n: Tensor, column_lse_c: Tensor, config: TileConfig) -> None:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                row_lse_n, column_lse_c, block.diagonal, config, redo_count,
-                split_scale=precision.is_split,
+                row_lse_n, column_lse_c, block.diagonal, config, split_scale=precision.is_split,
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
