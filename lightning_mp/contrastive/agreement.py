@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.contrastive.backends import ExchangeName, make_tiles
+from lightning_mp.contrastive.false_negatives import limits_of
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.pair_options import RULES, PairOptions
 from lightning_mp.contrastive.ring import Ring
@@ -88,7 +89,7 @@ def agree(
     plan = make_plan(
         sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
     )
-    return dataclasses.replace(plan, pairs=sum(rows), **_of_pairs(pairs))
+    return dataclasses.replace(plan, pairs=sum(rows), **_of_pairs(pairs, image_bD, text_bD, scale))
 
 
 def plan_of_one(
@@ -103,15 +104,24 @@ def plan_of_one(
     """Return the plan of a process that is alone; arguments are those of `agree`."""
     tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
     needs = _trained(image_bD, text_bD, scale, bias)
-    return Plan(Ring([len(text_bD)]), tiles, *needs, pairs=len(image_bD), **_of_pairs(pairs))
+    return Plan(
+        Ring([len(text_bD)]),
+        tiles,
+        *needs,
+        pairs=len(image_bD),
+        **_of_pairs(pairs, image_bD, text_bD, scale),
+    )
 
 
-def _of_pairs(pairs: PairOptions) -> dict[str, Any]:
+def _of_pairs(
+    pairs: PairOptions, image_bD: Tensor, text_bD: Tensor, scale: Tensor
+) -> dict[str, Any]:
     """Return what a plan holds of the pairs."""
     return {
         "ids_b": pairs.masked_ids,
         "directions": pairs.directions,
         "matched": pairs.matched,
+        "limits": limits_of(pairs, image_bD, text_bD, scale),
     }
 
 
@@ -213,8 +223,8 @@ def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
             )
     if len({facts[7] for facts in by_rank}) > 1:
         raise ValueError(
-            f"Passed `ContrastiveLoss(...)` whose {' or '.join(RULES)} differs between ranks. All "
-            "ranks must have the same. Configure every rank alike."
+            f"Passed `ContrastiveLoss(...)` whose {' or '.join(RULES)} differs between ranks, or "
+            "the guides' width or dtype. All ranks must have the same. Configure every rank alike."
         )
     exchanges = [_NAMES[facts[3]] for facts in by_rank]
     if len(set(exchanges)) > 1:

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_mp.contrastive.pair_options import PairOptions
+from lightning_mp.contrastive.pair_problems import find_pair_problem
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["find_problem"]
@@ -25,7 +26,7 @@ def find_problem(
         or _pair_problem(image_features, text_features, pairs.positives is not None)
         or _scalar_problem("logit_scale", logit_scale)
         or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
-        or pairs.problem(image_features, text_features)  # type: ignore[arg-type]
+        or find_pair_problem(pairs, image_features, text_features)  # type: ignore[arg-type]
     )
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.exchange import Exchange, Visit
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Prepared, TileBackend
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Prepared, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
@@ -69,6 +69,8 @@ class Plan:
         directions: Which cross entropies count.
         matched: How many of this rank's images have a text of their own, the first ones: text i is
             that of image i. `None`: all.
+        limits: Of this rank's images and texts, what they take for false negatives; `None` for
+            nothing.
     """
 
     exchange: Exchange
@@ -80,6 +82,7 @@ class Plan:
     pairs: int | None = field(default=None, kw_only=True)
     directions: Directions = field(default="both", kw_only=True)
     matched: int | None = field(default=None, kw_only=True)
+    limits: Limits | None = field(default=None, kw_only=True)
 
     @property
     def global_pairs(self) -> int:
@@ -90,6 +93,12 @@ class Plan:
     def wanted(self) -> tuple[bool, bool]:
         """Whether images are to find their texts, and texts their images."""
         return self.directions != "text_to_image", self.directions != "image_to_text"
+
+    @property
+    def travelling(self) -> list[Tensor]:
+        """What has to come with the texts to say what is left out."""
+        ids = [] if self.ids_b is None else [self.ids_b]
+        return ids if self.limits is None else [*ids, *self.limits.travelling]
 
     @property
     def trains(self) -> bool:
@@ -204,7 +213,7 @@ def differentiate(
 def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     """Return memory for what the backward need not work out again; empty if there is none."""
     size, (b, _) = 0, image_bD.shape
-    if plan.trains:
+    if plan.trains and plan.limits is None:
         columns = plan.exchange.global_batch_size
         size = plan.tiles.kept_values(b, columns, image_bD.dtype, image_bD.device)
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
@@ -213,6 +222,11 @@ def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
 def visiting_ids(plan: Plan, b: int, columns: Sequence[Tensor]) -> Ids | None:
     """Return the ids of rows and of visiting columns, if there are any."""
     return None if plan.ids_b is None else Ids(plan.ids_b[:b], columns[0])
+
+
+def _visiting_limits(plan: Plan, columns: Sequence[Tensor]) -> Limits | None:
+    """Return the limits of rows and of visiting columns, if there are any."""
+    return None if plan.limits is None else plan.limits.at(columns[plan.ids_b is not None :])
 
 
 def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
@@ -235,20 +249,19 @@ def negatives_sweep(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
-    own_ids = [] if plan.ids_b is None else [plan.ids_b]
     block_mD = None
 
     def sweep_block(visit: Visit) -> None:
-        text_mD, *ids_m = visit.columns
+        text_mD, *others = visit.columns
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
             visit.diagonal, paired(visit, image_bD, plan), kept,
-            visiting_ids(plan, len(image_bD), ids_m), prepared,
+            visiting_ids(plan, len(image_bD), others), prepared, _visiting_limits(plan, others),
         )  # fmt: skip
         column_neg.add(part_m)
 
-    for visit in plan.exchange.visit([text_nD, *own_ids]):
+    for visit in plan.exchange.visit([text_nD, *plan.travelling]):
         sweep_block(visit)
         if plan.trains and plan.exchange.holds_all:
             block_mD = visit.columns[0]
@@ -272,21 +285,20 @@ def negatives_gradients(
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
     kept = Kept(kept_values)
-    own_ids = [] if plan.ids_b is None else [plan.ids_b]
     if d_image_bD is None and d_text is None:
         return None, None
 
     def sweep_block(visit: Visit) -> None:
-        text_mD, *ids_m, column_lse_m = visit.columns
+        text_mD, *others, column_lse_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
             visit.diagonal, paired(visit, image_bD, plan), kept,
-            visiting_ids(plan, len(image_bD), ids_m),
+            visiting_ids(plan, len(image_bD), others), _visiting_limits(plan, others),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_nD, *own_ids], column_lse, block_mD):
+    for visit in plan.exchange.visit([text_nD, *plan.travelling], column_lse, block_mD):
         sweep_block(visit)
     return d_image_bD, None if d_text is None else d_text.result()

@@ -4,12 +4,11 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
-import copy
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
@@ -22,6 +21,7 @@ from lightning_mp.contrastive.backends import (
     check_choices,
     triton_problem,
 )
+from lightning_mp.contrastive.group_module import GroupModule
 from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
@@ -30,10 +30,11 @@ from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_
 from lightning_mp.contrastive.pair_options import (
     RULES,
     Duplicates,
+    FalseNegatives,
     PairArguments,
     PairOptions,
-    check_pair_rules,
 )
+from lightning_mp.contrastive.pair_problems import check_pair_rules
 from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ __all__ = ["ContrastiveLoss"]
         "logit_scale": "Pass it in the call.",
     }
 )
-class ContrastiveLoss(nn.Module):
+class ContrastiveLoss(GroupModule):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 
     A drop-in for open_clip's `ClipLoss`. A dense loss holds four logit matrices at its peak:
@@ -102,7 +103,7 @@ class ContrastiveLoss(nn.Module):
     **Duplicates**: where an image stands in the batch with several texts, each of these would be a
     negative of the others' rows, and a perfect embedding of two would have a loss of log 2. With
     `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
-    are; i itself stays. The ids travel with the texts. torch's tiles do it, also on CUDA.
+    are; i itself stays. The ids travel with the texts.
 
     With `duplicates="multi_positive"` all pairs of equal ids are positives instead, as in
     supervised contrastive learning: `S_ii` becomes their mean, and they all stay in the sums.
@@ -120,6 +121,10 @@ class ContrastiveLoss(nn.Module):
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
     and look for no image: the sum over j of the first term goes over all texts of all ranks. With
     `negatives` in the call each image has k more, (b, k, D), that no other image sees.
+
+    **False negatives**: a negative that is nearer than the positive is hardly one (GISTEmbed). With
+    `false_negatives` rows leave out what is above a limit that their positive sets, and columns by
+    theirs; similarities are those of the features, or of a guide's. torch's tiles do it.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -140,6 +145,9 @@ class ContrastiveLoss(nn.Module):
             `"multi_positive"` makes them positives.
         label_smoothing: The part of each target, 0 to 1, that is spread evenly over all that the
             sum over j has, as in torch's `cross_entropy`.
+        false_negatives: Which negatives are left out of a sum: `"absolute"` those more similar than
+            its positive less `margin`, `"relative"` than its positive times `1 - margin`.
+        margin: See there.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -154,6 +162,7 @@ class ContrastiveLoss(nn.Module):
         image_features: (b, D), already normalised if they are to be.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
         ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
+        guide_image: (b, G). guide_text: (n, G).
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -165,6 +174,7 @@ class ContrastiveLoss(nn.Module):
         - Inf-CL, https://arxiv.org/abs/2410.17243
         - LiT (locked image tower), https://arxiv.org/abs/2111.07991
         - Supervised contrastive learning, https://arxiv.org/abs/2004.11362
+        - GISTEmbed, https://arxiv.org/abs/2402.16829
 
     Example::
 
@@ -187,6 +197,8 @@ class ContrastiveLoss(nn.Module):
         directions: Directions = "both",
         duplicates: Duplicates = "mask",
         label_smoothing: float = 0.0,
+        false_negatives: FalseNegatives = "keep",
+        margin: float = 0.0,
         local_loss: bool = True,
         gather_with_grad: bool = True,
         cache_labels: bool = True,
@@ -194,13 +206,12 @@ class ContrastiveLoss(nn.Module):
         world_size: int = 1,
         use_horovod: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(process_group)
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
-        check_pair_rules(duplicates, label_smoothing)
+        check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self._said = None if world_size == 1 else (rank, world_size)
         self._checks = InputChecks()
-        self.process_group = process_group
         self.workspace_bytes = workspace_bytes
         self.backend = backend
         self.tile_dtype = tile_dtype
@@ -209,6 +220,8 @@ class ContrastiveLoss(nn.Module):
         self.directions = directions
         self.duplicates = duplicates
         self.label_smoothing = label_smoothing
+        self.false_negatives = false_negatives
+        self.margin = margin
 
     @overload
     def forward(
@@ -245,6 +258,8 @@ class ContrastiveLoss(nn.Module):
         weights: Tensor | None = None,
         positives: Tensor | None = None,
         negatives: Tensor | None = None,
+        guide_image: Tensor | None = None,
+        guide_text: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
@@ -260,13 +275,15 @@ class ContrastiveLoss(nn.Module):
             positives: Which of this rank's texts belong to each image, integers of shape (b,), or
                 (b, k) padded with -1. Left out, text i belongs to image i.
             negatives: Features of texts that one image alone sees, (b, k, D).
+            guide_image: Another model's features, (b, G), to judge `false_negatives` by.
+            guide_text: Of the texts, (n, G).
         """
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
-        pairs = PairOptions(ids, weights, positives, negatives, **rules)
+        pairs = PairOptions(ids, weights, positives, negatives, guide_image, guide_text, **rules)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -279,24 +296,6 @@ class ContrastiveLoss(nn.Module):
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
-        # Weight averaging copies whole modules, and a process group cannot be copied.
-        memo[id(self.process_group)] = self.process_group
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
-            raise TypeError(
-                "Passed `ContrastiveLoss(process_group=...)` to be pickled. A group belongs to its "
-                "process. Set `loss.process_group = None` first, and pass the group again where "
-                "the loss is loaded."
-            )
-        state: dict[str, Any] = super().__getstate__()
-        return state
-
     @property
     def _options(self) -> dict[str, Any]:
         return {
@@ -307,20 +306,22 @@ class ContrastiveLoss(nn.Module):
         }
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
-        """Return the options of the tiles: those of Triton know no ids."""
-        return {**self._options, "backend": "torch"} if pairs.has_mask else self._options
+        """Return the options of the tiles: those of Triton know no limits."""
+        return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        return pairs.is_plain and self._is_softmax and group_size(self.process_group) == 1
+        is_swept = pairs.is_plain and pairs.false_negatives == "keep"
+        return is_swept and self._is_softmax and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if pairs.has_mask and self.backend == "triton":
+        if pairs.needs_torch and self.backend == "triton":
             return (
-                "Passed `ids` to `ContrastiveLoss(backend='triton')`, whose kernels know no ids. "
-                "Leave `backend` out: with `ids` torch multiplies the tiles."
+                "Passed `ContrastiveLoss(backend='triton', false_negatives="
+                f"{pairs.false_negatives!r})`, whose kernels know no limits. Leave `backend` out: "
+                "torch multiplies the tiles then."
             )
         return find_problem(image, text, scale, bias, pairs)
 
@@ -341,8 +342,8 @@ class ContrastiveLoss(nn.Module):
             image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
         )
         loss: Tensor = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps, ids=pairs.ids,
-            directions=self.directions,
+            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps,
+            ids=pairs.masked_ids, directions=self.directions,
         )[0]  # fmt: skip
         return loss
 

@@ -14,6 +14,7 @@ It takes no b x b matrix, for Y has the structure of a `Match`. All of it is O(b
 O(b D) products, so autograd does the rest: what it returns for `neg_i` goes into the second sweep.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from lightning_mp.contrastive.matches import (
     to_rows,
 )
 from lightning_mp.contrastive.pair_options import PairOptions
+from lightning_mp.contrastive.tile_backend import Limits
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -60,6 +62,8 @@ class Task(NamedTuple):
         shares: What counts.
         smoothing: The part of a target that is spread evenly.
         field: Over what.
+        limits: What rows take for a false negative.
+        wanted: Whether images are to find their texts, and texts their images.
     """
 
     match: Match
@@ -67,6 +71,8 @@ class Task(NamedTuple):
     shares: Shares
     smoothing: float
     field: Match
+    limits: Limits | None
+    wanted: tuple[bool, bool]
 
     def loss(
         self,
@@ -94,26 +100,47 @@ class Task(NamedTuple):
         extra_bk = pos_q.new_zeros(len(image_bD), 0)
         if negatives_bkD is not None and negatives_bkD.shape[1]:
             extra_bk = _dots(image_bD, negatives_bkD, scale.dtype) * scale
+            if self.limits is not None:
+                # A number that no exponential reaches; infinities would make gradients NaN.
+                left_out_bk = self.limits.left_out(extra_bk, self.limits.rows_b[:, None])
+                extra_bk = extra_bk.masked_fill(left_out_bk, torch.finfo(scale.dtype).min / 2)
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
-        for share, neg, features, others, product, extra_nk in (
+        ways: tuple[tuple[Any, ...], ...] = (
             (self.shares.rows_b, row_neg_b, image_bD, text_nD, to_rows, extra_bk),
             (self.shares.columns_n, column_neg_n, text_nD, image_bD, to_columns, extra_bk[:0, :0]),
-        ):
-            margin_q = neg[:q] - pos_q
-            terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
-            if self.smoothing or not isinstance(self.match, Own):
-                own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
-                ones = others.new_ones(len(others), 1)
-                target = product(self.match, others) / product(self.match, ones).clamp_min(1)
-                if self.smoothing:
-                    share_n1 = self.smoothing / (product(self.field, ones) + extra_nk.shape[1])
-                    target = (1 - self.smoothing) * target + share_n1 * product(self.field, others)
-                    if extra_nk.shape[1]:
-                        terms = terms - share_n1[:, 0] * extra_nk.sum(1)
-                terms = terms + scale * _dots(features, own - target, scale.dtype)
-            total = total + (share * terms).where(share != 0, 0.0).sum()
+        )
+        for is_wanted, (share, *way) in zip(self.wanted, ways, strict=True):
+            if is_wanted:
+                terms = self._terms(pos_q, scale, *way)
+                total = total + (share * terms).where(share != 0, 0.0).sum()
         return total
+
+    def _terms(
+        self,
+        pos_q: Tensor,
+        scale: Tensor,
+        neg: Tensor,
+        features: Tensor,
+        others: Tensor,
+        product: Callable[[Match, Tensor], Tensor],
+        extra_nk: Tensor,
+    ) -> Tensor:
+        """Return the cross entropies of images, or of texts, among the others."""
+        q = self.matched
+        margin_q = neg[:q] - pos_q
+        terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
+        if not self.smoothing and isinstance(self.match, Own):
+            return terms
+        own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
+        ones = others.new_ones(len(others), 1)
+        target = product(self.match, others) / product(self.match, ones).clamp_min(1)
+        if self.smoothing:
+            share_n1 = self.smoothing / (product(self.field, ones) + extra_nk.shape[1])
+            target = (1 - self.smoothing) * target + share_n1 * product(self.field, others)
+            if extra_nk.shape[1]:
+                terms = terms - share_n1[:, 0] * extra_nk.sum(1)
+        return terms + scale * _dots(features, own - target, scale.dtype)
 
 
 def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Plan) -> Task:
@@ -124,15 +151,16 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
         weight_b = options.weights.to(weight_b.dtype)
         weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
     match: Match = Own(b, n)
-    weight_n = match.to_columns(weight_b)
-    if options.duplicates == "multi_positive" and options.ids is not None:
-        match = Groups(options.ids.long(), b, plan.exchange)
     if options.pairing is not None:
         match = Listed(options.pairing.images_e, options.pairing.texts_e, b, n)
         # What has no positive looks for none, and a text is weighed as its images are on average.
-        weight_b = weight_b.where(match.to_rows(torch.ones_like(weight_n)) > 0, 0)
-        texts_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
-        weight_n = match.to_columns(weight_b) / texts_n
+        weight_b = weight_b.where(match.to_rows(weight_b.new_ones(n)) > 0, 0)
+        images_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
+        weight_n = match.to_columns(weight_b) / images_n
+    else:
+        weight_n = match.to_columns(weight_b)
+    if options.grouped_ids is not None:
+        match = Groups(options.grouped_ids, b, plan.exchange)
     everything = Everything(b, n, plan.exchange)
     field: Match = everything
     if options.masked_ids is not None:
@@ -140,7 +168,8 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
         field = Unmasked(everything, groups, Own(b, n))
     matched = b if plan.matched is None else plan.matched
     shares = _shares(weight_b, weight_n, plan)
-    return Task(match, matched, shares, options.label_smoothing, field)
+    smoothing = options.label_smoothing
+    return Task(match, matched, shares, smoothing, field, plan.limits, plan.wanted)
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:

@@ -4,12 +4,13 @@ Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Finished", "Ids", "Kept", "PairTerms", "Prepared", "TileBackend"]
+__all__ = ["Finished", "Ids", "Kept", "Limits", "PairTerms", "Prepared", "TileBackend"]
 
 
 class Ids(NamedTuple):
@@ -22,6 +23,48 @@ class Ids(NamedTuple):
 
     rows_b: Tensor
     columns_m: Tensor
+
+
+class Limits(NamedTuple):
+    """Above which similarity a pair is left out of its row's sum, and of its column's.
+
+    Args:
+        rows_b: Of the rows.
+        columns_m: Of the columns.
+        is_below: Whether what lies below is left out, one value on the device; `None` for no.
+        row_guides_bG: Similarities are the products of these with
+        column_guides_mG: these. `None` for both: the logits.
+    """
+
+    rows_b: Tensor
+    columns_m: Tensor
+    is_below: Tensor | None = None
+    row_guides_bG: Tensor | None = None
+    column_guides_mG: Tensor | None = None
+
+    def left_out(self, similarities: Tensor, limit: Tensor) -> Tensor:
+        """Return which similarities are beyond a limit."""
+        above = similarities > limit.to(similarities.dtype)
+        return above if self.is_below is None else above ^ self.is_below
+
+    @property
+    def travelling(self) -> list[Tensor]:
+        """What has to come with the columns."""
+        guides = self.column_guides_mG
+        return [self.columns_m] if guides is None else [self.columns_m, guides]
+
+    def at(self, columns: Sequence[Tensor]) -> "Limits":
+        """Return the limits of the same rows at other columns, with what came with these."""
+        guides = columns[1] if len(columns) > 1 else None
+        return self._replace(columns_m=columns[0], column_guides_mG=guides)
+
+    def tile(self, rows: slice, columns: slice, unit: float) -> "Limits":
+        """Return the limits of a tile, in units of logits if these are what is limited."""
+        left, right = self.row_guides_bG, self.column_guides_mG
+        rows_r, columns_c = self.rows_b[rows], self.columns_m[columns]
+        if left is None or right is None:
+            return Limits(rows_r * unit, columns_c * unit, self.is_below)
+        return Limits(rows_r, columns_c, None, left[rows], right[columns])
 
 
 class Kept:
@@ -89,7 +132,9 @@ class TileBackend(Protocol):
 
     The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
     `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
-    alone have theirs there. With `ids`, every pair of equal ids is left out with them. Log-sum-exps
+    alone have theirs there. With `ids`, every pair of equal ids is left out with them; with
+    `limits`, what is above a row's is left out of the row's sums, and likewise by column; such
+    tiles are not kept. Log-sum-exps
     are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all sweeps add
     to what they are given, in an order that does not depend on the run.
     """
@@ -171,6 +216,7 @@ class TileBackend(Protocol):
         kept: Kept | None = None,
         ids: Ids | None = None,
         prepared: Prepared | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
@@ -193,6 +239,7 @@ class TileBackend(Protocol):
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 

@@ -14,9 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids, Kept
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits
 
-__all__ = ["HEADER", "KeptTile", "Tile", "log2_sums_exp2", "sigmoid", "softmax"]
+__all__ = [
+    "HEADER",
+    "KeptTile",
+    "Tile",
+    "limited_softmax",
+    "limited_sums",
+    "log2_sums_exp2",
+    "sigmoid",
+    "softmax",
+]
 
 # Exponents are raised to these at least, so that neither exp2 nor the GEMM after it ever meets a
 # subnormal number. A log-sum-exp has a largest term of 1 beside it, so that is far below rounding;
@@ -64,7 +73,7 @@ class KeptTile:
 
 @dataclasses.dataclass
 class Tile:
-    """One tile: its place, operands in the accumulation dtype, two buffers, positives, kept."""
+    """One tile: its place, operands in the accumulation dtype, two buffers, what is left out."""
 
     rows: slice
     columns: slice
@@ -76,6 +85,7 @@ class Tile:
     positive_rows: slice
     kept: KeptTile | None
     ids: Ids | None
+    limits: Limits | None
 
     def logits(self) -> Tensor:
         """Work the logits out, in the first buffer."""
@@ -175,6 +185,46 @@ def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
     least = both.amin()
     is_near = bool(both.amax() - least <= _LARGEST_SPREAD)  # NaN and infinities fail this
     return least.float() if is_near else None
+
+
+def limited_sums(tile: Tile, limits: Limits, dtype: torch.dtype) -> _Sums:
+    """Return `log2(sum(2^logits))` in `dtype` of what rows and columns do not leave out.
+
+    The logits stand in the first buffer, and are gone after.
+    """
+    by_row_rc, by_column_rc = _above(tile, limits)
+    tile.leave_out(tile.logits_rc, -torch.inf)
+    row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
+    column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
+    return _Sums(
+        _log2_sum_exp2(row_rc, 1, dtype, out=row_rc),
+        _log2_sum_exp2(column_rc, 0, dtype, out=column_rc),
+        None,
+    )
+
+
+def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor) -> Tensor:
+    """Return what `softmax` does, without what rows and columns leave out."""
+    least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
+    logits_rc = tile.logits()
+    by_row_rc, by_column_rc = _above(tile, limits)
+    row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
+    column_rc = logits_rc.sub_(column_c.to(dtype))
+    for powers_rc, left_out_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
+        powers_rc.clamp_(min=least).exp2_().masked_fill_(left_out_rc, 0)
+    return row_rc.add_(column_rc)
+
+
+def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Return what rows leave out, and what columns do; guides take the second buffer."""
+    similarities_rc, dtype = tile.logits_rc, tile.spare_rc.dtype
+    left, right = limits.row_guides_bG, limits.column_guides_mG
+    if left is not None and right is not None:
+        similarities_rc = torch.mm(left.to(dtype), right.to(dtype).T, out=tile.spare_rc)
+    return (
+        limits.left_out(similarities_rc, limits.rows_b[:, None]),
+        limits.left_out(similarities_rc, limits.columns_m),
+    )
 
 
 def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive import pairs
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Prepared
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Prepared
 from lightning_mp.contrastive.torch_tile import (
     HEADER,
     KeptTile,
     Tile,
+    limited_softmax,
+    limited_sums,
     log2_sums_exp2,
     sigmoid,
     softmax,
@@ -76,13 +78,19 @@ class TorchTiles:
         kept: Kept | None = None,
         ids: Ids | None = None,
         prepared: Prepared | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
-        for tile in self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids):
+        dtype = row_lse_b.dtype
+        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids, limits)
+        for tile in tiles:
             logits_rc = tile.logits()
-            tile.leave_out(logits_rc, -torch.inf)
             powers_rc = tile.spare_rc if tile.kept is None else tile.kept.values_rc
-            sums = log2_sums_exp2(logits_rc, row_lse_b.dtype, powers_rc)
+            if tile.limits is None:
+                tile.leave_out(logits_rc, -torch.inf)
+                sums = log2_sums_exp2(logits_rc, dtype, powers_rc)
+            else:
+                sums = limited_sums(tile, tile.limits, dtype)
             if tile.kept is not None:
                 tile.kept.note(sums.reference, logits_rc)
             for total, part in (
@@ -104,14 +112,18 @@ class TorchTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
-            return softmax(tile, row_b[tile.rows], column_m[tile.columns])
+            lses = row_b[tile.rows], column_m[tile.columns]
+            if tile.limits is None:
+                return softmax(tile, *lses)
+            return limited_softmax(tile, tile.limits, *lses)
 
-        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids)
+        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids, limits)
         _multiply(tiles, weights_of, rows_bD, d_rows_bD, d_columns_mD)
 
     def sigmoid_sweep(
@@ -202,6 +214,7 @@ class TorchTiles:
         positive_rows: slice | None,
         kept: Kept | None,
         ids: Ids | None,
+        limits: Limits | None = None,
     ) -> Iterator[Tile]:
         """Yield every tile of the logits, row by row; each overwrites the one before."""
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
@@ -229,6 +242,7 @@ class TorchTiles:
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
                 offset, having, KeptTile.of(kept, shape),
                 None if ids is None else Ids(ids.rows_b[rows], ids.columns_m[columns]),
+                None if limits is None else limits.tile(rows, columns, _LOG2_E),
             )  # fmt: skip
 
 

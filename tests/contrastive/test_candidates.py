@@ -132,6 +132,8 @@ def test_fewer_texts_than_images_are_refused() -> None:
     ("name", "options"),
     [
         ("ContrastiveLoss", {"exchange": "ring", "directions": "image_to_text"}),
+        ("ContrastiveLoss", {"duplicates": "multi_positive", "label_smoothing": 0.1}),
+        ("ContrastiveLoss", {"false_negatives": "relative", "margin": 0.05}),
         ("SigmoidContrastiveLoss", {"exchange": "ring", "workspace_bytes": 2**21}),
     ],
 )

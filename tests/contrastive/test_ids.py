@@ -143,8 +143,6 @@ def test_ids_on_some_ranks_only_are_refused_on_all() -> None:
 def test_ids_that_are_none_are_refused(ids: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ContrastiveLoss()(torch.randn(4, 2), torch.randn(4, 2), 1.0, ids=ids)
-    with pytest.raises(ValueError, match="Leave `backend` out"):
-        ContrastiveLoss(backend="triton")(torch.randn(4, 2), torch.randn(4, 2), 1.0, ids=ids)
 
 
 @pytest.mark.slow

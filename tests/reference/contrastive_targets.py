@@ -16,6 +16,7 @@ def dense_targets(
     column_left_out: Tensor | None = None,
     smoothing: float = 0.0,
     negatives: Tensor | None = None,
+    negatives_left_out: Tensor | None = None,
     directions: str = "both",
 ) -> Tensor:
     """Return the loss of one process with the whole batch.
@@ -31,6 +32,7 @@ def dense_targets(
         column_left_out: Those of the columns, if they are others.
         smoothing: As in `torch.nn.functional.cross_entropy`, over what is not left out.
         negatives: (B, k, D), which one row alone sees.
+        negatives_left_out: (B, k).
         directions: Which terms count.
     """
     logits = scale * image @ text.T
@@ -44,8 +46,9 @@ def dense_targets(
         kept = ~out | pairs
         if negatives is not None and name == "image_to_text":
             scores = torch.cat([scores, scale * torch.einsum("id,ikd->ik", image, negatives)], 1)
-            more = torch.ones(negatives.shape[:2], dtype=torch.bool)
-            kept, pairs = torch.cat([kept, more], 1), torch.cat([pairs, ~more], 1)
+            none = torch.zeros(negatives.shape[:2], dtype=torch.bool)
+            more = ~none if negatives_left_out is None else ~negatives_left_out
+            kept, pairs = torch.cat([kept, more], 1), torch.cat([pairs, none], 1)
         target = pairs.double() / pairs.sum(1, keepdim=True).clamp_min(1)
         target = (1 - smoothing) * target + smoothing * kept.double() / kept.sum(1, keepdim=True)
         log_softmax = scores.masked_fill(~kept, -torch.inf).log_softmax(1)

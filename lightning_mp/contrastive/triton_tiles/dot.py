@@ -10,7 +10,7 @@ Kernel parameters are typed by Triton at the launch; the launchers type and vali
 import triton
 import triton.language as tl
 
-__all__ = ["NO_DIAGONAL", "keep_mask", "tile_at", "tile_dots", "tile_is_cut"]
+__all__ = ["NO_DIAGONAL", "differ", "keep_mask", "tile_at", "tile_dots", "tile_is_cut"]
 
 NO_DIAGONAL = 2**30
 """The offset that puts the diagonal outside every block: no positives here."""
@@ -88,3 +88,11 @@ def keep_mask(row, column, num_rows, num_columns, diagonal):
     """Return which values of a tile are negatives (M, N)."""
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     return inside & (row[:, None] + diagonal != column[None, :])
+
+
+@triton.jit
+def differ(row_ids, column_ids, row, column, num_rows, num_columns):
+    """Return which values of a tile are of two different ids (M, N)."""
+    row_id = tl.load(row_ids + row, mask=row < num_rows, other=0)
+    column_id = tl.load(column_ids + column, mask=column < num_columns, other=0)
+    return row_id[:, None] != column_id[None, :]

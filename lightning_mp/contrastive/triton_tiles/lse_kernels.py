@@ -20,8 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.contrastive.tile_backend import Ids
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.dot import (
+    differ,
+    keep_mask,
+    tile_at,
+    tile_dots,
+    tile_is_cut,
+)
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_operands,
     check_block,
@@ -62,6 +69,8 @@ def lse_kernel(
     row_sums,
     column_sums,
     is_redone,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -82,6 +91,7 @@ def lse_kernel(
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
         is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
+        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -100,6 +110,9 @@ def lse_kernel(
     powers = tl.exp2(powers)
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
+    if row_ids is not None:
+        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
+        powers = tl.where(differs, powers, 0.0)
     row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
     row_here, column_here = row < num_rows, column < num_columns
     tl.store(row_sums + column_tile.to(tl.int64) * num_rows + row, row_sum, mask=row_here)
@@ -113,15 +126,21 @@ def lse_kernel(
     tile = row_tile * column_tiles + column_tile
     tl.store(is_redone + tile, fails)
     if fails != 0:
+        # A zero that no compiler knows of: so it keeps no ids and, without the copy engine, no
+        # addresses of the first pass in registers for the second.
+        zero = fails - 1
         again = 0
         if not TMA:
-            # A zero that no compiler knows of: so it keeps no addresses for the second pass.
-            again = fails - 1
+            again = zero
         dots = tile_dots(
             rows, columns, row_tile + again, column_tile + again, num_rows, num_columns, width,
             row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
         )  # fmt: skip
+        row += again
+        column += again
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
+        if row_ids is not None:
+            keep &= differ(row_ids + zero, column_ids + zero, row, column, num_rows, num_columns)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
         row_at = row_sums + column_tile.to(tl.int64) * num_rows + row
         tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row_here)
@@ -232,6 +251,7 @@ def add_lse(
     config: TileConfig,
     *,
     split_scale: bool,
+    ids: Ids | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -245,6 +265,7 @@ def add_lse(
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
         split_scale: Use both values of `log2_scale`.
+        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
         ValueError: Operands or log-sum-exps have another layout.
@@ -266,7 +287,17 @@ def add_lse(
     is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
-    sizes = (n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset)
+    row_ids, column_ids = (None, None) if ids is None else ids
+    sizes = (
+        row_ids,
+        column_ids,
+        n,
+        m,
+        rows_nk.shape[1],
+        rows_nk.stride(0),
+        columns_mk.stride(0),
+        offset,
+    )
     lse_kernel[(tiles,)](
         *operands, log2_scale, reference, row_sums, column_sums, is_redone, *sizes,
         GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,

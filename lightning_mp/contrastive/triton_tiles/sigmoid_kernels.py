@@ -16,8 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.contrastive.tile_backend import Ids
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.dot import (
+    differ,
+    keep_mask,
+    tile_at,
+    tile_dots,
+    tile_is_cut,
+)
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_descriptor,
     as_operands,
@@ -57,6 +64,8 @@ def sigmoid_kernel(
     sums,
     weights,
     weights_low,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -81,6 +90,7 @@ def sigmoid_kernel(
         sums: (2, tiles) in fp32: `softplus / ln(2)` and the sigmoids of a tile's negatives.
         weights: (n, m) with rows `weights_stride` apart; a tensor descriptor with `TMA`.
         weights_low: The same for what rounding left over; not touched without `LOW`.
+        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
@@ -96,6 +106,9 @@ def sigmoid_kernel(
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         x = tl.where(keep, x, float("-inf"))
+    if row_ids is not None:
+        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
+        x = tl.where(differs, x, float("-inf"))
     u = tl.exp2(-tl.abs(x))
     tile = row_tile * column_tiles + column_tile
     losses = tl.maximum(x, 0.0) + _log2_1p(u)
@@ -126,6 +139,7 @@ def add_sigmoid(
     *,
     exponent: int,
     split_scale: bool,
+    ids: Ids | None = None,
 ) -> None:
     """Write the sigmoids of one block, and add its sums to the totals in a fixed order.
 
@@ -141,6 +155,7 @@ def add_sigmoid(
         config: A row of the table for the kernel `"softmax_wide"`.
         exponent: See `weights_nm`.
         split_scale: Use both values of `log2_scale`.
+        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
         ValueError: Operands or weights have another layout.
@@ -159,11 +174,13 @@ def add_sigmoid(
     ]
     tiles = triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n)
     sums = rows_nk.new_empty(2, tiles, dtype=torch.float32)
+    row_ids, column_ids = (None, None) if ids is None else ids
     sigmoid_kernel[(tiles,)](
         *as_operands(rows_nk, columns_mk, config), log2_scale, log2_bias, 2.0**exponent, sums,
-        *targets, n, m, rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0),
-        weights_nm.stride(0), diagonal_offset(diagonal, n, m), GROUP=config.group,
-        SPLIT_SCALE=split_scale, LOW=low_nm is not None, **config.shape, **config.options,
+        *targets, row_ids, column_ids, n, m, rows_nk.shape[1], rows_nk.stride(0),
+        columns_mk.stride(0), weights_nm.stride(0), diagonal_offset(diagonal, n, m),
+        GROUP=config.group, SPLIT_SCALE=split_scale, LOW=low_nm is not None, **config.shape,
+        **config.options,
     )  # fmt: skip
     parts_2 = sums.sum(1, dtype=totals_2.dtype)
     parts_2[0] *= _LN_2

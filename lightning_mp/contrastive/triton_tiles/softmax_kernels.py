@@ -25,8 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.contrastive.tile_backend import Ids
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.dot import keep_mask, tile_at, tile_dots, tile_is_cut
+from lightning_mp.contrastive.triton_tiles.dot import (
+    differ,
+    keep_mask,
+    tile_at,
+    tile_dots,
+    tile_is_cut,
+)
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_descriptor,
@@ -70,6 +77,8 @@ def softmax_kernel(
     is_wide,
     softmax,
     softmax_low,
+    row_ids,
+    column_ids,
     num_rows,
     num_columns,
     width,
@@ -95,6 +104,7 @@ def softmax_kernel(
         is_wide: One int32; a launch with another `WIDE` returns at once.
         softmax: (n, m) with rows `softmax_stride` apart; a tensor descriptor with `TMA`.
         softmax_low: The same for what rounding left over; not touched without `LOW`.
+        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
     """
     if (tl.load(is_wide) != 0) != WIDE:
         return
@@ -128,6 +138,9 @@ def softmax_kernel(
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         values = tl.where(keep, values, 0.0)
+    if row_ids is not None:
+        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
+        values = tl.where(differs, values, 0.0)
     left_over = store_tile(
         softmax, values, row, column, row_tile, column_tile, num_rows, num_columns,
         softmax_stride, TILE_M, TILE_N, TMA,
@@ -150,6 +163,7 @@ def write_softmax(
     configs: tuple[TileConfig, TileConfig],
     *,
     split_scale: bool,
+    ids: Ids | None = None,
 ) -> None:
     """Write the softmax of one block; the twin that is not needed returns at once.
 
@@ -163,6 +177,7 @@ def write_softmax(
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`.
         split_scale: Use both values of `log2_scale`.
+        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
         ValueError: Operands or softmax have another layout.
@@ -174,6 +189,7 @@ def write_softmax(
             "columns. Pass a view of the workspace."
         )
     offset = diagonal_offset(diagonal, n, m)
+    row_ids, column_ids = (None, None) if ids is None else ids
     for config in configs:
         check_block(rows_nk, columns_mk, config)
         tile_m, tile_n, _ = config.tile
@@ -183,8 +199,8 @@ def write_softmax(
         ]
         softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
             *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
-            *factors.columns_3m, factors.is_wide, *targets, n, m, rows_nk.shape[1],
-            rows_nk.stride(0), columns_mk.stride(0), softmax_nm.stride(0), offset,
+            *factors.columns_3m, factors.is_wide, *targets, row_ids, column_ids, n, m,
+            rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), softmax_nm.stride(0), offset,
             GROUP=config.group, SPLIT_SCALE=split_scale,
             WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,
             **config.options,

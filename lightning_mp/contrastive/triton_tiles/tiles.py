@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Finished, Ids, Kept, PairTerms, Prepared
+from lightning_mp.contrastive.tile_backend import Finished, Ids, Kept, Limits, PairTerms, Prepared
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -82,8 +82,10 @@ class TritonTiles:
         kept: Kept | None = None,
         ids: Ids | None = None,
         prepared: Prepared | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        codes = _short(ids)
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         if prepared is None:
@@ -95,7 +97,8 @@ class TritonTiles:
         def add(block: Block, row_lse_n: Tensor, column_lse_c: Tensor, config: TileConfig) -> None:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                row_lse_n, column_lse_c, block.diagonal, config, split_scale=precision.is_split,
+                row_lse_n, column_lse_c, block.diagonal, config,
+                split_scale=precision.is_split, ids=_ids_of(block, codes),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -124,8 +127,10 @@ class TritonTiles:
         positive_rows: slice | None = None,
         kept: Kept | None = None,
         ids: Ids | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        codes = _short(ids)
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
 
@@ -134,6 +139,7 @@ class TritonTiles:
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
                 block.diagonal, (config, wide), split_scale=precision.is_split,
+                ids=_ids_of(block, codes),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -171,6 +177,7 @@ class TritonTiles:
         ids: Ids | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
+        codes = _short(ids)
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         log2_scale = _log2_parts(scale, units)
@@ -187,6 +194,7 @@ class TritonTiles:
                     block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                     log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
                     exponent=weights.exponent, split_scale=precision.is_split,
+                    ids=_ids_of(block, codes),
                 )  # fmt: skip
                 weights.add_products(block, d_rows_bD, d_columns_mD)
 
@@ -348,6 +356,22 @@ def _first_block(
     shape = (_TUNED_ROWS, _TUNED_ROWS)
     parts = (rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS])
     return next(blocks_of(*parts, shape, precision, units, None))
+
+
+def _short(ids: Ids | None) -> Ids | None:
+    """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
+    if ids is None:
+        return None
+    known = ids.rows_b.sort().values
+    # The first place among the rows'; the columns' that are not among them all get the same.
+    columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)
+    is_known = known[columns_m.clamp(max=len(known) - 1)] == ids.columns_m
+    rows_b = torch.searchsorted(known, ids.rows_b, out_int32=True)
+    return Ids(rows_b, columns_m.where(is_known, -1))
+
+
+def _ids_of(block: Block, ids: Ids | None) -> Ids | None:
+    return None if ids is None else Ids(ids.rows_b[block.rows], ids.columns_m[block.columns])
 
 
 def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Tensor:

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from lightning_mp.contrastive.tile_backend import Ids
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
@@ -53,6 +54,7 @@ class Request:
         precision: What is multiplied, and how the softmax is kept.
         ragged: The number of columns is no multiple of 16.
         arch: What to compile for; `None` is what the row was chosen for.
+        ids: Pairs of equal ids are left out.
     """
 
     kernel: str
@@ -60,6 +62,7 @@ class Request:
     precision: Precision
     ragged: bool = False
     arch: int | None = None
+    ids: bool = False
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -78,6 +81,7 @@ class Request:
             *["low"] * (precision.keeps_low and is_softmax),
             *["split"] * precision.is_split,
             *["ragged"] * self.ragged,
+            *["ids"] * self.ids,
         ]
         return "-".join(parts)
 
@@ -237,10 +241,11 @@ def _launch(request: Request) -> None:
     rows = torch.empty(_SIZE, _SIZE, dtype=precision.operand)
     columns, log2_scale = torch.empty_like(rows)[:m], torch.empty(2)
     lses = [torch.zeros(length, dtype=torch.float64) for length in (_SIZE, m)]
+    ids = Ids(*(torch.zeros(length, dtype=torch.int32) for length in (_SIZE, m)))
+    own: Any = {"split_scale": precision.is_split, "ids": ids if request.ids else None}
     if request.config.kernel == "lse":
         add_lse(
-            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config,
-            split_scale=precision.is_split,
+            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, **own
         )  # fmt: skip
         return
     # Rows are aligned even where their ends are not.
@@ -249,13 +254,12 @@ def _launch(request: Request) -> None:
         add_sigmoid(
             rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
             low if precision.keeps_low else None, 0, request.config,
-            exponent=precision.softmax_exponent, split_scale=precision.is_split,
+            exponent=precision.softmax_exponent, **own,
         )  # fmt: skip
     else:
         write_softmax(
             rows, columns, log2_scale, SoftmaxFactors.of(*lses, torch.ones(()), 0), softmax,
-            low if precision.keeps_low else None, 0, (request.config, request.config),
-            split_scale=precision.is_split,
+            low if precision.keeps_low else None, 0, (request.config, request.config), **own,
         )  # fmt: skip
 
 

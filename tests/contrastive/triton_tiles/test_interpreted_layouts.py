@@ -136,8 +136,8 @@ def test_softmax_past_two_to_the_31_values_is_written_where_it_belongs(
     configs = tuple(
         find_configs(kernel, arch, FP16, 64)[0] for kernel in ("softmax", "softmax_wide")
     )
+    factors = SoftmaxFactors.of(*shard.lse, shard.scale, 0)
     write_softmax(
-        shard.rows, shard.columns, log2_scale, SoftmaxFactors.of(*shard.lse, 0), softmax, None, 0,
-        configs, split_scale=False,
-    )  # fmt: skip
+        shard.rows, shard.columns, log2_scale, factors, softmax, None, 0, configs, split_scale=False
+    )
     torch.testing.assert_close(softmax.double(), shard.softmax, rtol=6e-4, atol=2**-25)

@@ -1,0 +1,125 @@
+"""What options of pairs cannot be, on one process and on several."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
+from lightning_mp.contrastive.pair_options import RULES
+from tests.processes import run_ranks
+
+GUIDED = {"false_negatives": "absolute"}
+GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
+
+
+@pytest.mark.parametrize(
+    ("setup", "call", "said"),
+    [
+        ({}, {"weights": [1.0] * 4}, r"`weights` of type list.*torch.tensor\(weights\)"),
+        ({}, {"weights": torch.ones(3)}, r"shape \[3\] with images of shape \[4, 2\]"),
+        ({}, {"weights": torch.ones(4) > 0}, r"dtype torch.bool.*mask.float\(\)"),
+        ({}, {"weights": torch.ones(4, requires_grad=True)}, r"`weights.detach\(\)`"),
+        (
+            {"backend": "triton", "false_negatives": "absolute"},
+            {},
+            "backend='triton', false_negatives='absolute'.*Leave `backend` out",
+        ),
+        (
+            {"false_negatives": "absolute"},
+            {"positives": torch.tensor([0, 1, 1, 2])},
+            "judges by the one positive of a row or column",
+        ),
+        ({}, GUIDES, r"`guide_image` and `guide_text` to .*false_negatives='keep'"),
+        (GUIDED, {"guide_text": torch.ones(5, 3)}, r"`guide_text` to .*Pass both"),
+        (GUIDED, GUIDES | {"negatives": torch.ones(4, 1, 2)}, "`negatives` of an image have none"),
+        (GUIDED, GUIDES | {"guide_image": torch.ones(5, 3)}, r"`guide_image` of shape \[5, 3\]"),
+        (GUIDED, GUIDES | {"guide_text": [1.0]}, r"`guide_text` of type list"),
+        (GUIDED, GUIDES | {"guide_text": torch.ones(5, 3).long()}, r"of dtype torch.int64"),
+        (GUIDED, GUIDES | {"guide_text": torch.ones(5, 4)}, "Both must have one width"),
+        ({}, {"negatives": torch.ones(4, 2)}, r"shape \[4, 2\].*\[4, negatives of each image, 2\]"),
+        ({}, {"negatives": torch.ones(4, 1, 2).int()}, r"dtype torch.int32.*the encoder's output"),
+        ({}, {"negatives": [1.0]}, r"type list.*torch.stack\(negatives, 1\)"),
+        (
+            {"directions": "text_to_image"},
+            {"negatives": torch.ones(4, 1, 2)},
+            "texts that an image is not to find",
+        ),
+        ({}, {"positives": [0, 1, 2, 3]}, r"type list.*torch.tensor\(positives\)"),
+        ({}, {"positives": torch.arange(5)}, r"shape \[5\] with images of shape \[4, 2\]"),
+        ({}, {"positives": torch.arange(2, 6)}, "from 2 to 5 with 5 texts on this rank"),
+        ({}, {"positives": torch.arange(4) - 2}, "from -2 to 1 with 5 texts.*-1 for none"),
+        (
+            {},
+            {"positives": torch.tensor([0, 1, 1, 2]), "ids": torch.arange(5)},
+            "it is not said which of equal ids are negatives",
+        ),
+        (
+            {"duplicates": "multi_positive"},
+            {"positives": torch.arange(4), "ids": torch.arange(5)},
+            r"duplicates='multi_positive'\)`, where `ids` say.*Pass one of both",
+        ),
+        ({"duplicates": "multi_positive"}, {}, r"duplicates='multi_positive'\)` without `ids`"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    setup: dict[str, Any], call: dict[str, Any], said: str
+) -> None:
+    image, text = torch.randn(4, 2), torch.randn(5, 2)
+    with pytest.raises(ValueError, match=said):
+        ContrastiveLoss(**setup)(image, text, 1.0, **call)
+
+
+def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
+    image, text = torch.randn(4, 2), torch.randn(5, 2)
+    call = {
+        "weights": torch.ones(4),
+        "positives": torch.arange(4),
+        "negatives": torch.ones(4, 1, 2),
+    }
+    for name, value in call.items():
+        with pytest.raises(ValueError, match=f"Passed `{name}` to `SigmoidContrastiveLoss`"):
+            SigmoidContrastiveLoss()(image, text, 1.0, **{name: value})  # type: ignore[call-overload]
+    for name in RULES[1:]:
+        with pytest.raises(TypeError, match=f"no `{name}`. It belongs to a softmax"):
+            SigmoidContrastiveLoss(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ({"duplicates": "all"}, r"duplicates='all'.*'mask' or 'multi_positive'"),
+        ({"false_negatives": "all"}, r"false_negatives='all'.*'keep', 'absolute' or 'relative'"),
+        ({"margin": 0.1}, r"margin=0.1.*A margin is for negatives that are left out"),
+        ({"false_negatives": "absolute", "margin": math.nan}, "and a number"),
+        (
+            {"false_negatives": "absolute", "label_smoothing": 0.1},
+            r"false_negatives='absolute'.*label_smoothing=0.1\)`. What is left out",
+        ),
+        ({"label_smoothing": 1.5}, r"label_smoothing=1.5.*from 0 to 1"),
+    ],
+)
+def test_unknown_rule_says_what_is_known(setup: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ContrastiveLoss(**setup)
+
+
+def _messages(rank: int) -> list[str]:
+    image, text = torch.randn(3, 4), torch.randn(3, 4)
+    ids, said = torch.arange(3), []
+    for setup, call in (
+        ({}, {"weights": torch.ones(3)} if rank else {}),
+        ({"duplicates": "multi_positive" if rank else "mask"}, {"ids": ids}),
+    ):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            ContrastiveLoss(**setup)(image, text, 1.0, **call)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.distributed
+def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
+    for weights, duplicates in run_ranks(_messages, 2):
+        assert "Passed `weights` on ranks [1] of 2 only" in weights
+        assert "label_smoothing or false_negatives or margin differs between ranks" in duplicates
