@@ -123,7 +123,7 @@ def test_gradients_are_finished_as_torch_does(
         torch.randn(x.shape) if side else None for x, side in zip((image, text), sides, strict=True)
     ]
     copies = [None if gradient is None else gradient.clone() for gradient in gradients]
-    rest = (weight_b, scale, cotangent, 2 * b, 3)
+    rest = (weight_b, scale, cotangent, 2 * b, 3, True)
     expected = pairs.finish(image, text, *copies, *rest)
     made = gradient_kernels.finish(image, text, *gradients, *rest)
     for one, other in zip(made[:2], expected[:2], strict=True):
