@@ -40,7 +40,7 @@ from lightning_mp.contrastive.triton_tiles import (  # noqa: E402
     lse_kernels,
     pair_kernels,
     softmax_kernels,
-    tiles,
+    workspace,
 )
 from lightning_mp.contrastive.triton_tiles.tiles import TritonTiles  # noqa: E402
 
@@ -154,7 +154,7 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
             for module, names in kernels.items():
                 for name in names:
                     stack.enter_context(mock.patch.object(module, name, _Kernel(counts)))
-            stack.enter_context(mock.patch.object(tiles, "add_product", product))
+            stack.enter_context(mock.patch.object(workspace, "add_product", product))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", return_value=4096))
             stack.enter_context(FakeTensorMode())
             yield

@@ -77,6 +77,7 @@ list_steps() {
   # H16 would need more than 80 GB for all contenders at once.
   step optimizer 400 "$(csv optimizer_step --max-seconds 5 --size S16 B16 L16)"
   step million 400 "$(csv million)"
+  step sigmoid 400 "$(csv sigmoid_loss --dtype bf16 --width 768 --batch 32768 65536 --max-seconds 20)"
   step monitors 400 "$(csv monitor_overhead --batch 64 --tokens 512 --pairs 5)"
   # The extras. A process for each width: a fault of one contender ends the process for all.
   step loss-512 530 "$(loss --dtype bf16 --width 512 --batch 8192 16384 32768 65536 131072 262144)"

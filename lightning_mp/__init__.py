@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
     from lightning_mp.contrastive import GradientCache as GradientCache
+    from lightning_mp.contrastive import LossStatistics as LossStatistics
+    from lightning_mp.contrastive import MatryoshkaLoss as MatryoshkaLoss
     from lightning_mp.contrastive import SigmoidContrastiveLoss as SigmoidContrastiveLoss
     from lightning_mp.metrics import ContrastiveRecall as ContrastiveRecall
     from lightning_mp.metrics import ZeroShotAccuracy as ZeroShotAccuracy
@@ -73,7 +75,13 @@ _NAMES_OF = {
     ),
     "cli": (),
     "cli.lightning_cli": ("LightningMPCLI",),
-    "contrastive": ("ContrastiveLoss", "GradientCache", "SigmoidContrastiveLoss"),
+    "contrastive": (
+        "ContrastiveLoss",
+        "GradientCache",
+        "LossStatistics",
+        "MatryoshkaLoss",
+        "SigmoidContrastiveLoss",
+    ),
     "metrics": ("ContrastiveRecall", "ZeroShotAccuracy"),
     "numerics": (),
     "optim": (

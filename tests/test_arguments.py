@@ -30,6 +30,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "InstabilityReport": ([], "file_name", "filename"),
     "LossScaleConfig": ([], "init_scal", "init_scale"),
     "LossScaleMonitor": ([], "window_step", "window_steps"),
+    "MatryoshkaLoss": ([], "weigths", "weights"),
     "ModelParallelBalancedAMP": ([], "reduce_dtyp", "reduce_dtype"),
     "NonFiniteLocator": ([], "max_replay", "max_replays"),
     "OpPolicy": ([], "fp32_op", "fp32_ops"),
@@ -41,7 +42,14 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "ZeroShotAccuracy": ([], "num_class", "num_classes"),
 }
 # Nobody calls their constructors, or they only pass on.
-OTHERS = {"Alarm", "EpsilonReport", "InstabilityError", "InstabilityWarning", "LightningMPCLI"}
+OTHERS = {
+    "Alarm",
+    "EpsilonReport",
+    "InstabilityError",
+    "InstabilityWarning",
+    "LightningMPCLI",
+    "LossStatistics",
+}
 
 
 def test_every_public_class_is_listed_here() -> None:

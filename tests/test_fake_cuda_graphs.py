@@ -22,6 +22,7 @@ from lightning_mp.contrastive.triton_tiles import (
     pair_kernels,
     softmax_kernels,
     tiles,
+    workspace,
 )
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.async_readback import AsyncReadback
@@ -61,7 +62,7 @@ def triton_launches(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for module, names in KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, _Launched(gpu, name))
-    monkeypatch.setattr(tiles, "add_product", lambda *args: gpu._launch("product", 1e-5))
+    monkeypatch.setattr(workspace, "add_product", lambda *args: gpu._launch("product", 1e-5))
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     return gpu
 

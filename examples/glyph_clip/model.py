@@ -21,7 +21,7 @@ __all__ = ["GlyphCLIP"]
 
 MAX_LOGIT_SCALE = 100.0  # CLIP's limit: beyond it single pairs dominate the loss
 WARMUP_SHARE = 0.1
-SCALE_LR = 10.0  # learning rate of the logit scale over that of the rest
+SCALE_LR = 10.0  # learning rate of logit scale and bias over that of the rest
 
 
 class GlyphCLIP(LightningModule):
@@ -34,6 +34,9 @@ class GlyphCLIP(LightningModule):
         lr: Peak learning rate of AdamW, after a tenth of the steps; then a cosine to 0.
         weight_decay: Weight decay of matrices; vectors and the logit scale have none.
         logit_scale: The logit scale at the start; it is learned, up to 100.
+        loss: The loss; `None` is `ContrastiveLoss`. SigLIP's takes two lines in the config:
+            `loss: SigmoidContrastiveLoss` and `logit_bias: -10`.
+        logit_bias: The logit bias at the start, learned as well; `None` for none.
     """
 
     def __init__(
@@ -45,15 +48,19 @@ class GlyphCLIP(LightningModule):
         lr: float = 3e-3,
         weight_decay: float = 0.05,
         logit_scale: float = 14.0,
+        loss: ContrastiveLoss | None = None,
+        logit_bias: float | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["loss"])  # it has no state
         self.lr = lr
         self.weight_decay = weight_decay
         self.visual = GlyphTower(width=width, feature_width=feature_width, jitter_strength=jitter)
         self.text = NameTower(feature_width=feature_width)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
-        self.loss = ContrastiveLoss()
+        bias = None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias))
+        self.register_parameter("logit_bias", bias)
+        self.loss = ContrastiveLoss() if loss is None else loss
         self.recall = ContrastiveRecall(top_k=(1, 5, 10))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -65,7 +72,11 @@ class GlyphCLIP(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the contrastive loss of the global batch."""
         image_bD, text_bD = self(batch)
-        loss: Tensor = self.loss(image_bD, text_bD, self.logit_scale.exp())
+        loss: Tensor
+        loss, statistics = self.loss(
+            image_bD, text_bD, self.logit_scale.exp(), self.logit_bias, statistics=True
+        )
+        self.log_dict(statistics._asdict(), batch_size=len(image_bD))
         self.log("loss", loss, prog_bar=True, batch_size=len(image_bD))
         self.log("logit_scale", self.logit_scale.exp(), batch_size=len(image_bD))
         return loss
@@ -102,13 +113,16 @@ class GlyphCLIP(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW, a linear warm-up and a cosine over the run's steps."""
         matrices = [p for p in self.parameters() if p.ndim > 1]
-        vectors = [p for p in self.parameters() if p.ndim <= 1 and p is not self.logit_scale]
+        of_logits = [p for p in (self.logit_scale, self.logit_bias) if p is not None]
+        vectors = [
+            p for p in self.parameters() if p.ndim <= 1 and all(p is not x for x in of_logits)
+        ]
         optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": self.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
                 # Adam moves a number by about `lr` a step: too little for one with so far to go.
-                {"params": [self.logit_scale], "weight_decay": 0.0, "lr": SCALE_LR * self.lr},
+                {"params": of_logits, "weight_decay": 0.0, "lr": SCALE_LR * self.lr},
             ],
             lr=self.lr,
             # 0.999 remembers 1,000 steps, several times the whole run.

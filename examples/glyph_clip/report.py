@@ -27,6 +27,7 @@ __all__ = [
     "memory_lines",
     "novelty_line",
     "recall_lines",
+    "recall_table",
 ]
 
 DIRECTIONS = {"image_to_text": "glyph to name", "text_to_image": "name to glyph"}
@@ -83,6 +84,19 @@ def recall_lines(scores: Mapping[str, float], table: GlyphTable) -> list[str]:
     for key, label in DIRECTIONS.items():
         values = "".join(f"{ceilings[f'{key}_recall@{k}']:>11.3f}" for k in TOP_K)
         lines.append(f"{'  ceiling':16}{values}   {label}: some drawings are alike")
+    return lines
+
+
+def recall_table(scores: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Set the recall of several models side by side, a line for each and each direction."""
+    width = max(map(len, scores)) + 2
+    header = "".join(f"{f'recall@{k}':>11}" for k in TOP_K)
+    lines = [f"{'':{width + 16}}{header}{'median rank':>13}"]
+    for key, label in DIRECTIONS.items():
+        for name, of_model in scores.items():
+            values = "".join(f"{of_model[f'{key}_recall@{k}']:>11.3f}" for k in TOP_K)
+            median = of_model[f"{key}_median_rank"]
+            lines.append(f"{label:16}{name:{width}}{values}{median:>13.0f}")
     return lines
 
 

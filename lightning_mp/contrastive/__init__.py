@@ -2,6 +2,14 @@
 
 from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.contrastive.loss import ContrastiveLoss
+from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
 from lightning_mp.contrastive.sigmoid import SigmoidContrastiveLoss
+from lightning_mp.contrastive.statistics import LossStatistics
 
-__all__ = ["ContrastiveLoss", "GradientCache", "SigmoidContrastiveLoss"]
+__all__ = [
+    "ContrastiveLoss",
+    "GradientCache",
+    "LossStatistics",
+    "MatryoshkaLoss",
+    "SigmoidContrastiveLoss",
+]

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a loss: one collective of eleven numbers a rank.
+"""What the ranks of a group tell each other before a loss: one collective of twelve numbers a rank.
 
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
@@ -31,12 +31,12 @@ from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable"]
+__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable", "trained"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 
 _UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
-_FACTS = 11
+_FACTS = 12
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
@@ -77,19 +77,20 @@ def agree(
         return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
 
     budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
-    needs = _trained(image_bD, text_bD, scale, bias)
+    needs = trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     pairs = PairOptions() if pairs is None else pairs
     given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
     facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_bD)]
-    facts += [pairs.rules_checksum, *needs]
+    facts += [pairs.rules_checksum, *needs, pairs.statistics]
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
     rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
-    plan = make_plan(
-        sizes, image_bD, exchange, [any(need) for need in by_need], tiles_of, min(budgets), group
-    )
-    return dataclasses.replace(plan, pairs=sum(rows), **_of_pairs(pairs, image_bD, text_bD, scale))
+    # What one rank wants, all work out.
+    *any_needs, statistics = [any(need) for need in by_need]
+    plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
+    of_pairs = _of_pairs(pairs, image_bD, text_bD, scale) | {"statistics": statistics}
+    return dataclasses.replace(plan, pairs=sum(rows), **of_pairs)
 
 
 def plan_of_one(
@@ -103,7 +104,7 @@ def plan_of_one(
 ) -> Plan:
     """Return the plan of a process that is alone; arguments are those of `agree`."""
     tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
-    needs = _trained(image_bD, text_bD, scale, bias)
+    needs = trained(image_bD, text_bD, scale, bias)
     return Plan(
         Ring([len(text_bD)]),
         tiles,
@@ -121,11 +122,12 @@ def _of_pairs(
         "ids_b": pairs.masked_ids,
         "directions": pairs.directions,
         "matched": pairs.matched,
+        "statistics": pairs.statistics,
         "limits": limits_of(pairs, image_bD, text_bD, scale),
     }
 
 
-def _trained(
+def trained(
     image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[bool, bool, bool]:
     """Return whether this rank needs gradients for images, texts, and scale or bias."""

@@ -15,7 +15,7 @@ __all__ = ["HEADER", "Combine", "Exchange", "Home", "Visit"]
 HEADER = 2
 """Values before those of the columns in what is published: the loss, and one that aligns them."""
 
-Combine = Literal["sum", "logsumexp"]
+Combine = Literal["sum", "logsumexp", "max"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Exchange(Protocol):
         ...
 
     def home(self, combine: Combine) -> Home:
-        """Return an empty sum; `"logsumexp"` adds exponentials of what it is given."""
+        """Return an empty sum; `"logsumexp"` adds exponentials, `"max"` keeps the largest."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

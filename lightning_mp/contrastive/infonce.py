@@ -30,19 +30,22 @@ from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.exchange import Exchange, Visit
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Prepared, TileBackend
+from lightning_mp.contrastive.statistics import MaximaSweep, measure, softmax_probabilities
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Maxima, Prepared, TileBackend
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = [
     "NO_SECOND_DERIVATIVE",
     "InfoNCE",
+    "Negatives",
     "Plan",
     "Swept",
     "differentiate",
     "memory_for_tiles",
     "negatives_gradients",
     "negatives_sweep",
+    "not_differentiable",
     "sweep",
     "visiting_ids",
 ]
@@ -69,6 +72,7 @@ class Plan:
         directions: Which cross entropies count.
         matched: How many of this rank's images have a text of their own, the first ones: text i is
             that of image i. `None`: all.
+        statistics: Whether any rank wants to know `LossStatistics`.
         limits: Of this rank's images and texts, what they take for false negatives; `None` for
             nothing.
     """
@@ -82,6 +86,7 @@ class Plan:
     pairs: int | None = field(default=None, kw_only=True)
     directions: Directions = field(default="both", kw_only=True)
     matched: int | None = field(default=None, kw_only=True)
+    statistics: bool = field(default=False, kw_only=True)
     limits: Limits | None = field(default=None, kw_only=True)
 
     @property
@@ -121,6 +126,7 @@ class Swept(NamedTuple):
         weight_b: What the positives' cotangents are, times `-2B`.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
         block_mD: The texts of all ranks, where they came at once and the backward will need them.
+        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
     """
 
     loss: Tensor
@@ -129,6 +135,23 @@ class Swept(NamedTuple):
     weight_b: Tensor
     kept: Tensor
     block_mD: Tensor | None = None
+    statistics_5: Tensor | None = None
+
+
+class Negatives(NamedTuple):
+    """What the first sweep finds out about the negatives of this rank's rows and columns.
+
+    Args:
+        row_lse_b: Log-sum-exps of the rows.
+        column_lse_n: Those of the columns.
+        block_mD: As in `Swept`.
+        maxima: Their largest logits, if anybody wants them.
+    """
+
+    row_lse_b: Tensor
+    column_lse_n: Tensor
+    block_mD: Tensor | None
+    maxima: Maxima | None
 
 
 class InfoNCE(torch.autograd.Function):
@@ -142,15 +165,15 @@ class InfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns for the log-sum-exps of the negatives."""
         swept = sweep(image_bD, text_nD, scale, bias, plan)
-        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept)
+        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept[:-1])
         ctx.plan = plan
-        return swept.loss
+        return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
         with torch.no_grad():
@@ -169,9 +192,16 @@ def sweep(
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = memory_for_tiles(image_bD, plan)
         prepared = plan.tiles.prepare(image_bD, text_nD, scale)
-        row_neg_b, column_neg_n, block_mD = negatives_sweep(
+        row_neg_b, column_neg_n, block_mD, maxima = negatives_sweep(
             image_bD, text_nD, scale, kept, plan, prepared
         )
+        statistics_5 = None
+        if maxima is not None:
+            probability_2b = softmax_probabilities(prepared.pos_b, (row_neg_b, column_neg_n))
+            statistics_5 = measure(
+                image_bD, text_nD, scale, bias, prepared.pos_b, probability_2b, maxima,
+                plan.exchange, plan.tiles,
+            )  # fmt: skip
     row_lse_b, published, weight_b = plan.tiles.pair_terms(
         row_neg_b, column_neg_n, prepared.pos_b, plan.wanted, plan.terms
     )
@@ -179,7 +209,14 @@ def sweep(
     if bias is not None:
         loss = loss + 0.0 * bias.to(loss.dtype).reshape(())  # NaN and inf are not to vanish
     loss = loss.to(accumulation_dtype(image_bD.dtype), copy=True)
-    return Swept(loss, row_lse_b, column_lse, weight_b, kept, block_mD)
+    return Swept(loss, row_lse_b, column_lse, weight_b, kept, block_mD, statistics_5)
+
+
+def not_differentiable(ctx: Any, statistics_5: Tensor | None) -> Tensor | None:
+    """Return statistics as an output of an autograd function that has no gradient for them."""
+    if statistics_5 is not None:
+        ctx.mark_non_differentiable(statistics_5)
+    return statistics_5
 
 
 def differentiate(
@@ -243,29 +280,35 @@ def negatives_sweep(
     memory: Tensor,
     plan: Plan,
     prepared: Prepared | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log-sum-exps of the negatives of this rank's rows and columns, and `block_mD`."""
+) -> Negatives:
+    """Sweep over all columns for the log-sum-exps of the negatives."""
     row_neg_b = torch.full(
         image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
     )
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
+    largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     block_mD = None
 
     def sweep_block(visit: Visit) -> None:
         text_mD, *others = visit.columns
         part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
+        maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
             visit.diagonal, paired(visit, image_bD, plan), kept,
             visiting_ids(plan, len(image_bD), others), prepared, _visiting_limits(plan, others),
+            maxima,
         )  # fmt: skip
         column_neg.add(part_m)
+        if largest is not None and maxima is not None:
+            largest.add(maxima)
 
     for visit in plan.exchange.visit([text_nD, *plan.travelling]):
         sweep_block(visit)
         if plan.trains and plan.exchange.holds_all:
             block_mD = visit.columns[0]
-    return row_neg_b, column_neg.result(), block_mD
+    maxima = None if largest is None else largest.result()
+    return Negatives(row_neg_b, column_neg.result(), block_mD, maxima)
 
 
 def negatives_gradients(

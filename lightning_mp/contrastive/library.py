@@ -19,11 +19,12 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.exchange import HEADER
 from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, Swept, differentiate, sweep
+from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
-__all__ = ["infonce", "infonce_backward"]
+__all__ = ["infonce", "infonce_backward", "loss_of_one"]
 
 
 def _plan(
@@ -37,6 +38,7 @@ def _plan(
     directions: str = "both",
     *,
     columns: int | None = None,
+    statistics: bool = False,
 ) -> Plan:
     tiles = make_tiles(
         backend,
@@ -49,8 +51,28 @@ def _plan(
     pairs = image_bD.shape[0]
     return Plan(
         Ring([pairs if columns is None else columns]), tiles, *(needs_grad or [False] * 3),
-        ids_b=ids_b, pairs=pairs, directions=directions,  # type: ignore[arg-type]
+        ids_b=ids_b, pairs=pairs, statistics=statistics,
+        directions=directions,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def loss_of_one(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    pairs: PairOptions,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return loss and statistics of one process, by the operator."""
+    keeps = torch.is_grad_enabled() and (
+        image_bD.requires_grad or text_nD.requires_grad or scale.requires_grad
+    )
+    loss, *_, found = infonce(
+        image_bD, text_nD, scale, bias, **options, keeps=keeps, ids=pairs.masked_ids,
+        directions=pairs.directions, statistics=pairs.statistics,
+    )  # fmt: skip
+    return loss, found
 
 
 @torch.library.custom_op("lightning_mp::infonce", mutates_args=())
@@ -66,8 +88,9 @@ def infonce(
     keeps: bool = True,
     ids: Tensor | None = None,
     directions: str = "both",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss of the batch and, for the backward, what `Swept` names.
+    statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss of the batch, what `Swept` names for the backward, and its statistics.
 
     Args:
         image_bD: Image features, (b, D).
@@ -81,6 +104,7 @@ def infonce(
         keeps: Keep what tiles fit the workspace for a backward that is to come.
         ids: What each text shows, (n,) in int64, or `None`.
         directions: Which cross entropies count.
+        statistics: Work out the values of `LossStatistics`, too; empty without.
     """
     plan = _plan(
         image_bD,
@@ -92,9 +116,11 @@ def infonce(
         ids,
         directions,
         columns=text_nD.shape[0],
+        statistics=statistics,
     )
     swept = sweep(image_bD, text_nD, scale, bias, plan)
-    return swept.loss, swept.row_lse_b, swept.column_lse, swept.weight_b, swept.kept
+    found = swept.loss.new_empty(0) if swept.statistics_5 is None else swept.statistics_5
+    return swept.loss, swept.row_lse_b, swept.column_lse, swept.weight_b, swept.kept, found
 
 
 @infonce.register_fake
@@ -110,7 +136,8 @@ def _(
     keeps: bool = True,
     ids: Tensor | None = None,
     directions: str = "both",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     state, b = state_dtype(image_bD.device), image_bD.shape[0]
     m = text_nD.shape[0]
     row_lse_b, column_lse_n, weight_b = (
@@ -121,7 +148,8 @@ def _(
     tiles = _plan(image_bD, [], backend, tile_dtype, workspace_bytes, autotune).tiles
     size = tiles.kept_values(b, m, image_bD.dtype, image_bD.device) if keeps else 0
     kept = image_bD.new_empty(size, dtype=dtype)
-    return image_bD.new_empty((), dtype=dtype), row_lse_b, column_lse_n, weight_b, kept
+    loss, found = (image_bD.new_empty(s, dtype=dtype) for s in ((), 5 * statistics))
+    return loss, row_lse_b, column_lse_n, weight_b, kept, found
 
 
 @torch.library.custom_op("lightning_mp::infonce_backward", mutates_args=())
@@ -148,7 +176,7 @@ def infonce_backward(
         text_nD: Text features, (n, D) with n >= b.
         scale: The logit scale, one value.
         bias: The logit bias, one value, or `None`.
-        swept: What the forward returned.
+        swept: What the forward returned, without statistics.
         needs_grad: Whether images, texts and scale need their gradient. What none needs, such as
             the product of a locked tower, is not worked out.
         backend: See `ContrastiveLoss`, as all that follow.
@@ -199,7 +227,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ids = inputs[9] if len(inputs) > 9 else None
     ctx.directions = inputs[10] if len(inputs) > 10 else "both"
-    ctx.save_for_backward(*inputs[:4], ids, *output)
+    ctx.save_for_backward(*inputs[:4], ids, *output[:-1])
     ctx.options = inputs[4:8]
     ctx.mark_non_differentiable(*output[1:])
 
@@ -223,7 +251,7 @@ def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | No
     )
     wanted = (*needs_grad, bias is not None)
     d_inputs = [next(gradients) if is_wanted else None for is_wanted in wanted]
-    return (*d_inputs, *(None for _ in ctx.options), None, None, None)
+    return (*d_inputs, *(None for _ in ctx.options), None, None, None, None)
 
 
 infonce.register_autograd(_differentiate, setup_context=_save)

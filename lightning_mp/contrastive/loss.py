@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
+from lightning_mp.contrastive.agreement import group_size
 from lightning_mp.contrastive.arguments import find_problem
 from lightning_mp.contrastive.backends import (
     Backend,
@@ -19,13 +19,12 @@ from lightning_mp.contrastive.backends import (
     ExchangeName,
     TileDtype,
     check_choices,
-    triton_problem,
 )
 from lightning_mp.contrastive.group_module import GroupModule
 from lightning_mp.contrastive.infonce import InfoNCE
 from lightning_mp.contrastive.input_checks import InputChecks
 from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
-from lightning_mp.contrastive.library import infonce
+from lightning_mp.contrastive.library import loss_of_one
 from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.contrastive.pair_options import (
     RULES,
@@ -35,6 +34,8 @@ from lightning_mp.contrastive.pair_options import (
     PairOptions,
 )
 from lightning_mp.contrastive.pair_problems import check_pair_rules
+from lightning_mp.contrastive.planned import Planned, plan_for
+from lightning_mp.contrastive.statistics import LossStatistics
 from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
 
 if TYPE_CHECKING:
@@ -113,6 +114,10 @@ class ContrastiveLoss(GroupModule):
     texts, any number, also several images of one text. Then `S_ii` becomes the mean over them, the
     first term that over images with a text and the second over texts with an image.
 
+    **Statistics**: with `statistics=True` in the call it returns `(loss, LossStatistics)`: top-1
+    accuracy both ways, mean probability of the positives and the largest logit, of the whole batch,
+    from the same sweep.
+
     **Weights**: with `weights` in the call L is the weighted mean of the terms, over all ranks, and
     text i weighs as much as image i. With 0 both look for nothing, and stay negatives of others.
     A text of several images weighs as much as they do on average.
@@ -183,6 +188,7 @@ class ContrastiveLoss(GroupModule):
     """
 
     _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
+    _operate = staticmethod(loss_of_one)
     _is_softmax = True
 
     def __init__(
@@ -231,6 +237,8 @@ class ContrastiveLoss(GroupModule):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = ...,
         output_dict: Literal[False] = ...,
+        *,
+        statistics: Literal[False] = ...,
         **pairs: "Unpack[PairArguments]",
     ) -> Tensor: ...
 
@@ -243,8 +251,22 @@ class ContrastiveLoss(GroupModule):
         logit_bias: Tensor | float | None = ...,
         *,
         output_dict: Literal[True],
+        statistics: Literal[False] = ...,
         **pairs: "Unpack[PairArguments]",
     ) -> dict[str, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ...,
+        output_dict: Literal[False] = ...,
+        *,
+        statistics: Literal[True],
+        **pairs: "Unpack[PairArguments]",
+    ) -> tuple[Tensor, LossStatistics]: ...
 
     def forward(
         self,
@@ -254,13 +276,14 @@ class ContrastiveLoss(GroupModule):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         *,
+        statistics: bool = False,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         positives: Tensor | None = None,
         negatives: Tensor | None = None,
         guide_image: Tensor | None = None,
         guide_text: Tensor | None = None,
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
         """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
 
         Args:
@@ -269,6 +292,7 @@ class ContrastiveLoss(GroupModule):
             logit_scale: One value.
             logit_bias: One value, or `None`.
             output_dict: Return a dictionary, as open_clip's losses do.
+            statistics: Return `LossStatistics` beside it.
             ids: What each text shows, integers of shape (n,); those of the images come first.
                 What equal ids mean, on whatever ranks, is `duplicates`.
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.
@@ -283,12 +307,14 @@ class ContrastiveLoss(GroupModule):
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(self._said, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
-        pairs = PairOptions(ids, weights, positives, negatives, guide_image, guide_text, **rules)
+        options = (ids, weights, positives, negatives, guide_image, guide_text)
+        pairs = PairOptions(*options, **rules, statistics=statistics)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
-        loss = compute(image_features, text_features, logit_scale, logit_bias, pairs)
+        loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
             self._checks.look(image_features, text_features, logit_scale)
-        return {"contrastive_loss": loss} if output_dict else loss
+        result = {"contrastive_loss": loss} if output_dict else loss
+        return (result, LossStatistics(*found.unbind())) if statistics else result
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
@@ -312,7 +338,7 @@ class ContrastiveLoss(GroupModule):
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is one that `torch.compile` can take in as an operator."""
         is_swept = pairs.is_plain and pairs.false_negatives == "keep"
-        return is_swept and self._is_softmax and group_size(self.process_group) == 1
+        return is_swept and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
@@ -332,54 +358,38 @@ class ContrastiveLoss(GroupModule):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         pairs: PairOptions,
-    ) -> Tensor:
-        """Return the loss of one process, by an operator that `torch.compile` can take in."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and statistics of one process, by an operator that compilers take in."""
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         if problem is not None:
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        keeps = torch.is_grad_enabled() and (
-            image_bD.requires_grad or text_bD.requires_grad or scale.requires_grad
-        )
-        loss: Tensor = infonce(
-            image_bD, text_bD, scale, bias, **self._options_with(pairs), keeps=keeps,
-            ids=pairs.masked_ids, directions=self.directions,
-        )[0]  # fmt: skip
-        return loss
+        options = self._options_with(pairs)
+        return self._operate(image_bD, text_bD, scale, bias, pairs, options)
 
     @torch.compiler.disable
-    def _loss_by_plan(
+    def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of one process or of all ranks, who first agree on what they have."""
+        image_bD, text_bD, scale, bias, pairs, plan = self.planned(*inputs)
+        if pairs.is_plain:
+            loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
+        else:
+            features = (image_bD, text_bD, scale, bias, pairs.negatives)
+            loss, found = TargetedInfoNCE.apply(*features, plan, pairs)
+        return loss, found
+
+    def planned(
         self,
         image_bD: Tensor,
         text_bD: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         pairs: PairOptions,
-    ) -> Tensor:
-        """Return the loss of one process or of all ranks, who first agree on what they have."""
-        is_one = group_size(self.process_group) == 1
+    ) -> Planned:
+        """Return the inputs with the plan that all ranks agree on, see `plan_for`."""
         problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
-        if problem is None and self.backend == "triton":
-            problem = triton_problem(image_bD.device, image_bD.dtype)
-        if problem is None:
-            pairs, image_bD, text_bD = pairs.paired(image_bD, text_bD)
-            problem = pairs.pairing_problem(len(image_bD))
-        if problem is not None:
-            if not is_one:
-                report_unusable(image_bD, self.process_group)
-            raise ValueError(problem)
-        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        facts = (image_bD, text_bD, scale, None if self._is_softmax else bias, pairs)
-        options = self._options_with(pairs)
-        if is_one:
-            plan = plan_of_one(*facts, options=options)
-        else:
-            group = self.process_group
-            plan = agree(*facts, exchange=self.exchange, options=options, group=group)
-        loss: Tensor
-        if pairs.is_plain:
-            loss = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
-        else:
-            inputs = (image_bD, text_bD, scale, bias, pairs.negatives)
-            loss = TargetedInfoNCE.apply(*inputs, plan, pairs)
-        return loss
+        return plan_for(
+            problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
+            trains_bias=not self._is_softmax, exchange=self.exchange,
+            options=self._options_with(pairs), group=self.process_group,
+        )  # fmt: skip

@@ -53,6 +53,8 @@ class PairOptions(NamedTuple):
         false_negatives: What is left out.
         margin: Below the positive.
         pairing: What the positives come to, once they have been read.
+        statistics: Whether the call wants `LossStatistics`.
+        prefixes: What `MatryoshkaLoss` cuts the features to.
     """
 
     ids: Tensor | None = None
@@ -67,6 +69,8 @@ class PairOptions(NamedTuple):
     false_negatives: FalseNegatives = "keep"
     margin: float = 0.0
     pairing: Pairing | None = None
+    statistics: bool = False
+    prefixes: tuple[Any, ...] = ()
 
     @property
     def masked_ids(self) -> Tensor | None:
@@ -105,6 +109,13 @@ class PairOptions(NamedTuple):
         is_given = any(x is not None for x in (self.weights, self.positives, self.negatives))
         return not is_given and self.duplicates == "mask" and not self.label_smoothing
 
+    @property
+    def _are_pairs(self) -> bool:
+        """Whether no image has two positives, and no text, and all have the same negatives."""
+        one = self.pairing is None or self.pairing.matched == len(self.pairing.images_e)
+        is_whole = self.negatives is None and self.false_negatives == "keep"
+        return one and is_whole and self.duplicates == "mask"
+
     def given(self) -> dict[str, bool]:
         """Return which arguments there are; all ranks have the same."""
         return {
@@ -119,7 +130,7 @@ class PairOptions(NamedTuple):
     @property
     def rules_checksum(self) -> int:
         """A number that is another one where ranks have other arguments of the constructor."""
-        rules = [getattr(self, name) for name in RULES]
+        rules = [*(getattr(self, name) for name in RULES), self.prefixes]
         if self.guide_text is not None:
             rules += [self.guide_text.shape[1], self.guide_text.dtype]
         return zlib.crc32(repr(rules).encode())
@@ -143,6 +154,12 @@ class PairOptions(NamedTuple):
 
     def pairing_problem(self, b: int) -> str | None:
         """Return what cannot be used with what `b` images are paired with."""
+        if self.statistics and not self._are_pairs:
+            return (
+                "Passed `statistics=True` to a loss with several positives of one image or text, "
+                "with `negatives` of an image alone, or without false negatives. They are of one "
+                "pair each, among the texts that all images see. Leave it out."
+            )
         if self.pairing is None or self.pairing.is_one_to_one(b):
             return None
         if self.false_negatives != "keep":

@@ -6,7 +6,7 @@ steps each rank has seen every shard, and each shard is home again. This is the 
 (https://arxiv.org/abs/2410.17243).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,12 @@ from torch import Tensor
 from lightning_mp.contrastive.exchange import HEADER, Combine, Visit
 
 __all__ = ["FollowingSum", "Ring", "Sending"]
+
+_COMBINED: dict[Combine, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "logsumexp": torch.logaddexp,
+    "max": torch.maximum,
+}
 
 
 class Sending:
@@ -153,7 +159,7 @@ class FollowingSum:
         total = part
         if self._sending is not None:
             (so_far,) = self._sending.wait()
-            total = so_far.add_(part) if self._combine == "sum" else torch.logaddexp(so_far, part)
+            total = _COMBINED[self._combine](so_far, part)
         self._step += 1
         if self._ring.world_size > 1:
             incoming = self._ring.empty_like([total], self._step)

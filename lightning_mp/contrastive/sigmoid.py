@@ -10,6 +10,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive.backends import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.pair_options import RULES, PairOptions
+from lightning_mp.contrastive.sigmoid_library import loss_of_one
 from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
 
 __all__ = ["SigmoidContrastiveLoss"]
@@ -43,12 +44,12 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
     **Work**: one sweep over the tiles of S, three matrix products of `2 b^2 D` FLOPs. Gradients are
     worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
-    in fp32. The bias gets its exact gradient. `torch.compile` leaves its graph for this loss.
+    in fp32. The bias gets its exact gradient.
 
-    **Precision**, **backends**, **several ranks**, **duplicates**, **more texts than images** and
-    the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32 (float64 for float64
-    features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between its two products. The
-    pairs of the batch stay outside the sweep in fp32 and float64.
+    **Precision**, **backends**, **several ranks**, **duplicates**, **statistics**, **more texts
+    than images** and the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32
+    (float64 for float64 features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between
+    its two products. The pairs of the batch stay outside the sweep in fp32 and float64.
 
     Shapes:
         image_features: (b, D), already normalised if they are to be.
@@ -71,6 +72,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     """
 
     _pairs = SigmoidPairs
+    _operate = staticmethod(loss_of_one)
     _is_softmax = False
 
     def __init__(

@@ -20,20 +20,29 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Visit
-from lightning_mp.contrastive.infonce import Plan, paired, visiting_ids
+from lightning_mp.contrastive.infonce import Plan, not_differentiable, paired, visiting_ids
+from lightning_mp.contrastive.statistics import MaximaSweep, measure
+from lightning_mp.contrastive.tile_backend import Maxima
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
-__all__ = ["SigmoidPairs"]
+__all__ = [
+    "NO_SECOND_DERIVATIVE",
+    "SigmoidPairs",
+    "SigmoidSwept",
+    "differentiate",
+    "sides_of",
+    "sweep",
+]
 
-_NO_SECOND_DERIVATIVE = (
+NO_SECOND_DERIVATIVE = (
     "Called a second derivative through `SigmoidContrastiveLoss`, which has a first one only. "
     "Write a gradient penalty on something else, or use a dense loss for it."
 )
 
 
-class _Swept(NamedTuple):
+class SigmoidSwept(NamedTuple):
     """Loss and gradients of a cotangent of 1, times B; features without the scale.
 
     Args:
@@ -56,43 +65,79 @@ class SigmoidPairs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns, for the gradients too if there is a backward to come."""
-        swept = _sweep(image_bD, text_nD, scale, bias, plan)
+        loss, swept, statistics_5 = sweep(image_bD, text_nD, scale, bias, plan)
         ctx.save_for_backward(scale, bias, *swept)
         ctx.plan, ctx.dtype = plan, image_bD.dtype
-        loss = swept.totals[0] / plan.global_pairs
-        return loss.to(accumulation_dtype(image_bD.dtype))
+        return loss, not_differentiable(ctx, statistics_5)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
-        scale, bias, totals, d_image_bD, d_text_nD = ctx.saved_tensors
-        plan = ctx.plan
-        with torch.no_grad(), torch.autocast(totals.device.type, enabled=False):
-            unit = cotangent.to(totals.dtype) / plan.global_pairs
-            factor = scale.to(totals.dtype).reshape(()) * unit * plan.exchange.world_size
-            d_bias = None if bias is None else (totals[1] * unit).to(bias.dtype)
-            d_inputs = (
-                None if d_image_bD is None else (d_image_bD * factor).to(ctx.dtype),
-                None if d_text_nD is None else (d_text_nD * factor).to(ctx.dtype),
-                (totals[2] * unit).to(scale.dtype).reshape(scale.shape),
-                None if bias is None or d_bias is None else d_bias.reshape(bias.shape),
+        scale, bias, *swept = ctx.saved_tensors
+        pairs, world_size = ctx.plan.global_pairs, ctx.plan.exchange.world_size
+        with torch.no_grad():
+            d_inputs = differentiate(
+                cotangent, scale, bias, SigmoidSwept(*swept), pairs, world_size, ctx.dtype
             )
         if torch.is_grad_enabled():  # `create_graph=True`
-            return (*refuse_second_derivatives(d_inputs, _NO_SECOND_DERIVATIVE), None)
+            return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
         return (*d_inputs, None)
 
 
-def _sweep(
+def differentiate(
+    cotangent: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    swept: SigmoidSwept,
+    pairs: int,
+    world_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """Return the gradients of images, texts, scale and bias.
+
+    Args:
+        cotangent: Of the loss.
+        scale: The logit scale.
+        bias: The logit bias, or `None`.
+        swept: What the sweep returned.
+        pairs: B.
+        world_size: W.
+        dtype: Of the features.
+    """
+    totals, *features = swept
+    with torch.autocast(totals.device.type, enabled=False):
+        unit = cotangent.to(totals.dtype) / pairs
+        factor = scale.to(totals.dtype).reshape(()) * unit * world_size
+        d_image_bD, d_text_nD = (None if x is None else (x * factor).to(dtype) for x in features)
+        d_scale = (totals[2] * unit).to(scale.dtype).reshape(scale.shape)
+        d_bias = None if bias is None else (totals[1] * unit).to(bias.dtype).reshape(bias.shape)
+    return d_image_bD, d_text_nD, d_scale, d_bias
+
+
+def sides_of(image_needs: bool, text_needs: bool, scale_needs: bool) -> tuple[bool, bool]:
+    """Return whether products with texts and with images are to be made.
+
+    With no features to train, the scale still needs the gradient of one side.
+    """
+    return image_needs or (scale_needs and not text_needs), text_needs
+
+
+def sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan
-) -> _Swept:
-    """Return loss and gradients; one unit of work, and one more for each side's gradient."""
+) -> tuple[Tensor, SigmoidSwept, Tensor | None]:
+    """Return loss, gradients and, where they are wanted, statistics.
+
+    It takes one unit of work, and one more for each side's gradient.
+    """
     state = state_dtype(image_bD.device)
     with torch.autocast(image_bD.device.type, enabled=False):
         bias = scale.new_zeros(()) if bias is None else bias
         scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
-        totals, d_image_bD, d_text_nD = _negatives_sweep(image_bD, text_nD, scale, bias, plan)
+        totals, d_image_bD, d_text_nD, maxima = _negatives_sweep(
+            image_bD, text_nD, scale, bias, plan
+        )
         pos_b = row_dots(image_bD, text_nD[: len(image_bD)], state).mul_(scale).add_(bias)
         # A positive of +inf is an overflow, not a loss of 0.
         pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
@@ -111,31 +156,48 @@ def _sweep(
             elif d_text_nD is not None:
                 d_scale = row_dots(text_nD, d_text_nD, state).sum()
         sums = torch.stack([totals[0] + loss, totals[1] - weight_b.sum(), d_scale])
-        return _Swept(plan.exchange.all_reduce(sums), d_image_bD, d_text_nD)
+        sums = plan.exchange.all_reduce(sums)
+        statistics_5 = None
+        if maxima is not None:
+            # Triton's maxima pass over a NaN, and the loss does not.
+            sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
+            statistics_5 = measure(
+                image_bD, text_nD, scale, bias, pos_b - bias,
+                torch.stack([sound_b, sound_b]), maxima, plan.exchange, plan.tiles,
+            )  # fmt: skip
+    loss = (sums[0] / plan.global_pairs).to(accumulation_dtype(image_bD.dtype))
+    return loss, SigmoidSwept(sums, d_image_bD, d_text_nD), statistics_5
 
 
 def _negatives_sweep(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what the negatives add to loss and bias, and to `B dL/dS` times features."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Maxima | None]:
+    """Return what the negatives add to loss and bias, and to `B dL/dS` times features; maxima."""
     dtype = accumulation_dtype(image_bD.dtype)
-    # With no features to train, the scale still needs the gradient of one side.
-    use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
+    use_image, use_text = sides_of(
+        plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad
+    )
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
-    d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
+    d_text = plan.exchange.home("sum") if use_text else None
     totals_2 = scale.new_zeros(2)
+    largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     own_ids = [] if plan.ids_b is None else [plan.ids_b]
 
     def sweep_block(visit: Visit) -> None:
         text_mD, *ids_m = visit.columns
         part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
+        maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.sigmoid_sweep(
             image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
             visit.diagonal, paired(visit, image_bD, plan), visiting_ids(plan, len(image_bD), ids_m),
+            maxima,
         )  # fmt: skip
+        if largest is not None and maxima is not None:
+            largest.add(maxima)
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
     for visit in plan.exchange.visit([text_nD, *own_ids]):
         sweep_block(visit)
-    return totals_2, d_image_bD, None if d_text is None else d_text.result()
+    maxima = None if largest is None else largest.result()
+    return totals_2, d_image_bD, None if d_text is None else d_text.result(), maxima

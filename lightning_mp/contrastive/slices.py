@@ -3,7 +3,7 @@
 With T slices and shards of `b_r` rows, slice `t` of rank `r` is rows `t b_r / T` to
 `(t + 1) b_r / T`. A block of visiting columns is slice `t` of all ranks, in the order of ranks.
 While it is in use the next one travels. What a rank has summed up about a block goes home by one
-reduce-scatter, or by one all-to-all for log-sum-exps, which no reduction adds exactly.
+reduce-scatter, or by one all-to-all for maxima and log-sum-exps, which no reduction adds exactly.
 
 A ring takes W turns for the same columns: 64 ranks of 1,024 pairs launch the kernels of 64 sweeps
 where T = 1 launches those of one, and a flat ring crosses nodes through one network card, where a
@@ -224,7 +224,9 @@ class SlicedSum:
         home, _, work = self._sent
         work.wait()
         # Added in the order of ranks, so that every run rounds alike.
-        self._home.append(home if self._combine == "sum" else home.logsumexp(0))
+        if self._combine != "sum":
+            home = home.logsumexp(0) if self._combine == "logsumexp" else home.amax(0)
+        self._home.append(home)
         self._sent = None
 
 

@@ -26,9 +26,12 @@ from lightning_mp.contrastive.infonce import (
     memory_for_tiles,
     negatives_gradients,
     negatives_sweep,
+    not_differentiable,
 )
 from lightning_mp.contrastive.pair_options import PairOptions
+from lightning_mp.contrastive.statistics import measure, softmax_probabilities
 from lightning_mp.contrastive.targets import Task, make_task
+from lightning_mp.contrastive.tile_backend import Maxima
 from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -53,12 +56,12 @@ class TargetedInfoNCE(torch.autograd.Function):
         negatives_bkD: Tensor | None,
         plan: Plan,
         options: PairOptions,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns, then work out the task with its gradients."""
         state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
         with torch.autocast(image_bD.device.type, enabled=False):
             kept = memory_for_tiles(image_bD, plan)
-            *lses, block_mD = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+            *lses, block_mD, maxima = negatives_sweep(image_bD, text_nD, scale, kept, plan)
             task = make_task(options, image_bD, text_nD, plan)
             inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
             needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
@@ -69,6 +72,9 @@ class TargetedInfoNCE(torch.autograd.Function):
             row_lse_b = _shifted(lses[0], gradients[3])
             values = lses[1].new_zeros(HEADER + len(lses[1]))
             values[HEADER:] = _shifted(lses[1], gradients[4])
+            statistics_5 = None
+            if maxima is not None:
+                statistics_5 = _measure(image_bD, text_nD, scale, bias, lses, maxima, plan, options)
         unit = task.shares.unit
         values[0] = part * unit
         loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
@@ -79,16 +85,37 @@ class TargetedInfoNCE(torch.autograd.Function):
         saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients[:3])
         ctx.save_for_backward(*saved, gradients[5] if negatives_bkD is not None else None)
         ctx.plan = plan
-        return loss
+        return loss, not_differentiable(ctx, statistics_5)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns, and add the gradients of the task."""
         with torch.no_grad():
             d_inputs = _differentiate(ctx.plan, cotangent, *ctx.saved_tensors)
         if torch.is_grad_enabled():  # `create_graph=True`
             d_inputs = refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE)
         return (*d_inputs, None, None)
+
+
+def _measure(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    lses: Sequence[Tensor],
+    maxima: Maxima,
+    plan: Plan,
+    options: PairOptions,
+) -> Tensor:
+    """Return the values of `LossStatistics` of the pairs, each of which has one positive."""
+    q = len(image_bD) if plan.matched is None else plan.matched
+    pos_q = row_dots(image_bD[:q], text_nD[:q], lses[0].dtype)
+    pos_q.mul_(scale.to(pos_q.dtype).reshape(()))
+    weights = None if options.weights is None else options.weights[:q]
+    return measure(
+        image_bD, text_nD, scale, bias, pos_q, softmax_probabilities(pos_q, lses), maxima,
+        plan.exchange, plan.tiles, weights,
+    )  # fmt: skip
 
 
 def _differentiated(

@@ -10,7 +10,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Finished", "Ids", "Kept", "Limits", "PairTerms", "Prepared", "TileBackend"]
+__all__ = [
+    "Finished",
+    "Ids",
+    "Kept",
+    "Limits",
+    "Maxima",
+    "PairTerms",
+    "Prepared",
+    "TileBackend",
+]
 
 
 class Ids(NamedTuple):
@@ -65,6 +74,33 @@ class Limits(NamedTuple):
         if left is None or right is None:
             return Limits(rows_r * unit, columns_c * unit, self.is_below)
         return Limits(rows_r, columns_c, None, left[rows], right[columns])
+
+
+class Maxima(NamedTuple):
+    """The largest logit among each row's and each column's negatives, for a sweep to raise.
+
+    Args:
+        rows_b: Of the rows, in `state_dtype`; -inf at the start.
+        columns_m: Of the columns.
+    """
+
+    rows_b: Tensor
+    columns_m: Tensor
+
+    def block(self, rows: slice, columns: slice) -> "Maxima":
+        """Return those of some rows and columns, in the same memory."""
+        return Maxima(self.rows_b[rows], self.columns_m[columns])
+
+    def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
+        """Put the larger values in place of the smaller ones, in place.
+
+        Args:
+            row_n: Largest logits of the rows.
+            column_c: Those of the columns.
+            unit: What both are to be multiplied by.
+        """
+        for mine, other in zip(self, (row_n, column_c), strict=True):
+            torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)
 
 
 class Kept:
@@ -143,6 +179,15 @@ class TileBackend(Protocol):
         """Return how many bytes the sweeps may take at a time on a device."""
         ...
 
+    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what `Maxima` may be off by: times `|scale|` and both norms, and in any case.
+
+        Args:
+            width: D.
+            dtype: Of the features.
+        """
+        ...
+
     def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the size of the memory for `Kept`, in values of the accumulation dtype.
 
@@ -219,12 +264,14 @@ class TileBackend(Protocol):
         ids: Ids | None = None,
         prepared: Prepared | None = None,
         limits: Limits | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
         `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
         `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
         What tiles fit are left in `kept`; `prepared` is what `prepare` returned for the loss.
+        `maxima` are raised if they are given.
         """
         ...
 
@@ -266,11 +313,13 @@ class TileBackend(Protocol):
         diagonal: int | None,
         positive_rows: slice | None = None,
         ids: Ids | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to the sigmoid loss and its gradients, in place.
 
         With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
         `totals_2 += [sum softplus(x_ij), sum P_ij]`, `d_rows_bD += P @ columns_mD` and
-        `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient.
+        `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient. `maxima`, if
+        given, are raised to `S`, without the bias.
         """
         ...

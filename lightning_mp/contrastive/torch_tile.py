@@ -9,6 +9,7 @@ results below fp32's smallest normal number, and a GEMM over such results 200 ti
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,12 @@ from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits
 __all__ = [
     "HEADER",
     "KeptTile",
+    "Peaks",
     "Tile",
     "limited_softmax",
     "limited_sums",
     "log2_sums_exp2",
+    "peaks_of",
     "sigmoid",
     "softmax",
 ]
@@ -111,32 +114,46 @@ class _Sums(NamedTuple):
     reference: Tensor | None
 
 
-def log2_sums_exp2(logits_rc: Tensor, dtype: torch.dtype, powers_rc: Tensor) -> _Sums:
+Peaks = tuple[Tensor, Tensor]
+"""The largest logits of the rows and of the columns of a tile."""
+
+
+def log2_sums_exp2(
+    logits_rc: Tensor, dtype: torch.dtype, powers_rc: Tensor, peaks: Peaks | None = None
+) -> _Sums:
     """Return the sums of a tile in `dtype`.
 
     On a CPU, where looking at a value costs nothing, both are first tried with one reference for
     the whole tile and so with one exponential an element, which `powers_rc` then holds. That is
     exact unless a row or column lies 60 powers of two below the tile's largest logit; then each
-    gets its own reference.
+    gets its own reference. `peaks`, where they are known, save looking for them.
     """
     if logits_rc.device.type == "cpu":
-        largest = logits_rc.amax()
+        largest = logits_rc.amax() if peaks is None else peaks[0].amax()
         torch.sub(logits_rc, largest, out=powers_rc).clamp_(min=_MIN_EXPONENT[logits_rc.dtype])
         sums = (powers_rc.exp2_().sum(1), powers_rc.sum(0))
         # NaN and infinities fail this comparison too.
         if all(bool(total.amin() >= _MIN_SUM) for total in sums):
             row_r, column_c = (total.to(dtype).log2_().add_(largest) for total in sums)
             return _Sums(row_r, column_c, largest)
+    row_r, column_c = peaks_of(logits_rc) if peaks is None else peaks
     return _Sums(
-        _log2_sum_exp2(logits_rc, 1, dtype, out=powers_rc),
-        _log2_sum_exp2(logits_rc, 0, dtype, out=powers_rc),
+        _log2_sum_exp2(logits_rc, 1, dtype, row_r, out=powers_rc),
+        _log2_sum_exp2(logits_rc, 0, dtype, column_c, out=powers_rc),
         None,
     )
 
 
-def _log2_sum_exp2(logits_rc: Tensor, dim: int, dtype: torch.dtype, out: Tensor) -> Tensor:
+def peaks_of(logits_rc: Tensor) -> Peaks:
+    """Return the largest logits of rows and columns; a NaN is larger than all."""
+    return logits_rc.amax(1), logits_rc.amax(0)
+
+
+def _log2_sum_exp2(
+    logits_rc: Tensor, dim: int, dtype: torch.dtype, peak: Tensor, out: Tensor
+) -> Tensor:
     """Return `log2(sum(2^logits))` along `dim` in `dtype`; infinities and NaN as in logsumexp."""
-    largest = logits_rc.amax(dim, keepdim=True)
+    largest = peak.unsqueeze(dim)
     reference = largest.masked_fill(largest.isinf(), 0.0)
     torch.sub(logits_rc, reference, out=out).clamp_(min=_MIN_EXPONENT[out.dtype]).exp2_()
     lse = out.sum(dim, keepdim=True).to(dtype).log2_().add_(reference)
@@ -197,8 +214,8 @@ def limited_sums(tile: Tile, limits: Limits, dtype: torch.dtype) -> _Sums:
     row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
     column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
     return _Sums(
-        _log2_sum_exp2(row_rc, 1, dtype, out=row_rc),
-        _log2_sum_exp2(column_rc, 0, dtype, out=column_rc),
+        _log2_sum_exp2(row_rc, 1, dtype, row_rc.amax(1), out=row_rc),
+        _log2_sum_exp2(column_rc, 0, dtype, column_rc.amax(0), out=column_rc),
         None,
     )
 
@@ -227,10 +244,22 @@ def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     )
 
 
-def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`."""
+def sigmoid(
+    tile: Tile, log2_bias: Tensor, note: Callable[[Peaks], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`.
+
+    Args:
+        tile: The tile.
+        log2_bias: The bias, in powers of two.
+        note: Gets the largest logits of the negatives, if anybody wants them.
+    """
     dtype = tile.spare_rc.dtype
-    x_rc = tile.logits().add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
+    x_rc = tile.logits()
+    if note is not None:
+        tile.leave_out(x_rc, -torch.inf)
+        note(peaks_of(x_rc))
+    x_rc.add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
     tile.leave_out(x_rc, -torch.inf)
     x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
     losses = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc).sum()

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive import pairs
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Prepared
+from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Maxima, Prepared
 from lightning_mp.contrastive.torch_tile import (
     HEADER,
     KeptTile,
+    Peaks,
     Tile,
     limited_softmax,
     limited_sums,
     log2_sums_exp2,
+    peaks_of,
     sigmoid,
     softmax,
 )
-from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
 from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
@@ -79,6 +81,7 @@ class TorchTiles:
         ids: Ids | None = None,
         prepared: Prepared | None = None,
         limits: Limits | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         dtype = row_lse_b.dtype
@@ -88,7 +91,11 @@ class TorchTiles:
             powers_rc = tile.spare_rc if tile.kept is None else tile.kept.values_rc
             if tile.limits is None:
                 tile.leave_out(logits_rc, -torch.inf)
-                sums = log2_sums_exp2(logits_rc, dtype, powers_rc)
+                peaks = None
+                if maxima is not None:
+                    peaks = peaks_of(logits_rc)
+                    maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
+                sums = log2_sums_exp2(logits_rc, dtype, powers_rc, peaks)
             else:
                 sums = limited_sums(tile, tile.limits, dtype)
             if tile.kept is not None:
@@ -142,17 +149,26 @@ class TorchTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         ids: Ids | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         log2_bias = bias * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
-            weights_rc, losses = sigmoid(tile, log2_bias)
+            def note(peaks: Peaks) -> None:
+                if maxima is not None:
+                    maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
+
+            weights_rc, losses = sigmoid(tile, log2_bias, None if maxima is None else note)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
 
         tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, None, ids)
         _multiply(tiles, weights_of, rows_bD, d_rows_bD, d_columns_mD)
+
+    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what a logit may be off by, see `TileBackend.rounding`."""
+        return sum_rounding(width, accumulation_dtype(dtype)), 0.0
 
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.floats import accumulation_dtype
+from lightning_mp.numerics.floats import accumulation_dtype, sum_rounding
 
 __all__ = ["SimilarityTiles", "retrieval_ranks"]
 
@@ -45,7 +45,7 @@ class SimilarityTiles:
         self.normalize = normalize
         self.dtype = accumulation_dtype(image_ND.dtype)
         width, itemsize = image_ND.shape[1], self.dtype.itemsize
-        self.rounding = (2 + math.sqrt(width) / 2) * torch.finfo(self.dtype).eps
+        self.rounding = sum_rounding(width, self.dtype)
         # edge^2 elements of cosine, its weighted and masked copies and four masks, and
         # edge x D elements of unit images, unit texts and a temporary.
         per_area, per_edge = 3 * itemsize + 4, 3 * itemsize * width

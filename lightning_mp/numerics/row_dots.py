@@ -11,9 +11,9 @@ from lightning_mp.numerics import triton_support
 
 __all__ = ["fused_row_dots", "row_dots"]
 
-# Where torch makes float64 copies, rows are taken in chunks of about this many values: 2 MiB a copy
-# on a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should outlast its launch.
-_CHUNK_VALUES = {"cpu": 2**18, "cuda": 2**22}
+# Where torch makes float64 copies, rows are taken in chunks of about this many values: 512 KiB for
+# a copy on a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should outlast its launch.
+_CHUNK_VALUES = {"cpu": 2**16, "cuda": 2**22}
 
 
 def row_dots(left_nD: Tensor, right_nD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,8 @@ def test_benchmarks_know_the_arguments_that_they_are_called_with(tmp_path):
             module.parse([*arguments.split(), "--device", "cpu"])
             called.add(script.removeprefix("benchmarks/"))
     assert called == {
-        "contrastive_loss", "million", "precision", "optimizer_step", "monitor_overhead"
+        "contrastive_loss", "sigmoid_loss", "million", "precision", "optimizer_step",
+        "monitor_overhead",
     }  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp import ContrastiveLoss
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.library import infonce, infonce_backward
+from lightning_mp.contrastive.sigmoid_library import sigmoid_pairs, sigmoid_pairs_backward
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from tests.reference.contrastive import reference, relative_error
 
@@ -46,8 +47,8 @@ def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_b
 @pytest.mark.parametrize("needs_grad", [[True] * 3, [False, True, False], [False, False, True]])
 def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
     image, text, scale, bias = (x.detach() for x in leaves(9, 16))
-    swept = infonce(image, text, scale, bias, *OPTIONS)
-    inputs = (torch.tensor(0.5), image, text, scale, bias, list(swept), needs_grad, *OPTIONS)
+    *swept, _ = infonce(image, text, scale, bias, *OPTIONS)
+    inputs = (torch.tensor(0.5), image, text, scale, bias, swept, needs_grad, *OPTIONS)
     torch.library.opcheck(infonce_backward, inputs)
     count = sum(needs_grad) + 1
     assert [x.shape for x in infonce_backward(*inputs)][-1] == bias.shape
@@ -55,12 +56,33 @@ def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:
-    loss_fn = ContrastiveLoss()
+@pytest.mark.parametrize("trained", ["image text scale bias", "text bias", "scale", "image", ""])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_sigmoid_operators_pass_opcheck(trained: str, has_bias: bool) -> None:
+    image, text, scale, bias = leaves(9, 16)
+    for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():
+        leaf.requires_grad_(name in trained.split())
+    needs = [image.requires_grad, text.requires_grad, scale.requires_grad or bias.requires_grad]
+    inputs = (image, text, scale, bias if has_bias else None, needs, *OPTIONS)
+    with warnings.catch_warnings():
+        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
+        warnings.simplefilter("ignore")
+        torch.library.opcheck(sigmoid_pairs, inputs)
+    loss, *swept, _ = sigmoid_pairs(*inputs)
+    scalars = (torch.tensor(0.5), scale.detach(), bias.detach() if has_bias else None)
+    given = (*scalars, *(x.detach() for x in swept), 9, torch.float32)
+    torch.library.opcheck(sigmoid_pairs_backward, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_class", [ContrastiveLoss, SigmoidContrastiveLoss])
+def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one(loss_class: type) -> None:
+    loss_fn = loss_class()
 
     def step(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         return 3 * loss_fn(F.normalize(image, dim=1), F.normalize(text, dim=1), scale.exp(), bias)
 
+    torch._dynamo.utils.counters.clear()  # of other tests in this process
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     for b in (5, 12, 33):  # the batch size is no reason to compile again
         image, text, _, bias = leaves(b, 24)

@@ -75,7 +75,7 @@ def _visible_loss(image: Tensor, text: Tensor, scale: Tensor, workspace: int) ->
     """The loss outside its operator, into which dispatch modes do not see."""
     needs_grad = (x.requires_grad for x in (image, text, scale))
     plan = Plan(Ring([len(image)]), TorchTiles(workspace), *needs_grad)
-    return InfoNCE.apply(image, text, scale, None, plan)
+    return InfoNCE.apply(image, text, scale, None, plan)[0]
 
 
 class PeakBytes(TorchDispatchMode):

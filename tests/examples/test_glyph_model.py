@@ -1,15 +1,21 @@
 """Towers, their reading of names, and the arithmetic of the report."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from examples.glyph_clip.compare import LOSSES
 from examples.glyph_clip.glyphs import GlyphTable, encode_names
 from examples.glyph_clip.memory import MemoryEstimate, saved_bytes
-from examples.glyph_clip.report import drawing_ceilings
+from examples.glyph_clip.model import GlyphCLIP
+from examples.glyph_clip.report import drawing_ceilings, recall_table
 from examples.glyph_clip.towers import GlyphTower, NameTower, hash_words
+from lightning_mp import LightningMPCLI, LossStatistics, SigmoidContrastiveLoss
 
 
 def test_towers_take_uint8_and_give_features():
@@ -85,3 +91,54 @@ def test_drawing_ceilings_count_glyphs_drawn_alike():
     assert ceilings["image_to_text_recall@1"] == pytest.approx(0.75)
     assert ceilings["text_to_image_recall@1"] == pytest.approx(0.5)
     assert ceilings["text_to_image_recall@5"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, about names that Lightning uses
+def test_two_arguments_of_the_config_train_the_sigmoid_loss(tmp_path, monkeypatch):
+    config = Path(__file__).parents[2] / "examples" / "glyph_clip" / "config.yaml"
+    trainer = {"callbacks": "[]", "logger": "false", "default_root_dir": tmp_path}
+    arguments = ["lightning-mp", "--config", str(config), *LOSSES["SigLIP"], "--model.width=64"]
+    arguments += [f"--trainer.{name}={value}" for name, value in trainer.items()]
+    monkeypatch.setattr("sys.argv", arguments)
+    cli = LightningMPCLI(run=False)
+    model = cli.model
+    assert isinstance(model, GlyphCLIP)
+    assert type(model.loss) is SigmoidContrastiveLoss
+    groups = model_groups(model)
+    assert groups[-1] == {"logit_scale", "logit_bias"}
+    logged = {}
+    model.log = lambda name, value, **_: logged.update({name: value})
+    model.log_dict = lambda values, **_: logged.update(values)
+    batch = {
+        "image": torch.randint(0, 256, (6, 32, 32), dtype=torch.uint8),
+        "text": torch.from_numpy(encode_names([f"DIGIT {n}" for n in "ABCDEF"])),
+    }
+    model.training_step(batch, 0).backward()
+    # Six negatives of about 2^-14 and six positives near 0: the bias is to rise.
+    assert model.logit_bias.grad < 0
+    assert {*LossStatistics._fields, "loss", "logit_scale"} <= set(logged)
+
+
+def model_groups(model):
+    names = {id(p): name for name, p in model.named_parameters()}
+    model.trainer = SimpleNamespace(estimated_stepping_batches=10)
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    return [{names[id(p)] for p in group["params"]} for group in groups]
+
+
+def test_recall_table_sets_models_side_by_side():
+    scores = {
+        name: {
+            **{f"{way}_recall@{k}": value for way in ("image_to_text", "text_to_image")
+               for k in (1, 5, 10)},
+            "image_to_text_median_rank": 3.0,
+            "text_to_image_median_rank": 4.0,
+        }
+        for name, value in (("InfoNCE", 0.25), ("SigLIP", 0.5))
+    }  # fmt: skip
+    lines = recall_table(scores)
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].split() == ["glyph", "to", "name", "InfoNCE", *["0.250"] * 3, "3"]
+    assert lines[4].split() == ["name", "to", "glyph", "SigLIP", *["0.500"] * 3, "4"]

@@ -13,6 +13,9 @@ That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are l
 more, with a reference for each row and each column, and stores finished logarithms in the place of
 sums. It multiplies again, so that the first pass keeps nothing in registers for a second that is
 rare. Merging adds the tiles in float64, in order.
+
+The largest logits, where they are wanted, are those of the same powers: a sum in range has a term
+of 2^-98 at least.
 """
 
 import torch
@@ -20,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids
+from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import (
     differ,
@@ -53,11 +56,14 @@ _MERGE_PARTS = 32
 
 @triton.jit
 def _log2_sum_exp2(logits, axis: tl.constexpr):
-    """Return `log2(sum(2^logits))` along an axis; -inf where all are -inf, inf where one is inf."""
+    """Return `log2(sum(2^logits))` along an axis and the largest logit.
+
+    The sum is -inf where all are -inf, and inf where one is inf.
+    """
     peak = tl.max(logits, axis)
     reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
-    return reference + tl.log2(total)
+    return reference + tl.log2(total), peak
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
@@ -69,6 +75,8 @@ def lse_kernel(
     row_sums,
     column_sums,
     is_redone,
+    row_maxima,
+    column_maxima,
     row_ids,
     column_ids,
     num_rows,
@@ -83,6 +91,7 @@ def lse_kernel(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Store the sums of one tile against the scalar reference, or logarithms if one is outside.
 
@@ -91,6 +100,8 @@ def lse_kernel(
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
         is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
+        row_maxima: The largest powers, laid out as `row_sums`; column_maxima: as `column_sums`.
+            Not touched without `MAXIMA`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
@@ -119,6 +130,11 @@ def lse_kernel(
     tl.store(
         column_sums + row_tile.to(tl.int64) * num_columns + column, column_sum, mask=column_here
     )
+    if MAXIMA:
+        row_at = row_maxima + column_tile.to(tl.int64) * num_rows + row
+        tl.store(row_at, tl.max(powers, 1), mask=row_here)
+        column_at = column_maxima + row_tile.to(tl.int64) * num_columns + column
+        tl.store(column_at, tl.max(powers, 0), mask=column_here)
     # Comparisons with NaN are false.
     row_fails = row_here & ~((row_sum >= _LOWEST_SUM) & (row_sum <= _HIGHEST_SUM))
     column_fails = column_here & ~((column_sum >= _LOWEST_SUM) & (column_sum <= _HIGHEST_SUM))
@@ -142,10 +158,16 @@ def lse_kernel(
         if row_ids is not None:
             keep &= differ(row_ids + zero, column_ids + zero, row, column, num_rows, num_columns)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
-        row_at = row_sums + column_tile.to(tl.int64) * num_rows + row
-        tl.store(row_at, _log2_sum_exp2(logits, 1), mask=row_here)
-        column_at = column_sums + row_tile.to(tl.int64) * num_columns + column
-        tl.store(column_at, _log2_sum_exp2(logits, 0), mask=column_here)
+        row_place = column_tile.to(tl.int64) * num_rows + row
+        lse, peak = _log2_sum_exp2(logits, 1)
+        tl.store(row_sums + row_place, lse, mask=row_here)
+        if MAXIMA:
+            tl.store(row_maxima + row_place, peak, mask=row_here)
+        column_place = row_tile.to(tl.int64) * num_columns + column
+        lse, peak = _log2_sum_exp2(logits, 0)
+        tl.store(column_sums + column_place, lse, mask=column_here)
+        if MAXIMA:
+            tl.store(column_maxima + column_place, peak, mask=column_here)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
@@ -156,38 +178,48 @@ def merge_kernel(
     reference,
     row_lse,
     column_lse,
+    row_part_maxima,
+    column_part_maxima,
+    row_maxima,
+    column_maxima,
     num_rows,
     num_columns,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Add the tiles' sums to the log-sum-exps of rows and columns.
 
     Args:
         row_sums: As `lse_kernel` has left them; so are all up to `reference`.
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
+        row_part_maxima: As both kernels left them, like the next; not touched without `MAXIMA`.
+        row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
     if program < row_programs:
         first = program * BLOCK
         flags = is_redone + first // TILE_M * column_tiles
-        _merge(row_sums, flags, reference, row_lse, first, num_rows, column_tiles, 1, BLOCK, PARTS)
+        _merge(
+            row_sums, flags, reference, row_lse, row_part_maxima, row_maxima, first, num_rows,
+            column_tiles, 1, BLOCK, PARTS, MAXIMA,
+        )  # fmt: skip
     else:
         first = (program - row_programs) * BLOCK
         flags = is_redone + first // TILE_N
         _merge(
-            column_sums, flags, reference, column_lse, first, num_columns, row_tiles, column_tiles,
-            BLOCK, PARTS,
+            column_sums, flags, reference, column_lse, column_part_maxima, column_maxima, first,
+            num_columns, row_tiles, column_tiles, BLOCK, PARTS, MAXIMA,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    sums, flags, reference, lse, start, length, parts, part_step, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns of one tile.
 
@@ -197,7 +229,9 @@ def _merge(
         sums: (parts, length) in fp32.
         flags: That of part `p` is at `p * part_step`.
         reference: `t`, one fp32 value.
-        lse: (length,).
+        lse: (length,) natural logarithms in float64, added to in place.
+        part_maxima: (parts, length), as `sums`; maxima: (length,) in float64, raised in place to
+            the largest logits. Not touched without `MAXIMA`.
         start: The first of them.
     """
     index = start + tl.arange(0, BLOCK)
@@ -205,12 +239,13 @@ def _merge(
     total = tl.zeros((BLOCK,), tl.float64)
     peak = tl.full((BLOCK,), float("-inf"), tl.float64)
     rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
+    largest = tl.full((BLOCK,), float("-inf"), tl.float64)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         redone = tl.load(flags + part * part_step, mask=part < parts, other=0) != 0
         mask = (part < parts)[:, None] & here[None, :]
-        at = sums + part.to(tl.int64)[:, None] * length + index[None, :]
-        value = tl.load(at, mask=mask, other=0.0).to(tl.float64)
+        at = part.to(tl.int64)[:, None] * length + index[None, :]
+        value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
         total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
         if tl.max(redone.to(tl.int32), 0) != 0:
             power = tl.where(redone[:, None] & mask, value, float("-inf"))
@@ -219,11 +254,18 @@ def _merge(
             base = tl.where(tl.abs(new_peak) == float("inf"), 0.0, new_peak)
             rest = rest * tl.exp2(peak - base) + tl.sum(tl.exp2(power - base[None, :]), 0)
             peak = new_peak
+        if MAXIMA:
+            power = tl.load(part_maxima + at, mask=mask, other=0.0).to(tl.float64)
+            power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
+            largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
     base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     old = tl.load(lse + index, mask=here, other=0.0)
     new = tl.log2(total) + tl.load(reference).to(tl.float64)
     both = _log2_add_exp2(new, base + tl.log2(rest))
     tl.store(lse + index, _log2_add_exp2(old / _LN_2, both) * _LN_2, mask=here)
+    if MAXIMA:
+        old = tl.load(maxima + index, mask=here, other=0.0)
+        tl.store(maxima + index, tl.maximum(old, largest * _LN_2), mask=here)
 
 
 @triton.jit
@@ -234,10 +276,10 @@ def _log2_add_exp2(left, right):
     return base + tl.log2(tl.exp2(left - base) + tl.exp2(right - base))
 
 
-def lse_bytes_per_value(config: TileConfig) -> float:
+def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
     rows, columns, _ = config.tile
-    return 4 / rows + 4 / columns + 4 / (rows * columns)
+    return (1 + with_maxima) * (4 / rows + 4 / columns) + 4 / (rows * columns)
 
 
 def add_lse(
@@ -251,6 +293,7 @@ def add_lse(
     config: TileConfig,
     *,
     split_scale: bool,
+    maxima: Maxima | None = None,
     ids: Ids | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
@@ -265,6 +308,7 @@ def add_lse(
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
         split_scale: Use both values of `log2_scale`.
+        maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
@@ -284,25 +328,24 @@ def add_lse(
     tiles = row_tiles * column_tiles
     row_sums = rows_nk.new_empty(column_tiles, n, dtype=torch.float32)
     column_sums = rows_nk.new_empty(row_tiles, m, dtype=torch.float32)
+    part_maxima: tuple[Tensor | None, ...] = (None, None)
+    if maxima is not None:
+        part_maxima = torch.empty_like(row_sums), torch.empty_like(column_sums)
     is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
-    row_ids, column_ids = (None, None) if ids is None else ids
     sizes = (
-        row_ids,
-        column_ids,
-        n,
-        m,
-        rows_nk.shape[1],
-        rows_nk.stride(0),
-        columns_mk.stride(0),
-        offset,
-    )
-    lse_kernel[(tiles,)](
-        *operands, log2_scale, reference, row_sums, column_sums, is_redone, *sizes,
-        GROUP=config.group, SPLIT_SCALE=split_scale, **config.shape, **config.options,
+        *((None, None) if ids is None else ids), n, m, rows_nk.shape[1], rows_nk.stride(0),
+        columns_mk.stride(0), offset,
     )  # fmt: skip
+    lse_kernel[(tiles,)](
+        *operands, log2_scale, reference, row_sums, column_sums, is_redone, *part_maxima, *sizes,
+        GROUP=config.group, SPLIT_SCALE=split_scale, MAXIMA=maxima is not None, **config.shape,
+        **config.options,
+    )  # fmt: skip
+    totals: tuple[Tensor | None, ...] = (None, None) if maxima is None else maxima
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
-        row_sums, column_sums, is_redone, reference, row_lse_n, column_lse_m, n, m,
-        TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
+        row_sums, column_sums, is_redone, reference, row_lse_n, column_lse_m,
+        *part_maxima, *totals, n, m, TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK,
+        PARTS=_MERGE_PARTS, MAXIMA=maxima is not None, enable_fp_fusion=True,
     )  # fmt: skip

@@ -73,6 +73,14 @@ class Precision:
         """
         return 14 if self.softmax == torch.float16 else 0
 
+    def operand_rounding(self, features: torch.dtype) -> float:
+        """Return what rounding the operands moves the product of two unit vectors by, at most."""
+        if self.is_split:
+            return 2 * 2.0**-22  # fp16's 11 bits twice
+        if self.operand == torch.float32:
+            return 2 * 2.0**-11  # tf32 cuts features off after 10 bits and the leading one
+        return 0.0 if features == self.operand else torch.finfo(self.operand).eps
+
     def operand_bytes(self, features_nD: Tensor) -> int:
         """Return the bytes that an operand takes for each row of rows and of columns."""
         padded = -(-features_nD.shape[1] // WIDTH_MULTIPLE) * WIDTH_MULTIPLE

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids
+from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import (
     differ,
@@ -62,6 +62,8 @@ def sigmoid_kernel(
     log2_bias,
     factor,
     sums,
+    row_maxima,
+    column_maxima,
     weights,
     weights_low,
     row_ids,
@@ -80,6 +82,7 @@ def sigmoid_kernel(
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
     LOW: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Store the sigmoids of one tile times `factor`, and the sums of losses and sigmoids.
 
@@ -88,6 +91,8 @@ def sigmoid_kernel(
         log2_bias: The bias times log2(e), one fp32 value.
         factor: A power of two that keeps small values among fp16's normal numbers.
         sums: (2, tiles) in fp32: `softplus / ln(2)` and the sigmoids of a tile's negatives.
+        row_maxima: (tiles in a row, n) in fp32, the largest `x`; column_maxima: (tiles in a column,
+            m). Not touched without `MAXIMA`.
         weights: (n, m) with rows `weights_stride` apart; a tensor descriptor with `TMA`.
         weights_low: The same for what rounding left over; not touched without `LOW`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
@@ -109,6 +114,11 @@ def sigmoid_kernel(
     if row_ids is not None:
         differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
         x = tl.where(differs, x, float("-inf"))
+    if MAXIMA:
+        row_at = row_maxima + column_tile.to(tl.int64) * num_rows + row
+        tl.store(row_at, tl.max(x, 1), mask=row < num_rows)
+        column_at = column_maxima + row_tile.to(tl.int64) * num_columns + column
+        tl.store(column_at, tl.max(x, 0), mask=column < num_columns)
     u = tl.exp2(-tl.abs(x))
     tile = row_tile * column_tiles + column_tile
     losses = tl.maximum(x, 0.0) + _log2_1p(u)
@@ -139,6 +149,7 @@ def add_sigmoid(
     *,
     exponent: int,
     split_scale: bool,
+    maxima: Maxima | None = None,
     ids: Ids | None = None,
 ) -> None:
     """Write the sigmoids of one block, and add its sums to the totals in a fixed order.
@@ -155,6 +166,7 @@ def add_sigmoid(
         config: A row of the table for the kernel `"softmax_wide"`.
         exponent: See `weights_nm`.
         split_scale: Use both values of `log2_scale`.
+        maxima: Largest logits of the block's rows and columns to raise, without the bias.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 
     Raises:
@@ -172,16 +184,22 @@ def add_sigmoid(
         as_descriptor(target, tile_m, tile_n) if config.tma and target is not None else target
         for target in (weights_nm, low_nm)
     ]
-    tiles = triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n)
+    row_tiles, column_tiles = triton.cdiv(n, tile_m), triton.cdiv(m, tile_n)
+    tiles = row_tiles * column_tiles
     sums = rows_nk.new_empty(2, tiles, dtype=torch.float32)
+    shapes = ((column_tiles, n), (row_tiles, m))
+    peaks = [None if maxima is None else sums.new_empty(shape) for shape in shapes]
     row_ids, column_ids = (None, None) if ids is None else ids
     sigmoid_kernel[(tiles,)](
         *as_operands(rows_nk, columns_mk, config), log2_scale, log2_bias, 2.0**exponent, sums,
-        *targets, row_ids, column_ids, n, m, rows_nk.shape[1], rows_nk.stride(0),
+        *peaks, *targets, row_ids, column_ids, n, m, rows_nk.shape[1], rows_nk.stride(0),
         columns_mk.stride(0), weights_nm.stride(0), diagonal_offset(diagonal, n, m),
-        GROUP=config.group, SPLIT_SCALE=split_scale, LOW=low_nm is not None, **config.shape,
-        **config.options,
+        GROUP=config.group, SPLIT_SCALE=split_scale, LOW=low_nm is not None,
+        MAXIMA=maxima is not None, **config.shape, **config.options,
     )  # fmt: skip
+    if maxima is not None:
+        row_n, column_m = (peak.amax(0).double() - log2_bias for peak in peaks if peak is not None)
+        maxima.raise_to(row_n, column_m, _LN_2)
     parts_2 = sums.sum(1, dtype=totals_2.dtype)
     parts_2[0] *= _LN_2
     totals_2.add_(parts_2)

@@ -7,12 +7,20 @@ Shapes:
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Finished, Ids, Kept, Limits, PairTerms, Prepared
+from lightning_mp.contrastive.tile_backend import (
+    Finished,
+    Ids,
+    Kept,
+    Limits,
+    Maxima,
+    PairTerms,
+    Prepared,
+)
 from lightning_mp.contrastive.triton_tiles.autotune import fastest
 from lightning_mp.contrastive.triton_tiles.blocks import (
     Block,
@@ -25,15 +33,14 @@ from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactor
 from lightning_mp.contrastive.triton_tiles.launch import multiprocessors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse, lse_bytes_per_value
 from lightning_mp.contrastive.triton_tiles.operands import (
-    WIDTH_MULTIPLE,
-    Operand,
     Precision,
     TileDtype,
 )
 from lightning_mp.contrastive.triton_tiles.pair_kernels import pair_terms, prepare
-from lightning_mp.contrastive.triton_tiles.products import add_product
 from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive.triton_tiles.workspace import Softmax, Workspace
+from lightning_mp.numerics.floats import sum_rounding
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
 
@@ -42,6 +49,9 @@ DEFAULT_WORKSPACE_BYTES = 544 * 2**20
 
 _LOG2_E = math.log2(math.e)
 _TUNED_ROWS = 8192
+# Of a largest logit in nats: its distance from the reference, below 2^7, is rounded by up to 2^-18
+# with each part of the scale, and its power by 2^-22.
+_MAXIMUM_ROUNDING = 2 * 2.0**-18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +93,7 @@ class TritonTiles:
         ids: Ids | None = None,
         prepared: Prepared | None = None,
         limits: Limits | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         codes = _short(ids)
@@ -94,25 +105,30 @@ class TritonTiles:
         if precision.is_split:
             log2_scale = _log2_parts(scale, units)
 
-        def add(block: Block, row_lse_n: Tensor, column_lse_c: Tensor, config: TileConfig) -> None:
+        def add(
+            block: Block, lses: tuple[Tensor, Tensor], config: TileConfig, maxima: Maxima | None
+        ) -> None:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                row_lse_n, column_lse_c, block.diagonal, config,
-                split_scale=precision.is_split, ids=_ids_of(block, codes),
+                *lses, block.diagonal, config, split_scale=precision.is_split,
+                ids=_ids_of(block, codes), maxima=maxima,
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
             block = _first_block(rows_bD, columns_mD, precision, units)
             lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
-            return lambda config: add(block, *lses, config)
+            return lambda config: add(block, lses, config, None)
 
         with _on(rows_bD.device):
             config = self._choose("lse", precision, rows_bD, make_trial)
-            shape = self._block(rows_bD, columns_mD, precision, lse_bytes_per_value(config))
+            bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
+            shape = self._block(rows_bD, columns_mD, precision, bytes_per_value)
             for block in blocks_of(
                 rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
             ):
-                add(block, row_lse_b[block.rows], column_lse_m[block.columns], config)
+                lses = row_lse_b[block.rows], column_lse_m[block.columns]
+                own = None if maxima is None else maxima.block(block.rows, block.columns)
+                add(block, lses, config, own)
 
     def grad_sweep(
         self,
@@ -135,7 +151,7 @@ class TritonTiles:
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
 
-        def write(block: Block, softmax: _Softmax, config: TileConfig) -> None:
+        def write(block: Block, softmax: Softmax, config: TileConfig) -> None:
             write_softmax(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
@@ -154,7 +170,7 @@ class TritonTiles:
             if precision.is_split:
                 log2_scale = _log2_parts(scale, units)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
-            workspace = _Workspace.make(shape, precision, rows_bD.device)
+            workspace = Workspace.make(shape, precision, rows_bD.device)
             wide = self._choose("softmax_wide", precision, rows_bD)
             config = self._choose("softmax", precision, rows_bD, make_trial)
             for block in blocks_of(
@@ -176,6 +192,7 @@ class TritonTiles:
         diagonal: int | None,
         positive_rows: slice | None = None,
         ids: Ids | None = None,
+        maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         codes = _short(ids)
@@ -185,7 +202,7 @@ class TritonTiles:
         log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
         with _on(rows_bD.device):
             shape = self._softmax_block(rows_bD, columns_mD, precision)
-            workspace = _Workspace.make(shape, precision, rows_bD.device)
+            workspace = Workspace.make(shape, precision, rows_bD.device)
             config = self._choose("softmax_wide", precision, rows_bD)
             for block in blocks_of(
                 rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
@@ -195,6 +212,7 @@ class TritonTiles:
                     block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                     log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
                     exponent=weights.exponent, split_scale=precision.is_split,
+                    maxima=None if maxima is None else maxima.block(block.rows, block.columns),
                     ids=_ids_of(block, codes),
                 )  # fmt: skip
                 weights.add_products(block, d_rows_bD, d_columns_mD)
@@ -235,6 +253,11 @@ class TritonTiles:
                 rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, cotangent, terms,
                 ranks, wants_scale,
             )  # fmt: skip
+
+    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what a logit may be off by, see `TileBackend.rounding`."""
+        operands = Precision.of(dtype, self.tile_dtype).operand_rounding(dtype)
+        return sum_rounding(width, torch.float32) + operands, _MAXIMUM_ROUNDING
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace, see `TileBackend.budget`."""
@@ -280,81 +303,6 @@ class TritonTiles:
                 return configs[0]  # nothing can be timed while a graph is made
             self._tuned[key] = fastest(configs, make_trial(), device)
         return self._tuned[key]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Softmax:
-    """The softmax of one block, times `2^exponent`, in one value or in two halves."""
-
-    high_nc: Tensor
-    low_nc: Tensor | None
-    exponent: int
-
-    def add_products(
-        self,
-        block: Block,
-        d_rows_bD: Tensor | None,
-        d_columns_mD: Tensor | None,
-        fresh: tuple[bool, bool] = (False, False),
-    ) -> None:
-        """Add both products of the block to the gradients that are wanted.
-
-        Args:
-            block: Of a sweep over all blocks of these gradients.
-            d_rows_bD: Gets `softmax @ columns`.
-            d_columns_mD: Gets `softmax.T @ rows`.
-            fresh: Whether the first products for rows and for columns overwrite what is there.
-        """
-        factor = 2.0**-self.exponent
-        if d_rows_bD is not None:
-            is_first = fresh[0] and block.columns.start == 0
-            for softmax_nc, part_cD in self._products(block.column_operand):
-                add_product(d_rows_bD[block.rows], softmax_nc, part_cD, factor, not is_first)
-                is_first = False
-        if d_columns_mD is not None:
-            is_first = fresh[1] and block.rows.start == 0
-            for softmax_nc, part_nD in self._products(block.row_operand):
-                columns_cD = d_columns_mD[block.columns]
-                add_product(columns_cD, softmax_nc.T, part_nD, factor, not is_first)
-                is_first = False
-
-    def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what is to be multiplied, but for low times low."""
-        for part in operand.parts_nD:
-            yield self.high_nc, part
-        if self.low_nc is not None:
-            yield self.low_nc, operand.parts_nD[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Workspace:
-    """Memory for the softmax of one block, reused by all."""
-
-    halves: tuple[Tensor, ...]
-    exponent: int
-
-    @classmethod
-    def make(
-        cls, shape: tuple[int, int], precision: Precision, device: torch.device
-    ) -> "_Workspace":
-        rows, columns = shape
-        count = 2 if precision.keeps_low else 1
-        size = rows * _padded(columns)
-        halves = torch.empty(count, size, dtype=precision.softmax, device=device)
-        return cls(tuple(halves), precision.softmax_exponent)
-
-    def block(self, block: Block) -> _Softmax:
-        """Return views of the block's shape whose rows are aligned."""
-        rows = block.rows.stop - block.rows.start
-        columns = block.columns.stop - block.columns.start
-        size = rows * _padded(columns)
-        views = [half[:size].view(rows, -1)[:, :columns] for half in self.halves]
-        low = views[1] if len(views) == 2 else None
-        return _Softmax(views[0], low, self.exponent)
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def _first_block(

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from lightning_mp.contrastive.tile_backend import Ids
+from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
@@ -54,6 +54,7 @@ class Request:
         precision: What is multiplied, and how the softmax is kept.
         ragged: The number of columns is no multiple of 16.
         arch: What to compile for; `None` is what the row was chosen for.
+        maxima: The largest logits are wanted, too.
         ids: Pairs of equal ids are left out.
     """
 
@@ -62,6 +63,7 @@ class Request:
     precision: Precision
     ragged: bool = False
     arch: int | None = None
+    maxima: bool = False
     ids: bool = False
 
     def __str__(self) -> str:
@@ -81,6 +83,7 @@ class Request:
             *["low"] * (precision.keeps_low and is_softmax),
             *["split"] * precision.is_split,
             *["ragged"] * self.ragged,
+            *["maxima"] * self.maxima,
             *["ids"] * self.ids,
         ]
         return "-".join(parts)
@@ -242,10 +245,12 @@ def _launch(request: Request) -> None:
     columns, log2_scale = torch.empty_like(rows)[:m], torch.empty(2)
     lses = [torch.zeros(length, dtype=torch.float64) for length in (_SIZE, m)]
     ids = Ids(*(torch.zeros(length, dtype=torch.int32) for length in (_SIZE, m)))
+    maxima = Maxima(*(x.clone() for x in lses)) if request.maxima else None
     own: Any = {"split_scale": precision.is_split, "ids": ids if request.ids else None}
     if request.config.kernel == "lse":
         add_lse(
-            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, **own
+            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, maxima=maxima,
+            **own,
         )  # fmt: skip
         return
     # Rows are aligned even where their ends are not.
@@ -254,7 +259,7 @@ def _launch(request: Request) -> None:
         add_sigmoid(
             rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
             low if precision.keeps_low else None, 0, request.config,
-            exponent=precision.softmax_exponent, **own,
+            exponent=precision.softmax_exponent, maxima=maxima, **own,
         )  # fmt: skip
     else:
         write_softmax(

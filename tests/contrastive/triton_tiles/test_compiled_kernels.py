@@ -84,7 +84,11 @@ def requests_of(row: TileConfig) -> list[Request]:
         precisions = telling
     # How the softmax is kept does not matter here; tiles are always redone with a split scale.
     by_scale = dict.fromkeys(Precision(p.operand, p.operand, False, p.is_split) for p in precisions)
-    return [Request("lse_kernel", config, p) for p in by_scale]
+    return [
+        Request("lse_kernel", config, p, maxima=maxima)
+        for maxima in (False, True)
+        for p in by_scale
+    ]
 
 
 def gate_of(requests: Sequence[Request]) -> list[Request]:
@@ -96,7 +100,7 @@ def gate_of(requests: Sequence[Request]) -> list[Request]:
     these on each architecture. What takes two of them to break is left to `make sweep`, and so are
     the rows that are only timed against others.
     """
-    by_effort = sorted(requests, key=lambda r: (r.ragged, r.precision.is_split))
+    by_effort = sorted(requests, key=lambda r: (r.ragged, r.precision.is_split, r.maxima))
     chosen = list({(r.kernel, r.config): r for r in by_effort}.values())  # the last ones
     missing = set().union(*map(_features, requests)).difference(*map(_features, chosen))
     while missing:
@@ -109,6 +113,7 @@ def _features(request: Request) -> set[tuple[object, ...]]:
     """Return each property of a request, with its kernel and architecture."""
     kernel = (request.kernel, request.config.kernel, request.config.arch)
     properties = {**dataclasses.asdict(request.precision), "ragged": request.ragged}
+    properties["maxima"] = request.maxima
     return {(*kernel, *item) for item in properties.items()}
 
 
@@ -120,10 +125,19 @@ def changed(kernel: str, arch: int, precision: Precision, **changes: object) -> 
 
 ROWS = all_configs()
 TILES = list(dict.fromkeys(request for row in ROWS for request in requests_of(row)))
-MERGES = [Request("merge_kernel", rows_of("lse", arch, torch.bfloat16)[1], BF16) for arch in CHIPS]
+MERGES = [
+    Request("merge_kernel", rows_of("lse", arch, torch.bfloat16)[1], BF16, maxima=maxima)
+    for arch, maxima in product(CHIPS, (False, True))
+]
 # The sigmoid takes the rows of the softmax with two exponentials: it keeps as much in registers.
 SIGMOIDS = [
-    Request("sigmoid_kernel", bare(row), precision, ragged=precision.keeps_low)
+    Request(
+        "sigmoid_kernel",
+        bare(row),
+        precision,
+        ragged=precision.keeps_low,
+        maxima=precision.keeps_low,
+    )
     for row in ROWS
     if row.kernel == "softmax_wide"
     for precision in PRECISIONS
@@ -152,12 +166,17 @@ DEFAULTS = [
     for row in rows_of(kernel, arch, dtype)
 ]
 # The codes of ids take registers beside all that a tile has without them.
-IDS = [dataclasses.replace(request, ids=True) for request in TILES + SIGMOIDS]
+# With maxima as well, 128 x 256 of 9.0, which is only timed against others, would spill.
+IDS = [
+    dataclasses.replace(request, ids=True)
+    for request in TILES + SIGMOIDS
+    if not request.maxima or request.config.tile != (128, 256, 64)
+]
 GATE = [
     *gate_of([r for r in TILES if r.config.arch in (80, 90) and r.config in DEFAULTS]),
     *(r for r in USED if r.config.arch in (100, 120)),
     *(r for r in RELATED if r.arch == 89),  # 8.6 is left to the sweep
-    MERGES[1],
+    MERGES[3],
     *(r for r in SIGMOIDS if r.precision == BF16_LOW and r.config.arch in (80, 90)),
     *(r for r in IDS if r.config in FIRST and r.precision == BF16 and r.kernel == "lse_kernel"),
     *(r for r in IDS if r.config in FIRST and r.precision == BF16_LOW and r.config.arch == 90),

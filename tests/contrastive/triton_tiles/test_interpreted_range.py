@@ -239,7 +239,7 @@ def _loss_and_gradients(
     tiles: TileBackend, image: Tensor, text: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
     inputs = [x.clone().requires_grad_() for x in (image, text, torch.tensor(scale))]
-    loss = InfoNCE.apply(*inputs, None, Plan(Ring([len(image)]), tiles, True, True, True))
+    loss, _ = InfoNCE.apply(*inputs, None, Plan(Ring([len(image)]), tiles, True, True, True))
     loss.backward()
     return loss.detach(), *(x.grad for x in inputs)
 

@@ -1,0 +1,87 @@
+"""Inputs of a contrastive loss with the plan that all ranks have agreed on.
+
+Shapes:
+    b: this rank's images. n: its texts. D: feature width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
+from lightning_mp.contrastive.backends import ExchangeName, triton_problem
+from lightning_mp.contrastive.infonce import Plan
+from lightning_mp.contrastive.inputs import as_tensors
+from lightning_mp.contrastive.pair_options import PairOptions
+
+__all__ = ["Planned", "plan_for"]
+
+
+class Planned(NamedTuple):
+    """What a loss goes on with.
+
+    Args:
+        image_bD: In the order of their pairs, as the texts.
+        text_nD: The texts.
+        scale: On the features' device.
+        bias: Likewise, if there is one.
+        pairs: What the call says of its pairs, in their order.
+        plan: What the ranks have agreed on.
+    """
+
+    image_bD: Tensor
+    text_nD: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    pairs: PairOptions
+    plan: Plan
+
+
+def plan_for(
+    problem: str | None,
+    image_bD: Tensor,
+    text_nD: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float | None,
+    pairs: PairOptions,
+    *,
+    trains_bias: bool,
+    exchange: ExchangeName,
+    options: dict[str, Any],
+    group: dist.ProcessGroup | None,
+) -> Planned:
+    """Agree with all ranks of a group, or with oneself.
+
+    Args:
+        problem: What is wrong with the arguments of this rank, if anything is.
+        image_bD: Image features.
+        text_nD: Text features.
+        logit_scale: One value.
+        logit_bias: One value, or `None`.
+        pairs: What the call says of its pairs.
+        trains_bias: Whether the bias's gradient takes work.
+        exchange: How columns travel.
+        options: The keyword arguments of `make_tiles`.
+        group: Whose ranks share the batch; `None` is the default group.
+
+    Raises:
+        ValueError: Something cannot be used; on all ranks.
+    """
+    is_one = group_size(group) == 1
+    if problem is None and options["backend"] == "triton":
+        problem = triton_problem(image_bD.device, image_bD.dtype)
+    if problem is None:
+        pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
+        problem = pairs.pairing_problem(len(image_bD))
+    if problem is not None:
+        if not is_one:
+            report_unusable(image_bD, group)
+        raise ValueError(problem)
+    scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
+    facts = (image_bD, text_nD, scale, bias if trains_bias else None, pairs)
+    if is_one:
+        plan = plan_of_one(*facts, options=options)
+    else:
+        plan = agree(*facts, exchange=exchange, options=options, group=group)
+    return Planned(image_bD, text_nD, scale, bias, pairs, plan)

@@ -1,0 +1,227 @@
+"""`MatryoshkaLoss` against the sum over normalised prefixes in float64, on one rank and several."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
+from lightning_mp.contrastive import slices
+from tests.contrastive.test_candidates import data
+from tests.contrastive.test_exchange import EXCHANGES, make_loss
+from tests.contrastive.test_ids import few_ids
+from tests.contrastive.test_torch_tiles import PeakBytes, _addmm_flops
+from tests.processes import run_ranks
+from tests.reference.contrastive import relative_error
+
+WIDTHS, WEIGHTS = (24, 7, 16), (1.0, 0.5, 2.0)
+
+
+def dense(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    positives: Tensor,
+    *,
+    ids: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """The sum over prefixes of both cross entropies, by autograd."""
+    total, rows = scale * 0, torch.arange(len(image))
+    for width, weight in zip(WIDTHS, WEIGHTS, strict=True):
+        cut = [x[:, :width] for x in (image, text)]
+        left, right = (F.normalize(x, dim=1) for x in cut) if normalize else cut
+        logits = scale * left @ right.T
+        if ids is not None:
+            others = (ids[positives, None] == ids).index_put((rows, positives), torch.tensor(False))
+            logits = logits.masked_fill(others, -torch.inf)
+        terms = F.cross_entropy(logits, positives) + F.cross_entropy(logits[:, positives].T, rows)
+        total = total + weight * terms / 2
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("workspace_bytes", [1, 2**25])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_loss_equals_the_sum_over_prefixes(
+    dtype: torch.dtype, workspace_bytes: int, normalize: bool
+) -> None:
+    inputs = data(193, 260, 24, 0, dtype)
+    for ids in (None, few_ids(260, 0)):
+        loss_fn = MatryoshkaLoss(widths=WIDTHS, weights=WEIGHTS, normalize=normalize)
+        loss_fn.loss.workspace_bytes = workspace_bytes
+        loss = loss_fn(*inputs, ids=ids)
+        found = [loss.detach(), *torch.autograd.grad(loss, inputs)]
+        doubles = [x.detach().double().requires_grad_() for x in inputs]
+        right = dense(*doubles, torch.arange(193), ids=ids, normalize=normalize)
+        expected = [right.detach(), *torch.autograd.grad(right, doubles)]
+        # Normalised prefixes are rounded to bf16 as the features are; then logits of 20 are off by
+        # 20 eps, and the softmax by as much of itself.
+        rounded = 20 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
+        for value, other in zip(found, expected, strict=True):
+            # The gradient of the scale, a leaf in fp32, is rounded to it, and much of it cancels.
+            bound = rounded + (1e-12 if value.dtype == torch.float64 else 4e-5)
+            assert relative_error(value, other) < bound
+
+
+@pytest.mark.parametrize("trained", ["image", "text", "scale", "text scale", "image text", ""])
+def test_what_needs_no_gradient_gets_none_and_the_others_do(trained: str) -> None:
+    inputs = data(60, 60, 24, 1, torch.float32)
+    for name, leaf in zip(("image", "text", "scale"), inputs, strict=True):
+        leaf.requires_grad_(name in trained.split())
+    loss = MatryoshkaLoss(widths=WIDTHS, weights=WEIGHTS)(*inputs)
+    assert loss.requires_grad == bool(trained)
+    doubles = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    right = dense(*doubles, torch.arange(60))
+    if trained:
+        loss.backward()
+        right.backward()
+    assert relative_error(loss, right) < 1e-6
+    for leaf, double in zip(inputs, doubles, strict=True):
+        assert (leaf.grad is None) == (double.grad is None)
+        assert leaf.grad is None or relative_error(leaf.grad, double.grad) < 4e-5
+
+
+def test_products_are_those_of_the_widths() -> None:
+    b, inputs = 200, data(200, 200, 24, 1, torch.float32)
+    counted = {torch.ops.aten.addmm_: _addmm_flops}
+    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        MatryoshkaLoss(widths=WIDTHS)(*inputs).backward()
+    # All tiles of all prefixes fit the workspace, so that none is multiplied again.
+    assert counter.get_total_flops() == 3 * 2 * b * b * sum(WIDTHS)
+
+
+@pytest.mark.slow
+def test_memory_is_one_workspace_and_linear_in_the_batch() -> None:
+    b, width, workspace = 2048, 24, 2**20
+    image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
+    loss_fn = MatryoshkaLoss(loss=ContrastiveLoss(workspace_bytes=workspace), widths=WIDTHS)
+    with PeakBytes() as made:
+        loss_fn(image, text, 20.0).backward()
+    # Prefixes of images with gradients, those of one width's texts; gradients of full width, twice;
+    # a float64 copy of a chunk, and for each width six vectors in float64 in two layouts.
+    linear = 4 * b * (2 * sum(WIDTHS) + 8 * width) + 24 * len(WIDTHS) * b * 8
+    assert made.peak < workspace + linear < len(WIDTHS) * workspace + linear < b * b * 4
+
+
+def _step(rank: int, sizes: list[tuple[int, int]], exchange: str) -> list[Tensor]:
+    image, text, scale = data(*sizes[rank], 24, rank, torch.float32)
+    loss_fn = MatryoshkaLoss(loss=make_loss(exchange), widths=WIDTHS, weights=WEIGHTS)
+    loss = loss_fn(image, text, scale)
+    loss.backward()
+    return [loss.detach(), image.grad, text.grad, scale.grad]
+
+
+def _steps(rank: int, sizes: list[tuple[int, int]]) -> dict[str, list[Tensor]]:
+    return {exchange: _step(rank, sizes, exchange) for exchange in EXCHANGES}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [[(8, 8), (5, 17)], [(3, 9), (7, 7), (1, 20), (6, 8)]])
+def test_loss_of_ranks_equals_one_process(sizes: list[tuple[int, int]]) -> None:
+    by_rank = run_ranks(_steps, len(sizes), sizes)
+    ranks = [data(*size, 24, rank, torch.float64) for rank, size in enumerate(sizes)]
+    ends = [0, *itertools.accumulate(n for _, n in sizes)]
+    positives = torch.cat([torch.arange(b) + at for (b, _), at in zip(sizes, ends, strict=False)])
+    scale = torch.tensor(20.0, dtype=torch.float64, requires_grad=True)
+    image, text = (torch.cat([one[index] for one in ranks]) for index in (0, 1))
+    right = dense(image, text, scale, positives)
+    d_scale, *expected = torch.autograd.grad(right, [scale, *(x for one in ranks for x in one[:2])])
+    for rank, exchange in itertools.product(range(len(sizes)), EXCHANGES):
+        loss, d_image, d_text, own_d_scale = by_rank[rank][exchange]
+        d_features = [len(sizes) * x for x in expected[2 * rank : 2 * rank + 2]]
+        found = [(loss, right.detach()), (own_d_scale, d_scale), (d_image, d_features[0])]
+        for value, other in [*found, (d_text, d_features[1])]:
+            assert relative_error(value, other) < 2e-5, (exchange, rank)
+
+
+def _gathers(rank: int) -> list[int]:
+    """How many values of features a rank sends for one width, and for three."""
+    image, text, scale = data(8, 8, 24, rank, torch.float32)
+    sent: list[int] = []
+    gather = slices.all_gather
+
+    def noted(out: Tensor, piece: Tensor, **options: Any) -> Any:
+        sent[-1] += piece.numel() * (piece.dtype == torch.float32)
+        return gather(out, piece, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "all_gather", noted)
+        for widths in ([24], [24, 16, 8]):
+            sent.append(0)
+            MatryoshkaLoss(widths=widths)(image, text, scale).backward()
+    return sent
+
+
+@pytest.mark.distributed
+def test_texts_travel_once_whatever_the_widths() -> None:
+    for one, three in run_ranks(_gathers, 2):
+        assert one == three == 2 * 8 * 24  # in both sweeps
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (SigmoidContrastiveLoss(), {}),
+        (ContrastiveLoss(label_smoothing=0.1), {}),
+        (ContrastiveLoss(), {"weights": torch.rand(30)}),
+    ],
+)
+def test_other_losses_are_called_for_each_width(loss: Any, options: dict[str, Tensor]) -> None:
+    image, text, scale = data(30, 30, 24, 2, torch.float32)
+    found = MatryoshkaLoss(loss=loss, widths=WIDTHS, weights=WEIGHTS)(
+        image, text, scale, -3.0, **options
+    )
+    right = sum(
+        weight
+        * loss(*(F.normalize(x[:, :d], dim=1) for x in (image, text)), scale, -3.0, **options)
+        for d, weight in zip(WIDTHS, WEIGHTS, strict=True)
+    )
+    assert torch.equal(found, right)
+
+
+def test_dictionary_second_derivatives_and_printing() -> None:
+    image, text, scale = data(10, 10, 24, 2, torch.float32)
+    loss_fn = MatryoshkaLoss(widths=[24, 8])
+    assert list(loss_fn(image, text, scale, output_dict=True)) == ["contrastive_loss"]
+    (gradient,) = torch.autograd.grad(loss_fn(image, text, scale), image, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        gradient.sum().backward()
+    assert "widths=(24, 8), weights=(1.0, 1.0), normalize=True" in repr(loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"widths": []}, "positive integers"),
+        ({"widths": [8, 0]}, r"widths=\[8, 0\].*positive integers"),
+        ({"widths": "8"}, "positive integers"),
+        ({"widths": [8, 4], "weights": [1.0]}, "one for each width"),
+        ({"widths": [8, 4], "weights": [1.0, -1.0]}, "not negative"),
+    ],
+)
+def test_unusable_widths_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MatryoshkaLoss(**arguments)
+
+
+def test_widths_beyond_the_features_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"width 6 to `MatryoshkaLoss\(widths=\[8, 4\]\)`"):
+        MatryoshkaLoss(widths=[8, 4])(torch.randn(3, 6), torch.randn(3, 6), 1.0)
+
+
+def test_loss_is_made_from_yaml() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--loss", type=nn.Module)
+    inner = {"class_path": "lightning_mp.ContrastiveLoss", "init_args": {"exchange": "ring"}}
+    options = {"widths": [768, 64], "weights": [1.0, 0.5], "loss": inner}
+    config = {"class_path": "lightning_mp.MatryoshkaLoss", "init_args": options}
+    # jsonargparse has renamed it, and warns of the old name.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    loss = instantiate(parser.parse_object({"loss": config})).loss
+    assert (loss.widths, loss.weights, loss.loss.exchange) == ((768, 64), (1.0, 0.5), "ring")
