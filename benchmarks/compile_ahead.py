@@ -104,7 +104,7 @@ def sweeps(arch: int) -> None:
             gradients = torch.zeros(2, ROWS, width)
             for d_rows, d_columns in (gradients, (gradients[0], None), (None, gradients[1])):
                 tiles.finish(
-                    rows, columns, d_rows, d_columns, terms.weight_b, scale, scale, ROWS, 1
+                    rows, columns, d_rows, d_columns, terms.weight_b, scale, scale, ROWS, 1, True
                 )  # fmt: skip
             for other in {dtype, FP32}:  # the same for the sigmoid loss
                 fused_row_dots(rows, columns.to(other))

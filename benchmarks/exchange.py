@@ -143,7 +143,7 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
         counts.products += 1
 
     kernels = {
-        lse_kernels: ("lse_kernel", "lse_redo_kernel", "merge_kernel"),
+        lse_kernels: ("lse_kernel", "merge_kernel"),
         softmax_kernels: ("softmax_kernel",),
         pair_kernels: ("prepare_kernel", "terms_kernel"),
         gradient_kernels: ("factors_kernel", "finish_kernel"),

@@ -238,9 +238,9 @@ def differentiate(
         if d_image_bD is not None or d_text_nD is not None:
             d_image_bD, d_text_nD, d_scale = plan.tiles.finish(
                 image_bD, text_nD, d_image_bD, d_text_nD, swept.weight_b, scale, cotangent,
-                plan.terms, plan.exchange.world_size,
+                plan.terms, plan.exchange.world_size, plan.scale_needs_grad,
             )  # fmt: skip
-        if d_scale is not None and plan.scale_needs_grad:
+        if d_scale is not None:
             d_scale = plan.exchange.all_reduce(d_scale).to(scale.dtype).reshape(scale.shape)
     if bias is not None:
         d_bias = (0.0 * swept.loss * cotangent).to(bias.dtype).reshape(bias.shape)
@@ -325,23 +325,25 @@ def negatives_gradients(
     dtype = accumulation_dtype(image_bD.dtype)
     # With no features to train, the scale still needs the gradient of one side.
     use_image = plan.image_needs_grad or (plan.scale_needs_grad and not plan.text_needs_grad)
-    d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
+    d_image_bD = image_bD.new_empty(image_bD.shape, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
     kept = Kept(kept_values)
     if d_image_bD is None and d_text is None:
         return None, None
 
-    def sweep_block(visit: Visit) -> None:
+    def sweep_block(visit: Visit, is_first: bool) -> None:
         text_mD, *others, column_lse_m = visit.columns
-        part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
+        part_mD = None if d_text is None else torch.empty_like(text_mD, dtype=dtype)
         plan.tiles.grad_sweep(
             image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
             visit.diagonal, paired(visit, image_bD, plan), kept,
             visiting_ids(plan, len(image_bD), others), _visiting_limits(plan, others),
+            (is_first, True),
         )  # fmt: skip
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_nD, *plan.travelling], column_lse, block_mD):
-        sweep_block(visit)
+    visits = plan.exchange.visit([text_nD, *plan.travelling], column_lse, block_mD)
+    for index, visit in enumerate(visits):
+        sweep_block(visit, index == 0)
     return d_image_bD, None if d_text is None else d_text.result()

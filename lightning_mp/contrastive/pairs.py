@@ -56,11 +56,12 @@ def finish(
     cotangent: Tensor,
     terms: int,
     ranks: int,
+    wants_scale: bool,
 ) -> Finished:
     """Add the positives to the gradients and scale them, see `TileBackend.finish`."""
     unit = cotangent.to(weight_b.dtype) / terms
     factor = scale.to(unit.dtype).reshape(()) * unit * ranks
-    d_scale = unit.new_zeros(())
+    d_scale = None
     sides: list[Tensor | None] = []
     for own, other, grad in ((image_bD, text_nD, d_image_bD), (text_nD, image_bD, d_text_nD)):
         if grad is None:
@@ -68,7 +69,7 @@ def finish(
             continue
         b = len(weight_b)
         grad[:b].addcmul_(other[:b], weight_b.to(grad.dtype)[:, None], value=-1.0)
-        if own is image_bD or d_image_bD is None:
+        if wants_scale and (own is image_bD or d_image_bD is None):
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
             d_scale = row_dots(own, grad, unit.dtype).sum() * unit
         sides.append(grad.mul_(factor).to(own.dtype))

@@ -155,12 +155,12 @@ class Finished(NamedTuple):
     Args:
         d_rows_bD: Of the images; `None` where nobody asked.
         d_columns_nD: Of the texts, likewise.
-        d_scale: This rank's part of the scale's, in the state dtype.
+        d_scale: This rank's part of the scale's, in the state dtype; likewise.
     """
 
     d_rows_bD: Tensor | None
     d_columns_nD: Tensor | None
-    d_scale: Tensor
+    d_scale: Tensor | None
 
 
 class TileBackend(Protocol):
@@ -233,6 +233,7 @@ class TileBackend(Protocol):
         cotangent: Tensor,
         terms: int,
         ranks: int,
+        wants_scale: bool,
     ) -> Finished:
         """Add the positives to the gradients, scale and round them; one of them is not `None`.
 
@@ -246,6 +247,7 @@ class TileBackend(Protocol):
             cotangent: Of the loss, one value.
             terms: Cross entropies that the loss is the mean of.
             ranks: W, which a mean over ranks divides by.
+            wants_scale: Whether the scale needs its gradient.
         """
         ...
 
@@ -287,13 +289,15 @@ class TileBackend(Protocol):
         kept: Kept | None = None,
         ids: Ids | None = None,
         limits: Limits | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 
         With `P_ij = exp(S_ij - row_lse_b[i]) + exp(S_ij - column_lse_m[j])`, zero at positives:
         `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
         include the positives. `None` skips a gradient and its unit of work; `kept`, as the first
-        sweep left it, takes up to one more off.
+        sweep left it, takes up to one more off. What gradients of rows or columns that are
+        `fresh` hold is overwritten.
         """
         ...
 

@@ -120,8 +120,12 @@ class TorchTiles:
         kept: Kept | None = None,
         ids: Ids | None = None,
         limits: Limits | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        for gradient, is_fresh in zip((d_rows_bD, d_columns_mD), fresh, strict=True):
+            if gradient is not None and is_fresh:
+                gradient.zero_()
         row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:

@@ -213,6 +213,7 @@ def finish(
     cotangent: Tensor,
     terms: int,
     ranks: int,
+    wants_scale: bool,
 ) -> Finished:
     """Return the gradients of both sides as the features have them, by one launch and a sum.
 
@@ -226,6 +227,7 @@ def finish(
         cotangent: Of the loss, one value.
         terms: Cross entropies that the loss is the mean of.
         ranks: W.
+        wants_scale: Whether the scale needs its gradient; its parts cost nothing.
     """
     rows_bD, columns_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_bD, columns_nD))
     (b, width), n = rows_bD.shape, len(columns_nD)
@@ -244,7 +246,7 @@ def finish(
         BY_ROW=rows_out is not None, BY_COLUMN=columns_out is not None, ROWS=_ROWS,
         COLUMNS=_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
-    return Finished(rows_out, columns_out, parts.sum())
+    return Finished(rows_out, columns_out, parts.sum() if wants_scale else None)
 
 
 def _as_features(gradient: Tensor, features: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ columns alike because both refer to the same scalar `t`:
     row_sums[tile column, i] = sum_{j in tile} 2^(x_ij - t),    the same over i for column_sums.
 
 That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are lost below 2^-126 are
-2^-36 of it, and nothing overflows. A tile with a sum outside (or a NaN) puts itself on a list, and
-a second launch redoes the listed tiles with a reference for each row and each column: it replaces
-sums by finished logarithms. Merging adds the tiles in float64, in order. The order of the
-list depends on the run, but which tiles are on it and what becomes of them does not.
+2^-36 of it, and nothing overflows. A program that finds a sum outside (or a NaN) does its tile once
+more, with a reference for each row and each column, and stores finished logarithms in the place of
+sums. It multiplies again, so that the first pass keeps nothing in registers for a second that is
+rare. Merging adds the tiles in float64, in order.
 
 The largest logits, where they are wanted, are those of the same powers: a sum in range has a term
 of 2^-98 at least.
@@ -36,7 +36,6 @@ from lightning_mp.contrastive.triton_tiles.launch import (
     as_operands,
     check_block,
     diagonal_offset,
-    multiprocessors,
 )
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "add_lse",
     "lse_bytes_per_value",
     "lse_kernel",
-    "lse_redo_kernel",
     "merge_kernel",
 ]
 
@@ -56,6 +54,18 @@ _MERGE_BLOCK = 32
 _MERGE_PARTS = 32
 
 
+@triton.jit
+def _log2_sum_exp2(logits, axis: tl.constexpr):
+    """Return `log2(sum(2^logits))` along an axis and the largest logit.
+
+    The sum is -inf where all are -inf, and inf where one is inf.
+    """
+    peak = tl.max(logits, axis)
+    reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
+    return reference + tl.log2(total), peak
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
     rows,
@@ -64,8 +74,6 @@ def lse_kernel(
     reference,
     row_sums,
     column_sums,
-    redo_count,
-    redo_list,
     is_redone,
     row_maxima,
     column_maxima,
@@ -85,14 +93,13 @@ def lse_kernel(
     SPLIT_SCALE: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):
-    """Store the sums of one tile against the scalar reference; list the tile if one is outside.
+    """Store the sums of one tile against the scalar reference, or logarithms if one is outside.
 
     Args:
         log2_scale: Two fp32 values whose sum is the scale times log2(e).
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
-        redo_count: One int32, zero at the start. redo_list: One int32 for each tile.
-        is_redone: 0 or 1 for each tile, row by row of tiles.
+        is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
         row_maxima: The largest powers, laid out as `row_sums`; column_maxima: as `column_sums`.
             Not touched without `MAXIMA`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
@@ -107,9 +114,10 @@ def lse_kernel(
     )  # fmt: skip
     row = row_tile * TILE_M + tl.arange(0, TILE_M)
     column = column_tile * TILE_N + tl.arange(0, TILE_N)
-    powers = dots * tl.load(log2_scale) - tl.load(reference)
+    high, low = tl.load(log2_scale), tl.load(log2_scale + 1)
+    powers = dots * high - tl.load(reference)
     if SPLIT_SCALE:
-        powers += dots * tl.load(log2_scale + 1)
+        powers += dots * low
     powers = tl.exp2(powers)
     if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
         powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
@@ -134,77 +142,32 @@ def lse_kernel(
     tile = row_tile * column_tiles + column_tile
     tl.store(is_redone + tile, fails)
     if fails != 0:
-        tl.store(redo_list + tl.atomic_add(redo_count, 1, sem="relaxed"), tile)
-
-
-@triton.jit
-def _log2_sum_exp2(logits, axis: tl.constexpr):
-    """Return `log2(sum(2^logits))` along an axis and the largest logit.
-
-    The sum is -inf where all are -inf, and inf where one is inf.
-    """
-    peak = tl.max(logits, axis)
-    reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
-    return reference + tl.log2(total), peak
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
-def lse_redo_kernel(
-    rows,
-    columns,
-    log2_scale,
-    row_sums,
-    column_sums,
-    redo_count,
-    redo_list,
-    row_maxima,
-    column_maxima,
-    row_ids,
-    column_ids,
-    num_rows,
-    num_columns,
-    width,
-    row_stride,
-    column_stride,
-    diagonal,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    TMA: tl.constexpr,
-    MAXIMA: tl.constexpr,
-):
-    """Replace the sums of every listed tile by log2-sum-exps; returns at once if none is listed.
-
-    The largest powers, with `MAXIMA`, are replaced by the largest logits in powers of two.
-    Arguments are those of `lse_kernel`. The programs share the list, however long it is, so the
-    host need not know its length.
-    """
-    column_tiles = tl.cdiv(num_columns, TILE_N)
-    high, low = tl.load(log2_scale), tl.load(log2_scale + 1)
-    for index in range(tl.program_id(0), tl.load(redo_count), tl.num_programs(0)):
-        tile = tl.load(redo_list + index)
-        row_tile, column_tile = tile // column_tiles, tile % column_tiles
+        # A zero that no compiler knows of: so it keeps no ids and, without the copy engine, no
+        # addresses of the first pass in registers for the second.
+        zero = fails - 1
+        again = 0
+        if not TMA:
+            again = zero
         dots = tile_dots(
-            rows, columns, row_tile, column_tile, num_rows, num_columns, width,
+            rows, columns, row_tile + again, column_tile + again, num_rows, num_columns, width,
             row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
         )  # fmt: skip
-        row = row_tile * TILE_M + tl.arange(0, TILE_M)
-        column = column_tile * TILE_N + tl.arange(0, TILE_N)
+        row += again
+        column += again
         keep = keep_mask(row, column, num_rows, num_columns, diagonal)
         if row_ids is not None:
-            keep &= differ(row_ids, column_ids, row, column, num_rows, num_columns)
+            keep &= differ(row_ids + zero, column_ids + zero, row, column, num_rows, num_columns)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
-        row_at = column_tile.to(tl.int64) * num_rows + row
+        row_place = column_tile.to(tl.int64) * num_rows + row
         lse, peak = _log2_sum_exp2(logits, 1)
-        tl.store(row_sums + row_at, lse, mask=row < num_rows)
+        tl.store(row_sums + row_place, lse, mask=row_here)
         if MAXIMA:
-            tl.store(row_maxima + row_at, peak, mask=row < num_rows)
-        column_at = row_tile.to(tl.int64) * num_columns + column
+            tl.store(row_maxima + row_place, peak, mask=row_here)
+        column_place = row_tile.to(tl.int64) * num_columns + column
         lse, peak = _log2_sum_exp2(logits, 0)
-        tl.store(column_sums + column_at, lse, mask=column < num_columns)
+        tl.store(column_sums + column_place, lse, mask=column_here)
         if MAXIMA:
-            tl.store(column_maxima + column_at, peak, mask=column < num_columns)
+            tl.store(column_maxima + column_place, peak, mask=column_here)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
@@ -213,7 +176,6 @@ def merge_kernel(
     column_sums,
     is_redone,
     reference,
-    redo_count,
     row_lse,
     column_lse,
     row_part_maxima,
@@ -228,19 +190,16 @@ def merge_kernel(
     PARTS: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):
-    """Add the tiles' sums to the log-sum-exps of rows and columns; leave the list empty.
+    """Add the tiles' sums to the log-sum-exps of rows and columns.
 
     Args:
-        row_sums: As `lse_kernel` and `lse_redo_kernel` have left them; so are all up to
-            `redo_count`, which gets a zero.
+        row_sums: As `lse_kernel` has left them; so are all up to `reference`.
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
         row_part_maxima: As both kernels left them, like the next; not touched without `MAXIMA`.
         row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
-    if program == 0:
-        tl.store(redo_count, 0)
     if program < row_programs:
         first = program * BLOCK
         flags = is_redone + first // TILE_M * column_tiles
@@ -320,7 +279,7 @@ def _log2_add_exp2(left, right):
 def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
     rows, columns, _ = config.tile
-    return (1 + with_maxima) * (4 / rows + 4 / columns) + 8 / (rows * columns)
+    return (1 + with_maxima) * (4 / rows + 4 / columns) + 4 / (rows * columns)
 
 
 def add_lse(
@@ -332,7 +291,6 @@ def add_lse(
     column_lse_m: Tensor,
     diagonal: int | None,
     config: TileConfig,
-    redo_count: Tensor | None = None,
     *,
     split_scale: bool,
     maxima: Maxima | None = None,
@@ -349,7 +307,6 @@ def add_lse(
         column_lse_m: Those of the columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
-        redo_count: One int32 of zero, and zero again afterwards; `None` for a new one.
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
@@ -374,9 +331,7 @@ def add_lse(
     part_maxima: tuple[Tensor | None, ...] = (None, None)
     if maxima is not None:
         part_maxima = torch.empty_like(row_sums), torch.empty_like(column_sums)
-    if redo_count is None:
-        redo_count = rows_nk.new_zeros(1, dtype=torch.int32)
-    redo_list, is_redone = rows_nk.new_empty(2, tiles, dtype=torch.int32)
+    is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
     sizes = (
@@ -384,17 +339,13 @@ def add_lse(
         columns_mk.stride(0), offset,
     )  # fmt: skip
     lse_kernel[(tiles,)](
-        *operands, log2_scale, reference, row_sums, column_sums, redo_count, redo_list, is_redone,
-        *part_maxima, *sizes, GROUP=config.group, SPLIT_SCALE=split_scale,
-        MAXIMA=maxima is not None, **config.shape, **config.options,
-    )  # fmt: skip
-    lse_redo_kernel[(min(tiles, multiprocessors(rows_nk.device)),)](
-        *operands, log2_scale, row_sums, column_sums, redo_count, redo_list, *part_maxima,
-        *sizes, MAXIMA=maxima is not None, **config.shape, **config.options,
+        *operands, log2_scale, reference, row_sums, column_sums, is_redone, *part_maxima, *sizes,
+        GROUP=config.group, SPLIT_SCALE=split_scale, MAXIMA=maxima is not None, **config.shape,
+        **config.options,
     )  # fmt: skip
     totals: tuple[Tensor | None, ...] = (None, None) if maxima is None else maxima
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
-        row_sums, column_sums, is_redone, reference, redo_count, row_lse_n, column_lse_m,
+        row_sums, column_sums, is_redone, reference, row_lse_n, column_lse_m,
         *part_maxima, *totals, n, m, TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK,
         PARTS=_MERGE_PARTS, MAXIMA=maxima is not None, enable_fp_fusion=True,
     )  # fmt: skip

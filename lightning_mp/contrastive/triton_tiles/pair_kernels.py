@@ -46,7 +46,6 @@ def prepare_kernel(
     pos,
     log2_scale,
     reference,
-    redo_count,
     peaks,
     num_pairs,
     num_columns,
@@ -69,7 +68,7 @@ def prepare_kernel(
         scale: One value.
         pos: (b,) in float64.
         log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
-        reference: Gets one fp32 value. redo_count: Gets a zero.
+        reference: Gets one fp32 value.
         peaks: The largest squared norms of rows and columns, and logit of the sample.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -104,7 +103,6 @@ def prepare_kernel(
         # NaN fails this too.
         tl.store(reference, tl.where(tl.abs(value) < float("inf"), value, 0.0))
         store_log2_scale(log2_scale, scale)
-        tl.store(redo_count, 0)
 
 
 def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
@@ -119,14 +117,13 @@ def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
     (b, width), n = rows_bD.shape, len(columns_nD)
     pos_b = rows_bD.new_empty(b, dtype=torch.float64)
     numbers = rows_bD.new_empty(8, dtype=torch.float32)  # each at a multiple of 16 bytes
-    redo_count = rows_bD.new_empty(1, dtype=torch.int32)
     log2_scale, reference = numbers[:2], numbers[4:5]
     prepare_kernel[(triton.cdiv(max(b, n), _ROWS),)](
-        rows_bD, columns_nD, scale, pos_b, log2_scale, reference, redo_count, make_peaks(rows_bD),
+        rows_bD, columns_nD, scale, pos_b, log2_scale, reference, make_peaks(rows_bD),
         b, n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_ROWS, COLUMNS=_COLUMNS,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
-    return Prepared(pos_b, (log2_scale, reference, redo_count))
+    return Prepared(pos_b, (log2_scale, reference))
 
 
 @triton.jit

@@ -101,7 +101,7 @@ class TritonTiles:
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         if prepared is None:
             prepared = self.prepare(rows_bD, columns_mD, scale)
-        log2_scale, reference, redo_count = prepared.own
+        log2_scale, reference = prepared.own
         if precision.is_split:
             log2_scale = _log2_parts(scale, units)
 
@@ -110,7 +110,7 @@ class TritonTiles:
         ) -> None:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                *lses, block.diagonal, config, redo_count, split_scale=precision.is_split,
+                *lses, block.diagonal, config, split_scale=precision.is_split,
                 ids=_ids_of(block, codes), maxima=maxima,
             )  # fmt: skip
 
@@ -144,6 +144,7 @@ class TritonTiles:
         kept: Kept | None = None,
         ids: Ids | None = None,
         limits: Limits | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         codes = _short(ids)
@@ -177,7 +178,7 @@ class TritonTiles:
             ):
                 softmax = workspace.block(block)
                 write(block, softmax, config)
-                softmax.add_products(block, d_rows_bD, d_columns_mD)
+                softmax.add_products(block, d_rows_bD, d_columns_mD, fresh)
 
     def sigmoid_sweep(
         self,
@@ -244,12 +245,13 @@ class TritonTiles:
         cotangent: Tensor,
         terms: int,
         ranks: int,
+        wants_scale: bool,
     ) -> Finished:
         """Finish the gradients, see `TileBackend.finish`."""
         with _on(rows_bD.device):
             return finish(
                 rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, cotangent, terms,
-                ranks,
+                ranks, wants_scale,
             )  # fmt: skip
 
     def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:

@@ -26,23 +26,32 @@ class Softmax:
     exponent: int
 
     def add_products(
-        self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
+        self,
+        block: Block,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
-        """Add both products of the block to the gradients that are wanted."""
+        """Add both products of the block to the gradients that are wanted.
+
+        Args:
+            block: Of a sweep over all blocks of these gradients.
+            d_rows_bD: Gets `softmax @ columns`.
+            d_columns_mD: Gets `softmax.T @ rows`.
+            fresh: Whether the first products for rows and for columns overwrite what is there.
+        """
+        factor = 2.0**-self.exponent
         if d_rows_bD is not None:
-            self.add_rows(d_rows_bD[block.rows], block.column_operand)
+            is_first = fresh[0] and block.columns.start == 0
+            for softmax_nc, part_cD in self._products(block.column_operand):
+                add_product(d_rows_bD[block.rows], softmax_nc, part_cD, factor, not is_first)
+                is_first = False
         if d_columns_mD is not None:
-            self.add_columns(d_columns_mD[block.columns], block.row_operand)
-
-    def add_rows(self, d_rows_nD: Tensor, columns: Operand) -> None:
-        """Add `softmax @ columns`."""
-        for softmax_nc, part_cD in self._products(columns):
-            add_product(d_rows_nD, softmax_nc, part_cD, 2.0**-self.exponent)
-
-    def add_columns(self, d_columns_cD: Tensor, rows: Operand) -> None:
-        """Add `softmax.T @ rows`."""
-        for softmax_nc, part_nD in self._products(rows):
-            add_product(d_columns_cD, softmax_nc.T, part_nD, 2.0**-self.exponent)
+            is_first = fresh[1] and block.rows.start == 0
+            for softmax_nc, part_nD in self._products(block.row_operand):
+                columns_cD = d_columns_mD[block.columns]
+                add_product(columns_cD, softmax_nc.T, part_nD, factor, not is_first)
+                is_first = False
 
     def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what is to be multiplied, but for low times low."""

@@ -46,7 +46,7 @@ def _launch(request: Request) -> None:
     prepare(*features, scale)
     pair_terms(*vectors, (True, True), 128)
     SoftmaxFactors.of(*vectors[:2], scale, 0)
-    finish(*features, *torch.zeros(2, 64, 512), vectors[0], scale, scale, 128, 1)
+    finish(*features, *torch.zeros(2, 64, 512), vectors[0], scale, scale, 128, 1, True)
 
 
 @pytest.fixture(scope="module")

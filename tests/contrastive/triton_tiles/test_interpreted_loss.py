@@ -55,6 +55,15 @@ def test_loss_and_gradients_equal_float64(dtype: torch.dtype, scale: float) -> N
     assert error / (gain * norms.sum()) < 2 * GRADIENT_TOLERANCE[dtype]
 
 
+def test_features_that_lie_column_by_column_get_their_gradients() -> None:
+    inputs = leaves(37, 24, torch.bfloat16)
+    columns = [x.detach().T.contiguous().T.requires_grad_() for x in inputs[:2]]
+    expected = reference(*inputs[:2], 20.0)
+    ContrastiveLoss(backend="triton")(*columns, inputs[2]).backward()
+    for leaf, gradient in zip(columns, (expected.d_image, expected.d_text), strict=True):
+        assert relative_error(leaf.grad, gradient) < GRADIENT_TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     image, text, scale = leaves(9, 16, dtype)

@@ -39,13 +39,12 @@ def test_preparation_has_logits_of_pairs_and_the_scale_in_two_parts(
 ) -> None:
     image, text = features(b, n, width, dtype)
     scale = torch.tensor(99.7)
-    pos_b, (log2_scale, reference, redo_count) = pair_kernels.prepare(image, text, scale)
+    pos_b, (log2_scale, reference) = pair_kernels.prepare(image, text, scale)
     expected = scale.double() * (image.double() * text[:b].double()).sum(1)
     # Products are exact; each of `width` sums is off by half an ulp of what they come to, at most.
     torch.testing.assert_close(pos_b, expected, rtol=0, atol=100 * width * EPS_64)
     exact = scale.double() * LOG2_E
     assert log2_scale.double().sum() == pytest.approx(exact.item(), rel=2.0**-47)
-    assert redo_count.item() == 0
     # Unit features have a bound of the scale itself, and sums of 2^8 terms at the bound fit below.
     norms = (image.double().norm(dim=1).amax() * text.double().norm(dim=1).amax()).item()
     assert reference.item() == pytest.approx(exact.item() * norms - 111, abs=144 * width * EPS_32)
@@ -55,7 +54,7 @@ def test_preparation_has_logits_of_pairs_and_the_scale_in_two_parts(
 def test_reference_of_large_logits_lies_below_the_largest_seen(scale: float) -> None:
     image, text = torch.randn(2, 40, 64).mul_(8.0)
     logits = scale * LOG2_E * image.double() @ text.double().T
-    _, (_, reference, _) = pair_kernels.prepare(image, text, torch.tensor(scale))
+    _, (_, reference) = pair_kernels.prepare(image, text, torch.tensor(scale))
     # A program of 16 pairs has seen all logits between them but those of the pairs.
     seen = [block.fill_diagonal_(-torch.inf) for block in _blocks(logits)]
     largest = max(block.amax().item() for block in seen)
@@ -72,7 +71,7 @@ def _blocks(logits: Tensor) -> list[Tensor]:
 def test_reference_is_finite_where_features_are_not(bad: float) -> None:
     image, text = torch.randn(2, 20, 8)
     image[3, 2] = bad
-    pos_b, (_, reference, _) = pair_kernels.prepare(image, text, torch.tensor(100.0))
+    pos_b, (_, reference) = pair_kernels.prepare(image, text, torch.tensor(100.0))
     assert reference.isfinite()
     assert pos_b.isfinite().tolist() == [i != 3 for i in range(20)]
 
@@ -124,7 +123,7 @@ def test_gradients_are_finished_as_torch_does(
         torch.randn(x.shape) if side else None for x, side in zip((image, text), sides, strict=True)
     ]
     copies = [None if gradient is None else gradient.clone() for gradient in gradients]
-    rest = (weight_b, scale, cotangent, 2 * b, 3)
+    rest = (weight_b, scale, cotangent, 2 * b, 3, True)
     expected = pairs.finish(image, text, *copies, *rest)
     made = gradient_kernels.finish(image, text, *gradients, *rest)
     for one, other in zip(made[:2], expected[:2], strict=True):

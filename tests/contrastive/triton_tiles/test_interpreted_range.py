@@ -69,8 +69,8 @@ def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     prepare = tiles_module.prepare
 
     def prepared(*arguments: Tensor) -> Prepared:
-        pos_b, (log2_scale, _, redo_count) = prepare(*arguments)
-        return Prepared(pos_b, (log2_scale, torch.tensor([value]), redo_count))
+        pos_b, (log2_scale, _) = prepare(*arguments)
+        return Prepared(pos_b, (log2_scale, torch.tensor([value])))
 
     monkeypatch.setattr(tiles_module, "prepare", prepared)
 
