@@ -166,6 +166,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(scale, bias, *output[1:4])
     ctx.pairs, ctx.dtype, ctx.inputs = image_bD.shape[0], image_bD.dtype, len(inputs)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros for these would take as much memory again
 
 
 def _differentiate(ctx: Any, cotangent: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

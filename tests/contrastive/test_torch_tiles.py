@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mp import ContrastiveLoss
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
@@ -119,6 +119,18 @@ def test_loss_takes_the_workspace_and_memory_linear_in_the_batch(
     linear = b * width * 4 * 8 + 24 * b * 8
     assert b * b * 4 > workspace + linear or b == 512, "a b x b matrix must be what breaks this"
     assert bytes_made.peak < workspace + linear
+
+
+@pytest.mark.parametrize("loss", [ContrastiveLoss, SigmoidContrastiveLoss])
+def test_operator_holds_what_it_keeps_once(loss: type[ContrastiveLoss]) -> None:
+    """Autograd would make zeros for each of its outputs, also of those that have no gradient."""
+    b, width, workspace = 1024, 16, 2**22
+    image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
+    with PeakBytes() as bytes_made:
+        loss(workspace_bytes=workspace)(image, text, torch.tensor(0.1)).backward()
+    # Half of the workspace is for what is kept; inside, the operator is not seen.
+    linear = b * width * 4 * 8 + 24 * b * 8
+    assert bytes_made.peak < workspace // 2 + linear
 
 
 def _addmm_flops(total: Any, left: Any, right: Any, **kwargs: Any) -> int:
