@@ -100,7 +100,7 @@ for argument in "$@"; do
 done
 list_steps
 for name in ${wanted[@]+"${wanted[@]}"}; do
-  if ! printf '%s\n' "${names[@]}" | grep -q "^$name"; then
+  if [[ " ${names[*]}" != *" $name"* ]]; then
     echo "Passed '$name'. Steps are ${names[*]}, or how some of them begin; --quick rehearses on" \
       "the CPU. Name some of them, or nothing for all." >&2
     exit 2

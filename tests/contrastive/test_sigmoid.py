@@ -1,6 +1,5 @@
 """The sigmoid loss against open_clip's formula in float64, on one rank and on several."""
 
-import itertools
 import math
 from typing import Any
 
@@ -12,10 +11,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import SigmoidContrastiveLoss
 from lightning_mp.contrastive.torch_tiles import TorchTiles
-from tests.contrastive.test_exchange import BATCHES, EXCHANGES, TwoTowers, _pairs, _ranks_own
+from tests.contrastive.test_exchange import (
+    BATCHES,
+    EXCHANGES,
+    TwoTowers,
+    _pairs,
+    _ranks_own,
+    check_steps,
+)
 from tests.contrastive.test_torch_tiles import PeakBytes, _addmm_flops
 from tests.processes import run_ranks
-from tests.reference.contrastive import dense_sigmoid_loss, relative_error
+from tests.reference.contrastive import dense_sigmoid_loss, relative_error, sigmoid_loss_of_logits
 
 NAMES = ("image", "text", "scale", "bias")
 
@@ -160,16 +166,7 @@ def test_sigmoid_loss_of_ranks_after_ddp_mean_equals_one_process(world_size: int
     seed = torch.seed() % 2**31
     by_rank = run_ranks(_steps, world_size, BATCHES[world_size], seed)
     for case, sizes in enumerate(BATCHES[world_size]):
-        model = TwoTowers().double()
-        image, text = (x.double() for x in _pairs(sum(sizes), seed))
-        loss = dense_sigmoid_loss(*model(image, text))
-        loss.backward()
-        right = {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
-        for rank, exchange in itertools.product(range(world_size), EXCHANGES):
-            for name, value in by_rank[rank][case][exchange].items():
-                error = relative_error(value, right[name])
-                where = f"{name} on rank {rank} of {sizes} by {exchange}, seed {seed}"
-                assert error < 1e-5, f"{where}: {error:.1e}"
+        check_steps(sigmoid_loss_of_logits, sizes, seed, [cases[case] for cases in by_rank])
 
 
 def test_sweep_of_columns_that_hold_some_positives() -> None:

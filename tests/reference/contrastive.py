@@ -15,8 +15,11 @@ class Reference:
 
 
 def dense_loss(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
+    return loss_of_logits(scale * image @ text.T)
+
+
+def loss_of_logits(logits: Tensor) -> Tensor:
     """`mean softplus(LSE of negatives - positive)`, which keeps its digits when it is tiny."""
-    logits = scale * image @ text.T
     positive = logits.diagonal()
     negatives = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool), -torch.inf)
     terms = [
@@ -31,8 +34,11 @@ def dense_loss(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
 def dense_sigmoid_loss(
     image: Tensor, text: Tensor, scale: Tensor | float, bias: Tensor | float
 ) -> Tensor:
+    return sigmoid_loss_of_logits(scale * image @ text.T + bias)
+
+
+def sigmoid_loss_of_logits(logits: Tensor) -> Tensor:
     """open_clip's `SigLipLoss` of one process: all pairs, divided by the batch size."""
-    logits = scale * image @ text.T + bias
     labels = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
     return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(logits)
 
