@@ -16,16 +16,13 @@ __all__ = ["limits_of"]
 
 
 @torch.no_grad()
-def limits_of(
-    pairs: PairOptions, image_bD: Tensor, text_nD: Tensor, scale: Tensor
-) -> Limits | None:
+def limits_of(pairs: PairOptions, image_bD: Tensor, text_nD: Tensor) -> Limits | None:
     """Return what each image and each text takes for a false negative, by its own positive.
 
     Args:
         pairs: The rule, its margin, and guides if they judge.
         image_bD: The images.
         text_nD: The texts; those beyond the images' own look for nothing, and judge nothing.
-        scale: The logit scale.
     """
     if pairs.false_negatives == "keep":
         return None
@@ -39,8 +36,4 @@ def limits_of(
         limit_b = limit_b * (1 - pairs.margin)
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)
     limit_n[:b] = limit_b
-    if guides is not None:
-        return Limits(limit_b, limit_n, None, *guides)
-    # The tiles have logits, not similarities; with a negative scale their order is the other one.
-    scale = scale.to(state).reshape(())
-    return Limits(limit_b * scale, limit_n * scale, scale < 0)
+    return Limits(limit_b, limit_n, *(guides or ()))

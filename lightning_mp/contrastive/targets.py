@@ -99,10 +99,11 @@ class Task(NamedTuple):
         pos_q = pos_q.masked_fill(pos_q == torch.inf, torch.nan)
         extra_bk = pos_q.new_zeros(len(image_bD), 0)
         if negatives_bkD is not None and negatives_bkD.shape[1]:
-            extra_bk = _dots(image_bD, negatives_bkD, scale.dtype) * scale
+            dots_bk = _dots(image_bD, negatives_bkD, scale.dtype)
+            extra_bk = dots_bk * scale
             if self.limits is not None:
                 # A number that no exponential reaches; infinities would make gradients NaN.
-                left_out_bk = self.limits.left_out(extra_bk, self.limits.rows_b[:, None])
+                left_out_bk = dots_bk > self.limits.rows_b[:, None]
                 extra_bk = extra_bk.masked_fill(left_out_bk, torch.finfo(scale.dtype).min / 2)
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())

@@ -38,23 +38,16 @@ class Limits(NamedTuple):
     """Above which similarity a pair is left out of its row's sum, and of its column's.
 
     Args:
-        rows_b: Of the rows.
+        rows_b: Of the rows, in the state dtype.
         columns_m: Of the columns.
-        is_below: Whether what lies below is left out, one value on the device; `None` for no.
         row_guides_bG: Similarities are the products of these with
-        column_guides_mG: these. `None` for both: the logits.
+        column_guides_mG: these. `None` for both: those of the features.
     """
 
     rows_b: Tensor
     columns_m: Tensor
-    is_below: Tensor | None = None
     row_guides_bG: Tensor | None = None
     column_guides_mG: Tensor | None = None
-
-    def left_out(self, similarities: Tensor, limit: Tensor) -> Tensor:
-        """Return which similarities are beyond a limit."""
-        above = similarities > limit.to(similarities.dtype)
-        return above if self.is_below is None else above ^ self.is_below
 
     @property
     def travelling(self) -> list[Tensor]:
@@ -67,13 +60,15 @@ class Limits(NamedTuple):
         guides = columns[1] if len(columns) > 1 else None
         return self._replace(columns_m=columns[0], column_guides_mG=guides)
 
-    def tile(self, rows: slice, columns: slice, unit: float) -> "Limits":
-        """Return the limits of a tile, in units of logits if these are what is limited."""
+    def block(self, rows: slice, columns: slice) -> "Limits":
+        """Return the limits of some rows and columns."""
         left, right = self.row_guides_bG, self.column_guides_mG
-        rows_r, columns_c = self.rows_b[rows], self.columns_m[columns]
-        if left is None or right is None:
-            return Limits(rows_r * unit, columns_c * unit, self.is_below)
-        return Limits(rows_r, columns_c, None, left[rows], right[columns])
+        return Limits(
+            self.rows_b[rows],
+            self.columns_m[columns],
+            None if left is None else left[rows],
+            None if right is None else right[columns],
+        )
 
 
 class Maxima(NamedTuple):

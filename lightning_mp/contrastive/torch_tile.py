@@ -76,7 +76,10 @@ class KeptTile:
 
 @dataclasses.dataclass
 class Tile:
-    """One tile: its place, operands in the accumulation dtype, two buffers, what is left out."""
+    """One tile: its place, operands in the accumulation dtype, two buffers, what is left out.
+
+    `log2_scale` is what the rows were multiplied by, in the state dtype.
+    """
 
     rows: slice
     columns: slice
@@ -89,6 +92,7 @@ class Tile:
     kept: KeptTile | None
     ids: Ids | None
     limits: Limits | None
+    log2_scale: Tensor
 
     def logits(self) -> Tensor:
         """Work the logits out, in the first buffer."""
@@ -234,14 +238,15 @@ def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor)
 
 def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     """Return what rows leave out, and what columns do; guides take the second buffer."""
-    similarities_rc, dtype = tile.logits_rc, tile.spare_rc.dtype
+    dtype, scale = tile.spare_rc.dtype, tile.log2_scale
     left, right = limits.row_guides_bG, limits.column_guides_mG
     if left is not None and right is not None:
-        similarities_rc = torch.mm(left.to(dtype), right.to(dtype).T, out=tile.spare_rc)
-    return (
-        limits.left_out(similarities_rc, limits.rows_b[:, None]),
-        limits.left_out(similarities_rc, limits.columns_m),
-    )
+        guided_rc = torch.mm(left.to(dtype), right.to(dtype).T, out=tile.spare_rc)
+        return guided_rc > limits.rows_b[:, None].to(dtype), guided_rc > limits.columns_m.to(dtype)
+    # Logits of a negative scale have the other order.
+    row_r1, column_c = ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
+    is_turned = scale < 0
+    return (tile.logits_rc > row_r1) ^ is_turned, (tile.logits_rc > column_c) ^ is_turned
 
 
 def sigmoid(

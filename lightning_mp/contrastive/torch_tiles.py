@@ -262,7 +262,7 @@ class TorchTiles:
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
                 offset, having, KeptTile.of(kept, shape),
                 None if ids is None else Ids(ids.rows_b[rows], ids.columns_m[columns]),
-                None if limits is None else limits.tile(rows, columns, _LOG2_E),
+                None if limits is None else limits.block(rows, columns), log2_scale,
             )  # fmt: skip
 
 
