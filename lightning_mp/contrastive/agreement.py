@@ -89,7 +89,7 @@ def agree(
     # What one rank wants, all work out.
     *any_needs, statistics = [any(need) for need in by_need]
     plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
-    of_pairs = _of_pairs(pairs, image_bD, text_bD) | {"statistics": statistics}
+    of_pairs = _of_pairs(pairs, image_bD, text_bD, plan.tiles) | {"statistics": statistics}
     return dataclasses.replace(plan, pairs=sum(rows), **of_pairs)
 
 
@@ -110,18 +110,20 @@ def plan_of_one(
         tiles,
         *needs,
         pairs=len(image_bD),
-        **_of_pairs(pairs, image_bD, text_bD),
+        **_of_pairs(pairs, image_bD, text_bD, tiles),
     )
 
 
-def _of_pairs(pairs: PairOptions, image_bD: Tensor, text_bD: Tensor) -> dict[str, Any]:
+def _of_pairs(
+    pairs: PairOptions, image_bD: Tensor, text_bD: Tensor, tiles: TileBackend
+) -> dict[str, Any]:
     """Return what a plan holds of the pairs."""
     return {
         "ids_b": pairs.masked_ids,
         "directions": pairs.directions,
         "matched": pairs.matched,
         "statistics": pairs.statistics,
-        "limits": limits_of(pairs, image_bD, text_bD),
+        "limits": limits_of(pairs, image_bD, text_bD, tiles),
     }
 
 

@@ -4,25 +4,33 @@ Shapes:
     b: images of this rank. n: its texts. D: feature width.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.pair_options import PairOptions
-from lightning_mp.contrastive.tile_backend import Limits
-from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.contrastive.tile_backend import Limits, TileBackend
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
 from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["limits_of"]
 
 
 @torch.no_grad()
-def limits_of(pairs: PairOptions, image_bD: Tensor, text_nD: Tensor) -> Limits | None:
+def limits_of(
+    pairs: PairOptions, image_bD: Tensor, text_nD: Tensor, tiles: TileBackend
+) -> Limits | None:
     """Return what each image and each text takes for a false negative, by its own positive.
+
+    A limit is raised by what rounding moves a similarity: without a margin a copy of the positive
+    would be left out by chance, in one sweep and not in the other.
 
     Args:
         pairs: The rule, its margin, and guides if they judge.
         image_bD: The images.
         text_nD: The texts; those beyond the images' own look for nothing, and judge nothing.
+        tiles: What works the similarities out.
     """
     if pairs.false_negatives == "keep":
         return None
@@ -34,6 +42,13 @@ def limits_of(pairs: PairOptions, image_bD: Tensor, text_nD: Tensor) -> Limits |
         limit_b = limit_b - pairs.margin
     else:
         limit_b = limit_b * (1 - pairs.margin)
+    dtype = accumulation_dtype(image_bD.dtype)
+    if guides is None:
+        rounding, _ = tiles.rounding(image_bD.shape[1], image_bD.dtype)
+    else:
+        rounding = sum_rounding(left.shape[1], dtype)
+    norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
+    limit_b = limit_b + rounding * math.prod(norms_b)
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)
     limit_n[:b] = limit_b
     return Limits(limit_b, limit_n, *(guides or ()))

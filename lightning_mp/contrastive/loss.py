@@ -129,7 +129,8 @@ class ContrastiveLoss(GroupModule):
 
     **False negatives**: a negative that is nearer than the positive is hardly one (GISTEmbed). With
     `false_negatives` rows leave out what is above a limit that their positive sets, and columns by
-    theirs; similarities are those of the features, or of a guide's. torch's tiles do it.
+    theirs; similarities are those of the features, or of a guide's, which takes torch's tiles. What
+    is nearer by no more than rounding, such as a copy of the positive, stays.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -332,7 +333,7 @@ class ContrastiveLoss(GroupModule):
         }
 
     def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
-        """Return the options of the tiles: those of Triton know no limits."""
+        """Return the options of the tiles: those of Triton know no guides."""
         return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
@@ -343,13 +344,14 @@ class ContrastiveLoss(GroupModule):
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        if pairs.needs_torch and self.backend == "triton":
-            return (
-                "Passed `ContrastiveLoss(backend='triton', false_negatives="
-                f"{pairs.false_negatives!r})`, whose kernels know no limits. Leave `backend` out: "
-                "torch multiplies the tiles then."
+        problem = find_problem(image, text, scale, bias, pairs)
+        if problem is None and pairs.needs_torch and self.backend == "triton":
+            problem = (
+                "Passed `guide_image` and `guide_text` to `ContrastiveLoss(backend='triton')`, "
+                "whose kernels multiply features alone. Leave `backend` out: torch multiplies the "
+                "tiles then."
             )
-        return find_problem(image, text, scale, bias, pairs)
+        return problem
 
     def _loss_by_operator(
         self,

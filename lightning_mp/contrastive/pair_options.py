@@ -95,8 +95,8 @@ class PairOptions(NamedTuple):
 
     @property
     def needs_torch(self) -> bool:
-        """Whether torch's tiles alone can leave out what is to be."""
-        return self.false_negatives != "keep"
+        """Whether torch's tiles alone know what is to be left out."""
+        return self.guides is not None
 
     @property
     def matched(self) -> int | None:

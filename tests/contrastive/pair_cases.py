@@ -229,8 +229,8 @@ class Case:
 
 CASES = ["weights", "multi_positive", "weighted_multi_positive", "weighted_mask"]
 CASES += ["smoothing", "smoothed_mask", "smoothed_multi_positive"]
-LIMITED = ["absolute", "relative", "weighted_absolute", "guided", "absolute_of_swapped"]
-CASES += LIMITED
+GUIDED = ["guided", "absolute_of_swapped"]
+CASES += ["absolute", "relative", "weighted_absolute", *GUIDED]
 OF_IMAGES = ["negatives_of_absolute", "negatives", "smoothed_negatives", "negatives_of_captions"]
 CASES += OF_IMAGES
 CASES += ["captions", "weighted_captions", "shared_texts", "smoothed_captions", "swapped_texts"]

@@ -15,6 +15,7 @@ from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_torch_tiles import PeakBytes
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
+from tests.reference.contrastive_targets import dense_targets
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,6 +93,36 @@ def test_text_as_near_as_the_positive_is_no_negative() -> None:
     loss_fn = ContrastiveLoss(false_negatives="relative", margin=0.1)
     assert loss_fn(image, image, 100.0) < 1e-30
     assert ContrastiveLoss()(image, image, 100.0).item() == pytest.approx(math.log(2) / 3, rel=1e-5)
+
+
+def copies_of_positives(dtype: torch.dtype) -> list[Tensor]:
+    """Features of 60 pairs of which every text stands twice, and the mask of their copies."""
+    generator = torch.Generator().manual_seed(3)
+    image, text = (torch.randn(b, 48, generator=generator) for b in (60, 30))
+    image, text = (F.normalize(x, dim=1).to(dtype) for x in (image, text.repeat(2, 1)))
+    copies = torch.eye(30, dtype=torch.bool).repeat(2, 2) ^ torch.eye(60, dtype=torch.bool)
+    return [image, text, copies]
+
+
+def check_copies(loss_fn: ContrastiveLoss, dtype: torch.dtype) -> None:
+    """Without a margin a copy of the positive is as near as it, and stays a negative."""
+    *features, copies = copies_of_positives(dtype)
+    leaves = [*(x.requires_grad_() for x in features), torch.tensor(20.0, requires_grad=True)]
+    loss = loss_fn(*leaves)
+    found = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    with torch.no_grad():
+        similarities = doubles[0] @ doubles[1].T
+        positive = similarities.diagonal()
+        by_row, by_column = (similarities > positive[:, None]) & ~copies, similarities > positive
+    match = torch.eye(60, dtype=torch.bool)
+    right = dense_targets(*doubles, match, left_out=by_row, column_left_out=by_column)
+    check(found, [right.detach(), *torch.autograd.grad(right, doubles)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_copy_of_the_positive_stays_a_negative_without_a_margin(dtype: torch.dtype) -> None:
+    check_copies(ContrastiveLoss(false_negatives="absolute", workspace_bytes=2**20), dtype)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ Kernel parameters are typed by Triton at the launch; the launchers type and vali
 import triton
 import triton.language as tl
 
-__all__ = ["NO_DIAGONAL", "differ", "keep_mask", "tile_at", "tile_dots", "tile_is_cut"]
+__all__ = ["NO_DIAGONAL", "above", "differ", "keep_mask", "tile_at", "tile_dots", "tile_is_cut"]
 
 NO_DIAGONAL = 2**30
 """The offset that puts the diagonal outside every block: no positives here."""
@@ -96,3 +96,11 @@ def differ(row_ids, column_ids, row, column, num_rows, num_columns):
     row_id = tl.load(row_ids + row, mask=row < num_rows, other=0)
     column_id = tl.load(column_ids + column, mask=column < num_columns, other=0)
     return row_id[:, None] != column_id[None, :]
+
+
+@triton.jit
+def above(dots, row_limits, column_limits, row, column, num_rows, num_columns):
+    """Return which products of a tile are above their row's limit, and their column's (M, N)."""
+    row_limit = tl.load(row_limits + row, mask=row < num_rows, other=0.0)
+    column_limit = tl.load(column_limits + column, mask=column < num_columns, other=0.0)
+    return dots > row_limit[:, None], dots > column_limit[None, :]

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import (
+    above,
     differ,
     keep_mask,
     tile_at,
@@ -79,6 +80,8 @@ def lse_kernel(
     column_maxima,
     row_ids,
     column_ids,
+    row_limits,
+    column_limits,
     num_rows,
     num_columns,
     width,
@@ -103,6 +106,8 @@ def lse_kernel(
         row_maxima: The largest powers, laid out as `row_sums`; column_maxima: as `column_sums`.
             Not touched without `MAXIMA`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
+        row_limits: (n,) in fp32, or `None`: the products that rows leave out are above; they are
+            not with `MAXIMA`. column_limits: (m,): those that columns leave out.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -124,8 +129,20 @@ def lse_kernel(
     if row_ids is not None:
         differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
         powers = tl.where(differs, powers, 0.0)
-    row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
     row_here, column_here = row < num_rows, column < num_columns
+    if row_limits is not None:
+        # Limits as powers: products held until here would be a second tile in registers.
+        row_limit = tl.load(row_limits + row, mask=row_here, other=0.0) * high
+        column_limit = tl.load(column_limits + column, mask=column_here, other=0.0) * high
+        row_limit = tl.exp2(row_limit - tl.load(reference))
+        column_limit = tl.exp2(column_limit - tl.load(reference))
+        # Powers of a negative scale have the other order.
+        by_row = (powers > row_limit[:, None]) != (high < 0)
+        by_column = (powers > column_limit[None, :]) != (high < 0)
+        row_sum = tl.sum(tl.where(by_row, 0.0, powers), 1)
+        column_sum = tl.sum(tl.where(by_column, 0.0, powers), 0)
+    else:
+        row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
     tl.store(row_sums + column_tile.to(tl.int64) * num_rows + row, row_sum, mask=row_here)
     tl.store(
         column_sums + row_tile.to(tl.int64) * num_columns + column, column_sum, mask=column_here
@@ -159,12 +176,19 @@ def lse_kernel(
             keep &= differ(row_ids + zero, column_ids + zero, row, column, num_rows, num_columns)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
         row_place = column_tile.to(tl.int64) * num_rows + row
-        lse, peak = _log2_sum_exp2(logits, 1)
+        row_logits, column_logits = logits, logits
+        if row_limits is not None:
+            by_row, by_column = above(
+                dots, row_limits + zero, column_limits + zero, row, column, num_rows, num_columns
+            )
+            row_logits = tl.where(by_row, float("-inf"), logits)
+            column_logits = tl.where(by_column, float("-inf"), logits)
+        lse, peak = _log2_sum_exp2(row_logits, 1)
         tl.store(row_sums + row_place, lse, mask=row_here)
         if MAXIMA:
             tl.store(row_maxima + row_place, peak, mask=row_here)
         column_place = row_tile.to(tl.int64) * num_columns + column
-        lse, peak = _log2_sum_exp2(logits, 0)
+        lse, peak = _log2_sum_exp2(column_logits, 0)
         tl.store(column_sums + column_place, lse, mask=column_here)
         if MAXIMA:
             tl.store(column_maxima + column_place, peak, mask=column_here)
@@ -295,6 +319,7 @@ def add_lse(
     split_scale: bool,
     maxima: Maxima | None = None,
     ids: Ids | None = None,
+    limits: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -310,6 +335,7 @@ def add_lse(
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
+        limits: Products above which rows and columns leave a pair out, fp32; not with `maxima`.
 
     Raises:
         ValueError: Operands or log-sum-exps have another layout.
@@ -335,8 +361,8 @@ def add_lse(
     operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
     sizes = (
-        *((None, None) if ids is None else ids), n, m, rows_nk.shape[1], rows_nk.stride(0),
-        columns_mk.stride(0), offset,
+        *(ids or (None, None)), *(limits or (None, None)), n, m, rows_nk.shape[1],
+        rows_nk.stride(0), columns_mk.stride(0), offset,
     )  # fmt: skip
     lse_kernel[(tiles,)](
         *operands, log2_scale, reference, row_sums, column_sums, is_redone, *part_maxima, *sizes,

@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_mp.contrastive.tile_backend import Ids
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive.triton_tiles.dot import (
+    above,
     differ,
     keep_mask,
     tile_at,
@@ -79,6 +80,8 @@ def softmax_kernel(
     softmax_low,
     row_ids,
     column_ids,
+    row_limits,
+    column_limits,
     num_rows,
     num_columns,
     width,
@@ -105,6 +108,8 @@ def softmax_kernel(
         softmax: (n, m) with rows `softmax_stride` apart; a tensor descriptor with `TMA`.
         softmax_low: The same for what rounding left over; not touched without `LOW`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
+        row_limits: (n,) in fp32, or `None`: the products that rows leave out are above.
+            column_limits: (m,): those that columns leave out.
     """
     if (tl.load(is_wide) != 0) != WIDE:
         return
@@ -130,6 +135,13 @@ def softmax_kernel(
         if SPLIT_SCALE:
             by_column += dots * tl.load(log2_scale + 1)
         column_gains = tl.load(column_gain + column, mask=column_here, other=0.0)[None, :]
+        if row_limits is not None:
+            row_out, column_out = above(
+                dots, row_limits, column_limits, row, column, num_rows, num_columns
+            )
+            # Not by a gain of 0: what is left out may be infinite.
+            values = tl.where(row_out, 0.0, values)
+            by_column = tl.where(column_out, float("-inf"), by_column)
         values = values * gain + tl.exp2(by_column) * column_gains
     else:
         u = tl.load(row_factor + row, mask=row_here, other=0.0)[:, None]
@@ -164,6 +176,7 @@ def write_softmax(
     *,
     split_scale: bool,
     ids: Ids | None = None,
+    limits: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the softmax of one block; the twin that is not needed returns at once.
 
@@ -178,6 +191,7 @@ def write_softmax(
         configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`.
         split_scale: Use both values of `log2_scale`.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
+        limits: Products above which rows and columns leave a pair out, fp32.
 
     Raises:
         ValueError: Operands or softmax have another layout.
@@ -189,7 +203,7 @@ def write_softmax(
             "columns. Pass a view of the workspace."
         )
     offset = diagonal_offset(diagonal, n, m)
-    row_ids, column_ids = (None, None) if ids is None else ids
+    left_out = (*(ids or (None, None)), *(limits or (None, None)))
     for config in configs:
         check_block(rows_nk, columns_mk, config)
         tile_m, tile_n, _ = config.tile
@@ -199,7 +213,7 @@ def write_softmax(
         ]
         softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
             *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
-            *factors.columns_3m, factors.is_wide, *targets, row_ids, column_ids, n, m,
+            *factors.columns_3m, factors.is_wide, *targets, *left_out, n, m,
             rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), softmax_nm.stride(0), offset,
             GROUP=config.group, SPLIT_SCALE=split_scale,
             WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,

@@ -111,7 +111,7 @@ class TritonTiles:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
                 *lses, block.diagonal, config, split_scale=precision.is_split,
-                ids=_ids_of(block, codes), maxima=maxima,
+                ids=_ids_of(block, codes), maxima=maxima, limits=_limits_of(block, limits, units),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -120,7 +120,7 @@ class TritonTiles:
             return lambda config: add(block, lses, config, None)
 
         with _on(rows_bD.device):
-            config = self._choose("lse", precision, rows_bD, make_trial)
+            config = self._lse_config(precision, rows_bD, limits, make_trial)
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             shape = self._block(rows_bD, columns_mD, precision, bytes_per_value)
             for block in blocks_of(
@@ -155,8 +155,9 @@ class TritonTiles:
             write_softmax(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
-                block.diagonal, (config, wide), split_scale=precision.is_split,
-                ids=_ids_of(block, codes),
+                block.diagonal, (config, wide) if limits is None else (wide,),
+                split_scale=precision.is_split, ids=_ids_of(block, codes),
+                limits=_limits_of(block, limits, units),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -167,6 +168,10 @@ class TritonTiles:
         with _on(rows_bD.device):
             factors = SoftmaxFactors.of(row_lse_b, column_lse_m, scale, precision.softmax_exponent)
             log2_scale = factors.log2_scale
+            if limits is not None:
+                # What a row leaves out and a column does not may lie above all that the row has:
+                # no power of the row's serves both.
+                factors = dataclasses.replace(factors, is_wide=torch.ones_like(factors.is_wide))
             if precision.is_split:
                 log2_scale = _log2_parts(scale, units)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
@@ -284,6 +289,18 @@ class TritonTiles:
             rows = whole_waves(rows, width, multiprocessors(rows_bD.device))
         return rows, columns
 
+    def _lse_config(
+        self,
+        precision: Precision,
+        rows_bD: Tensor,
+        limits: Limits | None,
+        make_trial: Callable[[], Callable[[TileConfig], None]],
+    ) -> TileConfig:
+        """Return the row for log-sum-exps; with limits tiles of 128 x 256 would spill."""
+        if limits is not None:
+            return self._choose("softmax_wide", precision, rows_bD)
+        return self._choose("lse", precision, rows_bD, make_trial)
+
     def _choose(
         self,
         kernel: Kernel,
@@ -331,6 +348,19 @@ def _short(ids: Ids | None) -> Ids | None:
 
 def _ids_of(block: Block, ids: Ids | None) -> Ids | None:
     return None if ids is None else Ids(ids.rows_b[block.rows], ids.columns_m[block.columns])
+
+
+def _limits_of(
+    block: Block, limits: Limits | None, units: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor] | None:
+    """Return the limits of a block's products, which have the units of split operands in them."""
+    if limits is None:
+        return None
+    row_n, column_c, *_ = limits.block(block.rows, block.columns)
+    for unit in units:
+        if unit is not None:
+            row_n, column_c = row_n * unit, column_c * unit
+    return row_n.float(), column_c.float()
 
 
 def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Tensor:

@@ -56,6 +56,7 @@ class Request:
         arch: What to compile for; `None` is what the row was chosen for.
         maxima: The largest logits are wanted, too.
         ids: Pairs of equal ids are left out.
+        limits: What is too similar is left out.
     """
 
     kernel: str
@@ -65,6 +66,7 @@ class Request:
     arch: int | None = None
     maxima: bool = False
     ids: bool = False
+    limits: bool = False
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -85,6 +87,7 @@ class Request:
             *["ragged"] * self.ragged,
             *["maxima"] * self.maxima,
             *["ids"] * self.ids,
+            *["limits"] * self.limits,
         ]
         return "-".join(parts)
 
@@ -247,7 +250,9 @@ def _launch(request: Request) -> None:
     ids = Ids(*(torch.zeros(length, dtype=torch.int32) for length in (_SIZE, m)))
     maxima = Maxima(*(x.clone() for x in lses)) if request.maxima else None
     own: Any = {"split_scale": precision.is_split, "ids": ids if request.ids else None}
-    if request.config.kernel == "lse":
+    if request.limits:
+        own["limits"] = torch.zeros(_SIZE), torch.zeros(m)
+    if request.kernel in ("lse_kernel", "merge_kernel"):
         add_lse(
             rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, maxima=maxima,
             **own,

@@ -172,6 +172,15 @@ IDS = [
     for request in TILES + SIGMOIDS
     if not request.maxima or request.config.tile != (128, 256, 64)
 ]
+# With limits both sweeps take the rows of the softmax with two exponentials.
+LIMITS = [
+    Request(kernel, bare(row), precision, limits=True)
+    for row in ROWS
+    if row.kernel == "softmax_wide"
+    for precision in PRECISIONS
+    if str(precision.operand).removeprefix("torch.") in row.dtypes
+    for kernel in ("lse_kernel", "softmax_kernel")
+]
 GATE = [
     *gate_of([r for r in TILES if r.config.arch in (80, 90) and r.config in DEFAULTS]),
     *(r for r in USED if r.config.arch in (100, 120)),
@@ -180,6 +189,7 @@ GATE = [
     *(r for r in SIGMOIDS if r.precision == BF16_LOW and r.config.arch in (80, 90)),
     *(r for r in IDS if r.config in FIRST and r.precision == BF16 and r.kernel == "lse_kernel"),
     *(r for r in IDS if r.config in FIRST and r.precision == BF16_LOW and r.config.arch == 90),
+    *(r for r in LIMITS if r.precision == BF16 and r.config.arch in (80, 90)),
     SPILLING[1],
 ]
 
@@ -192,7 +202,7 @@ def requests(cases: Sequence[Request]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("request_", params, ids=str, scope="module")
 
 
-tiles, kernels = requests(TILES), requests(TILES + MERGES + RELATED + SIGMOIDS + IDS)
+tiles, kernels = requests(TILES), requests(TILES + MERGES + RELATED + SIGMOIDS + IDS + LIMITS)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from lightning_mp import ContrastiveLoss
-from tests.contrastive.pair_cases import CASES, LIMITED, Case, check, found
+from tests.contrastive.pair_cases import CASES, GUIDED, Case, check, found
 from tests.contrastive.test_ids import LOSSES, dense, few_ids
+from tests.contrastive.test_targets import check_copies
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import relative_error
 
 pytestmark = pytest.mark.interpreted
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
-TRITON = [name for name in CASES if name not in (*LIMITED, "negatives_of_absolute")]
+TRITON = [name for name in CASES if name not in GUIDED]
 
 
 @pytest.mark.parametrize("name", TRITON)
@@ -41,6 +42,12 @@ def test_equal_ids_are_left_out(name: str, dtype: torch.dtype) -> None:
         # Logits near 150 are rounded to multiples of 1.5e-5.
         bound = 4e-5 if value.dtype == torch.float32 else torch.finfo(dtype).eps
         assert relative_error(value, other) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_copy_of_the_positive_stays_a_negative_without_a_margin(dtype: torch.dtype) -> None:
+    loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", false_negatives="absolute")
+    check_copies(loss_fn, dtype)
 
 
 def test_batch_of_one_id_has_no_negatives() -> None:

@@ -1,0 +1,95 @@
+"""Similarities above a limit, which rows and columns leave out of their sums, on Triton tiles."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive.tile_backend import Limits
+from lightning_mp.contrastive.triton_tiles import TritonTiles
+from tests.contrastive.triton_tiles.interpreter import (
+    GRADIENT_ERROR,
+    LSE_ERROR,
+    Shard,
+    gradient_error,
+    make_shard,
+    repaired_interpreter,
+)
+
+pytestmark = pytest.mark.interpreted
+_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+
+
+def limits_between(similarities: Tensor) -> Tensor:
+    """A limit in each row that leaves 5 to 60 of it out, in the widest gap: no rounding is as wide.
+
+    The last rows leave out nothing, the first all.
+    """
+    sorted_ = similarities.sort(1, descending=True).values[:, 5:61]
+    gaps = sorted_[:, :-1] - sorted_[:, 1:]
+    place = gaps.argmax(1, keepdim=True)
+    limits = (sorted_ - torch.nn.functional.pad(gaps, (0, 1)) / 2).gather(1, place)[:, 0]
+    limits[:3], limits[-3:] = -torch.inf, torch.inf
+    return limits
+
+
+class Limited:
+    """A shard with limits, and what rows and columns keep of it."""
+
+    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+        self.shard: Shard = make_shard(141, 157, 40, dtype, scale, 20)
+        similarities = self.shard.rows.double() @ self.shard.columns.double().T
+        self.limits = Limits(limits_between(similarities), limits_between(similarities.T))
+        self.kept_by_row = similarities <= self.limits.rows_b[:, None]
+        self.kept_by_column = similarities <= self.limits.columns_m
+
+
+# At a scale of 5,000 each tile has rows that one reference does not serve.
+GATE = [(torch.bfloat16, 100.0), (torch.float16, -100.0), (torch.float32, 5000.0)]
+CASES = pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        pytest.param(*case, marks=() if case in GATE else pytest.mark.sweep)
+        for case in itertools.product(GRADIENT_ERROR, (100.0, -100.0, 5000.0))
+    ],
+    ids=str,
+)
+
+
+@CASES
+def test_log_sum_exps_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -> None:
+    case = Limited(dtype, scale)
+    shard, lses = case.shard, [lse.clone() for lse in case.shard.start]
+    TritonTiles(workspace_bytes=2**19).lse_sweep(
+        shard.rows, shard.columns, shard.scale, *lses, shard.diagonal, limits=case.limits
+    )
+    for dim, kept in ((1, case.kept_by_row), (0, case.kept_by_column)):
+        start = shard.start[1 - dim]
+        right = torch.logaddexp(start, shard.negatives.where(kept, -torch.inf).logsumexp(dim))
+        errors = (lses[1 - dim] - right).where(lses[1 - dim] != right, 0.0).abs()
+        assert errors.amax() < LSE_ERROR * abs(scale) / 100
+
+
+@CASES
+def test_gradients_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -> None:
+    case = Limited(dtype, scale)
+    shard = case.shard
+    kept = [
+        shard.logits.where(kept & ~shard.positives, -torch.inf)
+        for kept in (case.kept_by_row, case.kept_by_column)
+    ]
+    # Those of what is kept, with a little more, as positives are: what is left out may be above.
+    row_lse, column_lse = (
+        x.logsumexp(dim).nan_to_num(neginf=0.0) + 0.5 for x, dim in zip(kept, (1, 0), strict=True)
+    )
+    gradients = torch.zeros(shard.rows.shape), torch.zeros(shard.columns.shape)
+    TritonTiles(workspace_bytes=2**19).grad_sweep(
+        shard.rows, shard.columns, shard.scale, row_lse, column_lse, *gradients, shard.diagonal,
+        limits=case.limits,
+    )  # fmt: skip
+    softmax = (kept[0] - row_lse[:, None]).exp() + (kept[1] - column_lse).exp()
+    # Logits of `scale` are rounded three times to fp32, and a power by as much of itself.
+    bound = GRADIENT_ERROR[dtype] + abs(scale) * 3 * 2.0**-24
+    assert gradient_error(gradients[0], softmax, shard.columns) < bound
+    assert gradient_error(gradients[1], softmax.T, shard.rows) < bound
