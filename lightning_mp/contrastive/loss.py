@@ -37,6 +37,7 @@ from lightning_mp.contrastive.pair_problems import check_pair_rules
 from lightning_mp.contrastive.planned import Planned, plan_for
 from lightning_mp.contrastive.statistics import LossStatistics
 from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
+from lightning_mp.contrastive.targeted_library import loss_of_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -337,9 +338,9 @@ class ContrastiveLoss(GroupModule):
         return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
 
     def _has_operator(self, pairs: PairOptions) -> bool:
-        """Return whether the loss is one that `torch.compile` can take in as an operator."""
-        is_swept = pairs.is_plain and pairs.false_negatives == "keep"
-        return is_swept and group_size(self.process_group) == 1
+        """Return whether the loss is to be an operator, which `torch.compile` can take in."""
+        is_useful = pairs.is_swept or torch.compiler.is_compiling()
+        return is_useful and group_size(self.process_group) == 1
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
@@ -366,8 +367,8 @@ class ContrastiveLoss(GroupModule):
         if problem is not None:
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        options = self._options_with(pairs)
-        return self._operate(image_bD, text_bD, scale, bias, pairs, options)
+        operate = self._operate if pairs.is_swept else loss_of_targets
+        return operate(image_bD, text_bD, scale, bias, pairs, self._options_with(pairs))
 
     @torch.compiler.disable
     def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:

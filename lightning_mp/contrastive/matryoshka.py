@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive.agreement import group_size
 from lightning_mp.contrastive.inputs import check_derivatives, in_one_dtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.nested_infonce import NestedInfoNCE, Prefix
@@ -109,7 +110,7 @@ class MatryoshkaLoss(nn.Module):
             output_dict: Return a dictionary, as open_clip's losses do.
             pairs: What else the call of the loss takes, such as `ids`.
         """
-        narrowest = min((x.shape[-1] for x in (image_features, text_features)), default=0)
+        narrowest = min(image_features.shape[-1], text_features.shape[-1])
         if max(self.widths) > narrowest:
             raise ValueError(
                 f"Passed features of width {narrowest} to `MatryoshkaLoss(widths="
@@ -117,7 +118,11 @@ class MatryoshkaLoss(nn.Module):
                 "what is wider."
             )
         inputs = (image_features, text_features, logit_scale, logit_bias)
-        total = self._nested(*inputs, pairs)
+        total = None
+        # One process has no ranks to share a journey with, and each width is an operator.
+        is_alone = group_size(self.loss.process_group) == 1
+        if not (is_alone and torch.compiler.is_compiling()):
+            total = self._nested(*inputs, pairs)
         if total is None:
             total = self._one_by_one(*inputs, pairs)
         return {"contrastive_loss": total} if output_dict else total
@@ -138,8 +143,7 @@ class MatryoshkaLoss(nn.Module):
         """Return the sum by one pass over all ranks; `None` where the loss needs more than that."""
         rules: Any = {name: getattr(self.loss, name) for name in RULES}
         options = PairOptions(**pairs, **rules)
-        is_swept = options.is_plain and options.false_negatives == "keep"
-        if type(self.loss) is not ContrastiveLoss or not is_swept:
+        if type(self.loss) is not ContrastiveLoss or not options.is_swept:
             return None
         check_derivatives(image_bD, text_nD, scale)
         prefixes = tuple(

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from torch import Tensor
 
 from lightning_mp.contrastive.backends import Directions
-from lightning_mp.contrastive.pairing import Pairing, pair_up
+from lightning_mp.contrastive.pairing import Pairing, pair_up, range_problem
 
 __all__ = [
     "RULES",
@@ -110,6 +110,11 @@ class PairOptions(NamedTuple):
         return not is_given and self.duplicates == "mask" and not self.label_smoothing
 
     @property
+    def is_swept(self) -> bool:
+        """Whether that is so, and the sweeps leave out nothing but equal ids."""
+        return self.is_plain and self.false_negatives == "keep"
+
+    @property
     def _are_pairs(self) -> bool:
         """Whether no image has two positives, and no text, and all have the same negatives."""
         one = self.pairing is None or self.pairing.matched == len(self.pairing.images_e)
@@ -135,11 +140,26 @@ class PairOptions(NamedTuple):
             rules += [self.guide_text.shape[1], self.guide_text.dtype]
         return zlib.crc32(repr(rules).encode())
 
-    def paired(self, image_bD: Tensor, text_nD: Tensor) -> tuple["PairOptions", Tensor, Tensor]:
-        """Return options and features in an order in which rows have their columns, if they can."""
+    def paired(
+        self, image_bD: Tensor, text_nD: Tensor
+    ) -> tuple[str | None, "PairOptions", Tensor, Tensor]:
+        """Return options and features in an order in which rows have their columns, if they can.
+
+        The first value is what is wrong with the positives, which the host reads.
+        """
         if self.positives is None:
-            return self, image_bD, text_nD
+            return self.pairing_problem(len(image_bD)), self, image_bD, text_nD
+        problem = range_problem(self.positives, len(text_nD))
+        if problem is not None:
+            return problem, self, image_bD, text_nD
         pairing = pair_up(self.positives, len(text_nD), text_nD.device)
+        options, image_bD, text_nD = self.in_order(pairing, image_bD, text_nD)
+        return options.pairing_problem(len(image_bD)), options, image_bD, text_nD
+
+    def in_order(
+        self, pairing: Pairing, image_bD: Tensor, text_nD: Tensor
+    ) -> tuple["PairOptions", Tensor, Tensor]:
+        """Return options and features in the order of a pairing."""
         in_order: dict[str, Any] = {}
         for order, names in (
             (pairing.image_order, ("weights", "negatives", "guide_image")),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Pairing", "pair_up"]
+__all__ = ["Pairing", "pair_up", "range_problem"]
 
 
 class Pairing(NamedTuple):
@@ -41,6 +41,17 @@ class Pairing(NamedTuple):
             image if self.image_order is None else image[self.image_order],
             text if self.text_order is None else text[self.text_order],
         )
+
+
+def range_problem(positives: Tensor, n: int) -> str | None:
+    """Return what is wrong with numbers of `n` texts; the host reads them."""
+    least, most = (int(x) for x in positives.aminmax()) if positives.numel() else (-1, -1)
+    if least >= -1 and most < n:
+        return None
+    return (
+        f"Passed `positives` from {least} to {most} with {n} texts on this rank. They must be row "
+        "numbers of this rank's texts, or -1 for none. Count from its first text."
+    )
 
 
 def pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:

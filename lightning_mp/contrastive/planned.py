@@ -72,8 +72,7 @@ def plan_for(
     if problem is None and options["backend"] == "triton":
         problem = triton_problem(image_bD.device, image_bD.dtype)
     if problem is None:
-        pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
-        problem = pairs.pairing_problem(len(image_bD))
+        problem, pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
     if problem is not None:
         if not is_one:
             report_unusable(image_bD, group)

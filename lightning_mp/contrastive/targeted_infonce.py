@@ -14,7 +14,7 @@ the second sweep is that of `infonce` with other numbers in place of its log-sum
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,37 @@ from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
-__all__ = ["TargetedInfoNCE"]
+__all__ = ["TargetedInfoNCE", "TargetedSwept", "differentiate_targets", "sweep_targets"]
+
+
+class TargetedSwept(NamedTuple):
+    """What the forward leaves for the backward, and its statistics.
+
+    Args:
+        loss: In the accumulation dtype of the features.
+        unit: What the gradients are to be multiplied by, beside the cotangent.
+        kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
+        row_lse_b: What stands for the rows' log-sum-exps in the second sweep.
+        column_lse: For the columns', as `Exchange.publish` returned it.
+        d_image_bD: The task's gradients, of what needs one.
+        d_text_nD: Likewise.
+        d_scale: Likewise.
+        d_negatives_bkD: Likewise.
+        block_mD: See `infonce.Swept`, as the next.
+        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
+    """
+
+    loss: Tensor
+    unit: Tensor
+    kept: Tensor
+    row_lse_b: Tensor
+    column_lse: Tensor
+    d_image_bD: Tensor | None
+    d_text_nD: Tensor | None
+    d_scale: Tensor | None
+    d_negatives_bkD: Tensor | None
+    block_mD: Tensor | None = None
+    statistics_5: Tensor | None = None
 
 
 class TargetedInfoNCE(torch.autograd.Function):
@@ -58,43 +88,63 @@ class TargetedInfoNCE(torch.autograd.Function):
         options: PairOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns, then work out the task with its gradients."""
-        state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
-        with torch.autocast(image_bD.device.type, enabled=False):
-            kept = memory_for_tiles(image_bD, plan)
-            *lses, block_mD, maxima = negatives_sweep(image_bD, text_nD, scale, kept, plan)
-            task = make_task(options, image_bD, text_nD, plan)
-            inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
-            needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
-            needs += [any(needs)] * 2
-            if negatives_bkD is not None:
-                inputs, needs = [*inputs, negatives_bkD], [*needs, ctx.needs_input_grad[4]]
-            part, gradients = _differentiated(task, inputs, needs)
-            row_lse_b = _shifted(lses[0], gradients[3])
-            values = lses[1].new_zeros(HEADER + len(lses[1]))
-            values[HEADER:] = _shifted(lses[1], gradients[4])
-            statistics_5 = None
-            if maxima is not None:
-                statistics_5 = _measure(image_bD, text_nD, scale, bias, lses, maxima, plan, options)
-        unit = task.shares.unit
-        values[0] = part * unit
-        loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
-        if bias is not None:
-            loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
-        loss = loss.to(dtype, copy=True)
-        swept = (kept, row_lse_b, column_lse, block_mD)
-        saved = (image_bD, text_nD, scale, bias, loss, unit, *swept, *gradients[:3])
-        ctx.save_for_backward(*saved, gradients[5] if negatives_bkD is not None else None)
+        needs = ctx.needs_input_grad[4]
+        swept = sweep_targets(image_bD, text_nD, scale, bias, negatives_bkD, plan, options, needs)
+        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept[:-1])
         ctx.plan = plan
-        return loss, not_differentiable(ctx, statistics_5)
+        return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns, and add the gradients of the task."""
+        image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
         with torch.no_grad():
-            d_inputs = _differentiate(ctx.plan, cotangent, *ctx.saved_tensors)
+            d_inputs = differentiate_targets(
+                cotangent, image_bD, text_nD, scale, bias, TargetedSwept(*swept), ctx.plan
+            )
         if torch.is_grad_enabled():  # `create_graph=True`
             d_inputs = refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE)
         return (*d_inputs, None, None)
+
+
+def sweep_targets(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    negatives_bkD: Tensor | None,
+    plan: Plan,
+    options: PairOptions,
+    negatives_need_grad: bool,
+) -> TargetedSwept:
+    """Return the loss, and what its gradients need; one unit of work."""
+    state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
+    with torch.autocast(image_bD.device.type, enabled=False):
+        kept = memory_for_tiles(image_bD, plan)
+        *lses, block_mD, maxima = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+        task = make_task(options, image_bD, text_nD, plan)
+        inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
+        needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
+        needs += [any(needs)] * 2
+        if negatives_bkD is not None:
+            inputs, needs = [*inputs, negatives_bkD], [*needs, negatives_need_grad]
+        part, gradients = _differentiated(task, inputs, needs)
+        row_lse_b = _shifted(lses[0], gradients[3])
+        values = lses[1].new_zeros(HEADER + len(lses[1]))
+        values[HEADER:] = _shifted(lses[1], gradients[4])
+        statistics_5 = None
+        if maxima is not None:
+            statistics_5 = _measure(image_bD, text_nD, scale, bias, lses, maxima, plan, options)
+    unit = task.shares.unit
+    values[0] = part * unit
+    loss, column_lse = plan.exchange.publish(values, to_visits=plan.trains)
+    if bias is not None:
+        loss = loss + 0.0 * bias.to(state).reshape(())  # NaN and inf are not to vanish
+    d_image_bD, d_text_nD, d_scale, _, _, *of_negatives = gradients
+    return TargetedSwept(
+        loss.to(dtype, copy=True), unit, kept, row_lse_b, column_lse, d_image_bD, d_text_nD,
+        d_scale, of_negatives[0] if of_negatives else None, block_mD, statistics_5,
+    )  # fmt: skip
 
 
 def _measure(
@@ -143,35 +193,28 @@ def _shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
     return (lse - cotangent.log()).masked_fill_(cotangent == 0, torch.inf)
 
 
-def _differentiate(
-    plan: Plan,
+def differentiate_targets(
     cotangent: Tensor,
     image_bD: Tensor,
     text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
-    loss: Tensor,
-    unit: Tensor,
-    kept: Tensor,
-    row_lse_b: Tensor,
-    column_lse: Tensor,
-    block_mD: Tensor | None,
-    d_image_bD: Tensor | None,
-    d_text_nD: Tensor | None,
-    d_scale: Tensor | None,
-    d_negatives_bkD: Tensor | None,
+    swept: TargetedSwept,
+    plan: Plan,
 ) -> list[Tensor | None]:
     """Return the gradients of images, texts, scale, bias and negatives."""
-    unit = unit * cotangent.to(unit.dtype)
+    unit = swept.unit * cotangent.to(swept.unit.dtype)
     with torch.autocast(image_bD.device.type, enabled=False):
-        swept = negatives_gradients(
-            image_bD, text_nD, scale, row_lse_b, column_lse, kept, block_mD, plan
-        )
+        found = negatives_gradients(
+            image_bD, text_nD, scale, swept.row_lse_b, swept.column_lse, swept.kept,
+            swept.block_mD, plan,
+        )  # fmt: skip
+        d_scale = swept.d_scale
         if d_scale is not None:
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
-            side = 0 if swept[0] is not None else 1
+            side = 0 if found[0] is not None else 1
             features = (image_bD, text_nD)[side]
-            grad = swept[side]
+            grad = found[side]
             if grad is not None:
                 d_scale = d_scale + row_dots(features, grad, d_scale.dtype).sum()
             d_scale = plan.exchange.all_reduce(d_scale)
@@ -180,13 +223,14 @@ def _differentiate(
         factor = scale.to(unit.dtype).reshape(()) * unit
         d_features = [
             None
-            if found is None or task is None
-            else found.mul_(factor).addcmul_(task, unit.to(task.dtype)).to(image_bD.dtype)
-            for found, task in zip(swept, (d_image_bD, d_text_nD), strict=True)
+            if grad is None or task is None
+            else grad.mul_(factor).addcmul_(task, unit.to(task.dtype)).to(image_bD.dtype)
+            for grad, task in zip(found, (swept.d_image_bD, swept.d_text_nD), strict=True)
         ]
     d_bias = None
     if bias is not None:
-        d_bias = (0.0 * loss * cotangent).to(bias.dtype).reshape(bias.shape)
+        d_bias = (0.0 * swept.loss * cotangent).to(bias.dtype).reshape(bias.shape)
+    d_negatives_bkD = swept.d_negatives_bkD
     if d_negatives_bkD is not None:
         d_negatives_bkD = d_negatives_bkD * unit.to(d_negatives_bkD.dtype)
     return [*d_features, d_scale, d_bias, d_negatives_bkD]

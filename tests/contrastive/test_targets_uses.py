@@ -174,14 +174,3 @@ def test_memory_is_linear_in_the_batch(option: str, dtype: torch.dtype) -> None:
     # As documented, and vectors of float64; the negatives' gradient before and after it is scaled.
     linear = 13 + 2 * k * (option == "negatives")
     assert made.peak < 2**20 + linear * b * width * 4 + 40 * b * 8 < b * b * 4
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks, and hides the warning
-def test_compiled_loss_leaves_its_graph_and_is_the_same() -> None:
-    case = Case("smoothed_negatives", [(31, 40)], 5)
-    leaves = leaves_of(case)
-    compiled = torch.compile(lambda: 2 * loss_of(case, leaves), backend="aot_eager")
-    expected = torch.autograd.grad(2 * loss_of(case, leaves), leaves)
-    found = torch.autograd.grad(compiled(), leaves)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -172,7 +172,7 @@ def write_softmax(
     softmax_nm: Tensor,
     low_nm: Tensor | None,
     diagonal: int | None,
-    configs: tuple[TileConfig, TileConfig],
+    configs: tuple[TileConfig, ...],
     *,
     split_scale: bool,
     ids: Ids | None = None,
@@ -188,7 +188,8 @@ def write_softmax(
         softmax_nm: Where to write; rows 16-byte aligned.
         low_nm: Where to write what rounding to `softmax_nm` leaves over, laid out alike.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
-        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`.
+        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`; with limits
+            for the latter alone.
         split_scale: Use both values of `log2_scale`.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
         limits: Products above which rows and columns leave a pair out, fp32.

@@ -1,0 +1,168 @@
+"""The loss with options of pairs as operators: one graph for compilers, the same to the bit."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss, MatryoshkaLoss
+from lightning_mp.contrastive.pair_options import PairOptions
+from lightning_mp.contrastive.targeted_library import (
+    loss_of_targets,
+    targeted_infonce,
+    targeted_infonce_backward,
+)
+from tests.contrastive.pair_cases import CASES, Case
+from tests.contrastive.test_targets_uses import leaves_of, loss_of
+from tests.reference.contrastive import relative_error
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks, and hides the warning
+]
+
+GATE = ["weighted_multi_positive", "smoothed_negatives", "shared_texts", "guided"]
+# Outside of a compiler these are losses without targets, whose sums go another way.
+SWEPT = ["absolute", "relative", "guided"]
+TILES = ("auto", "auto", None, False)
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs() -> None:
+    torch._dynamo.reset()  # it stops to compile a line after eight graphs
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, backend="aot_eager", fullgraph=True, **options)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in GATE else pytest.mark.sweep) for x in CASES]
+)
+def test_compiled_loss_is_one_graph_and_the_eager_one(name: str) -> None:
+    case = Case(name, [(31, 40)], 5)
+    leaves = leaves_of(case)
+    results = []
+    for function in (
+        lambda: 2 * loss_of(case, leaves),
+        compiled(lambda: 2 * loss_of(case, leaves)),
+    ):
+        loss = function()
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for found, expected in zip(*results, strict=True):
+        # Both are within 4e-6 of float64, see `test_targets.py`.
+        error = relative_error(found, expected)
+        assert error < 8e-6 if name in SWEPT else torch.equal(found, expected)
+
+
+def test_batch_size_is_no_reason_to_compile_again() -> None:
+    loss_fn = ContrastiveLoss(label_smoothing=0.1)
+
+    def step(image: Tensor, text: Tensor, negatives: Tensor, positives: Tensor) -> Tensor:
+        loss: Tensor = loss_fn(image, text, 20.0, negatives=negatives, positives=positives)
+        return 3 * loss
+
+    torch._dynamo.utils.counters.clear()  # of other tests in this process
+    compiled_step = compiled(step, dynamic=True)
+    for b in (5, 12, 33):
+        sizes = ((b, 24), (b + 3, 24), (b, 4, 24))
+        leaves = [F.normalize(torch.randn(size), dim=-1).requires_grad_() for size in sizes]
+        positives = torch.randint(-1, b + 3, (b, 2))
+        results = []
+        for function in (step, compiled_step):
+            loss = function(*leaves, positives)
+            results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [(1,), (0, 3), *(pytest.param(x, marks=pytest.mark.sweep) for x in [(0,), (2,), ()])],
+    ids=str,
+)
+def test_locked_inputs_get_no_gradient(trained: tuple[int, ...]) -> None:
+    case = Case("negatives_of_captions", [(31, 40)], 5)
+    leaves = leaves_of(case)
+    every = torch.autograd.grad(loss_of(case, leaves), leaves)
+    for place, leaf in enumerate(leaves):
+        leaf.requires_grad_(place in trained)
+    loss = compiled(lambda: loss_of(case, leaves))()
+    assert loss.requires_grad == bool(trained)
+    if trained:
+        loss.backward()
+    for place, (leaf, right) in enumerate(zip(leaves, every, strict=True)):
+        assert (leaf.grad is not None) == (place in trained)
+        # The scale's comes from the products of the other side where one is locked.
+        assert leaf.grad is None or relative_error(leaf.grad, right) < 1e-5
+
+
+def test_statistics_and_what_cannot_be_used_are_as_outside() -> None:
+    image, text = (torch.randn(b, 8) for b in (6, 9))
+    weights, positives = torch.rand(6), torch.arange(6).flip(0)
+    loss_fn = ContrastiveLoss()
+
+    def step(positives: Tensor) -> Any:
+        options = {"positives": positives, "weights": weights}
+        return loss_fn(image, text, 5.0, -1.0, statistics=True, **options)
+
+    (found, values), (right, expected) = compiled(step)(positives), step(positives)
+    assert torch.equal(found, right)
+    assert torch.equal(torch.stack(values), torch.stack(expected))
+    with pytest.raises(ValueError, match="from 4 to 9 with 9 texts on this rank"):
+        compiled(step)(positives + 4)
+    with pytest.raises(ValueError, match="several positives of one image or text"):
+        compiled(step)(torch.zeros(6, dtype=torch.long))
+
+
+def test_matryoshka_is_one_graph_too() -> None:
+    leaves = [torch.randn(20, 24, requires_grad=True) for _ in range(2)]
+    loss_fn = MatryoshkaLoss(widths=[24, 8], weights=[1.0, 0.5])
+    results = []
+    for function in (loss_fn, compiled(loss_fn)):
+        loss = function(*leaves, 10.0)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all(relative_error(*pair) < 4e-6 for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["absolute", "negatives_of_absolute", "absolute_of_swapped"])
+@pytest.mark.parametrize("trains", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sweep)], ids=str
+)
+def test_operators_pass_opcheck(name: str, trains: bool, dtype: torch.dtype) -> None:
+    case = Case(name, [(9, 14)], 5)
+    image, text, *negatives = (x.to(dtype).requires_grad_(trains) for x in case.features)
+    scale = torch.tensor(20.0, requires_grad=trains)
+    needs = [trains, trains, trains, trains and bool(negatives)]
+    positives, *guides = (case.call.get(x) for x in ("positives", "guide_image", "guide_text"))
+    # With limits no tiles are kept, whose memory has gaps with no value: the check compares all.
+    rules = (case.setup["false_negatives"], case.setup["margin"])
+    bias, weights = torch.tensor(-1.0, requires_grad=trains), torch.rand(9)
+    inputs = (
+        image, text, scale, bias, negatives[0] if negatives else None, None, weights, positives,
+        *guides, needs, False, "both", "mask", 0.0, *rules, *TILES,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
+        warnings.simplefilter("ignore")
+        torch.library.opcheck(targeted_infonce, inputs)
+    loss, _, saved = targeted_infonce(*inputs)
+    detached = [x.detach() for x in (image, text, scale, bias)]
+    given = (torch.tensor(0.5), loss.detach(), saved, *detached, None, *guides, needs)
+    torch.library.opcheck(targeted_infonce_backward, (*given, "both", *rules, *TILES))
+
+
+def test_second_derivatives_are_refused() -> None:
+    case = Case("weights", [(9, 12)], 5)
+    image, text, scale = leaves_of(case)
+    options = PairOptions(**case.call)
+    tiles = dict(zip(("backend", "tile_dtype", "workspace_bytes", "autotune"), TILES, strict=True))
+    loss, _ = loss_of_targets(image, text, scale, None, options, tiles)
+    (d_image,) = torch.autograd.grad(loss, image, create_graph=True)
+    with pytest.raises(RuntimeError, match="which has a first one only"):
+        d_image.sum().backward()
