@@ -46,7 +46,7 @@ def take_turns(
     runs: Mapping[str, Callable[[], Found]],
     *,
     rounds: int,
-    seconds_of: Callable[[Found], float],
+    seconds_of: Callable[[Any], float] = float,
     max_seconds: float | None = None,
     title: str = "",
 ) -> tuple[dict[str, list[Found]], dict[str, str]]:
@@ -93,12 +93,12 @@ def time_in_turn(
     the cache in between. The arguments are those of `take_turns`, as is what is returned.
     """
     calls = {name: partial(_seconds_of_call, step) for name, step in steps.items()}
-    warm, failures = take_turns(calls, rounds=2, seconds_of=float)
+    warm, failures = take_turns(calls, rounds=2)
     for name, seconds in warm.items():
         if device.type == "cuda" and min(seconds) < _LONG_ENOUGH:
             calls[name] = partial(_seconds_of_many, steps[name])
     calls = {name: calls[name] for name in warm}
-    spreads, later = take_turns(calls, rounds=rounds, seconds_of=float, **limits)
+    spreads, later = take_turns(calls, rounds=rounds, **limits)
     return spreads, failures | later
 
 
@@ -189,38 +189,23 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass
 class Report:
-    """What is found out about one problem.
+    """What is found out about one problem."""
 
-    Args:
-        rows: What was measured, by the names of columns, and what was found.
-        table: Headers, and how a row stands under them; what has no value is a dash.
-        said: What the figures say.
-        sound: Whether all that is ours ran and was right.
-    """
-
-    rows: list[tuple[dict[str, Any], dict[str, Any]]]
-    table: Mapping[str, str]
+    rows: list[tuple[dict[str, Any], dict[str, Any]]]  # what was measured, and what was found
+    table: Mapping[str, str]  # headers, and how a row stands under them
     said: Sequence[str] = ()
-    sound: bool = True
+    sound: bool = True  # all that is ours ran and was right
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script.
-
-    Args:
-        name: Of the script and of its CSV file.
-        doc: Its docstring.
-        measure: What it does with its arguments.
-        quick: Its defaults for a rehearsal.
-        options: Its own options, by the arguments of argparse.
-    """
+    """A script: its name, its docstring, and what it does with its arguments."""
 
     name: str
     doc: str | None
     measure: Callable[[argparse.Namespace], Iterable[Report]]
-    quick: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    quick: Mapping[str, Any] = field(default_factory=dict)  # its defaults for a rehearsal
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # for argparse
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Read the command line; `--quick` replaces what was not given."""

@@ -111,15 +111,12 @@ def sweeps(arch: int) -> None:
 
 def optimizer(arch: int) -> None:
     """Launch the fused AdamW as SafeAdamW does, for fp32 and half weights."""
-    half: tuple[tuple[torch.dtype, str], ...] = ((FP32, "nearest"), (FP16, "kahan"))
-    for dtype, write_back in (*half, (BF16, "kahan")):
-        for clip, count in ((None, 7), (1.0, 7)):
-            params, grads = ([torch.zeros(64, dtype=dtype)] * count for _ in range(2))
-            moments = [[torch.zeros(64) for _ in range(count)] for _ in range(2)]
-            residuals = [torch.zeros_like(p) for p in params] if write_back == "kahan" else None
-            steps = [torch.ones(()) for _ in range(count)]
+    for dtype, write_back in ((FP32, "nearest"), (FP16, "kahan"), (BF16, "kahan")):
+        for clip in (None, 1.0):
+            params, grads, residuals = ([torch.zeros(64, dtype=dtype)] * 7 for _ in range(3))
+            moments, steps = [[torch.zeros(64)] * 7] * 2, [torch.ones(())] * 7
             fused_adamw_step(
-                params, grads, *moments, residuals, steps,
+                params, grads, *moments, residuals if write_back == "kahan" else None, steps,
                 AdamWOptions(
                     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False,
                     rule="adam", write_back=write_back, seed=0, clip_update_rms=clip,

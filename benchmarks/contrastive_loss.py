@@ -128,18 +128,14 @@ def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]]
     tile = min(case.batch, 8192 if case.device.type == "cuda" else 1024)
     shapes = [(tile, case.width, tile), (tile, tile, case.width), (square, square, square)]
     flop = max(2.0 * math.prod(shape) for shape in shapes)
-    steps: dict[str, Callable[[], object]] = {}
-    for shape in shapes:
+
+    def product(m: int, n: int, k: int) -> Callable[[], object]:
         options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": case.device}
-        left, right = torch.randn(shape[:2], **options), torch.randn(shape[1:], **options)
-        out, calls = left @ right, max(1, round(flop / 2 / math.prod(shape)))
-        steps[f"gemm {shape}"] = partial(_multiply, left, right, out, calls)
-    return steps, flop
+        left, right = torch.randn(m, n, **options), torch.randn(n, k, **options)
+        out, calls = left @ right, max(1, round(flop / 2 / (m * n * k)))
+        return lambda: [torch.mm(left, right, out=out) for _ in range(calls)]
 
-
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, calls: int) -> None:
-    for _ in range(calls):
-        torch.mm(left, right, out=out)
+    return {f"gemm {shape}": product(*shape) for shape in shapes}, flop
 
 
 def too_slow(contender: Contender, case: Case, limit: float | None) -> str | None:

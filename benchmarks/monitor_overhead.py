@@ -21,7 +21,7 @@ import logging
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,8 +50,10 @@ from lightning_mp.callbacks import (  # noqa: E402
 from lightning_mp.callbacks._step.outputs import OutputSampler  # noqa: E402
 from lightning_mp.reproduce._fit import Classifier  # noqa: E402
 
-GOALS = {"cpu": 0.02, "cuda": 0.01}  # of a step, at the default cadence
+WARM_UP = 20  # steps
 INSIDE, COMPARED = "all, inside", "all, on against off"
+# What is judged, and its share of a step at the default cadence.
+GOALS = {"cpu": (INSIDE, 0.02), "cuda": (COMPARED, 0.01)}
 TABLE = {
     "monitor": "{monitor}",
     "ms a step": "{monitor_ms_per_step:.3f}",
@@ -82,7 +84,7 @@ class Stopwatch(pl.Callback):
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.first, self.last = warm_up, warm_up + steps
-        self.seconds = 0.0
+        self.seconds, self.parameters = 0.0, 0
         self.inside: dict[str, float] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
@@ -94,24 +96,26 @@ class Stopwatch(pl.Callback):
         elif step == self.last:
             self.seconds += timer()
             self.inside = {action: sum(seconds) for action, seconds in durations.items()}
+            self.parameters = sum(p.numel() for p in pl_module.parameters())
 
 
-def monitors(every_n_steps: int | None) -> list[InstabilityMonitor]:
+def monitors(**cadence: int) -> list[InstabilityMonitor]:
     """Return all monitors in the state of a run whose baseline is known."""
-    kwargs = {} if every_n_steps is None else {"every_n_steps": every_n_steps}
-    sampling = [
-        GradientUnderflowMonitor(**kwargs),
-        ActivationRangeMonitor(**kwargs),
-        AdamStateMonitor(**kwargs),
-    ]
+    kinds = GradientUnderflowMonitor, ActivationRangeMonitor, AdamStateMonitor
+    sampling = [kind(**cadence) for kind in kinds]
     for monitor in sampling:
         monitor.load_state_dict({**monitor.state_dict(), "samples": monitor.baseline_samples})
     return [LossScaleMonitor(), *sampling, SpikeGuard(), NonFiniteLocator()]
 
 
-def train(args: argparse.Namespace, *, with_monitors: bool) -> tuple[Stopwatch, int]:
-    """Train once; return what was timed, and the parameters."""
-    stopwatch, profiler = Stopwatch(args.warm_up, args.steps), SimpleProfiler()
+def steps_of(args: argparse.Namespace) -> int:
+    """Return how many steps of a training count."""
+    return 10 if args.quick else 100
+
+
+def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatch:
+    """Train once, and return what was timed."""
+    stopwatch, profiler = Stopwatch(WARM_UP, steps_of(args)), SimpleProfiler()
     torch.manual_seed(0)
     model, is_cuda = LanguageModel(args), args.device.type == "cuda"
     add = OutputSampler._add
@@ -127,47 +131,46 @@ def train(args: argparse.Namespace, *, with_monitors: bool) -> tuple[Stopwatch, 
         pl.Trainer(
             accelerator="cuda" if is_cuda else "cpu",
             devices=1,
-            max_steps=args.warm_up + args.steps + 1,
+            max_steps=stopwatch.last + 1,
             plugins=[BalancedAMP()] if is_cuda else [],
-            callbacks=[stopwatch, *(monitors(args.every_n_steps) if with_monitors else ())],
+            callbacks=[stopwatch, *watching],
             profiler=profiler,
             logger=False,
             **dict.fromkeys(off_by_default, False),
         ).fit(model, DataLoader(range(10**6)))
-    return stopwatch, sum(p.numel() for p in model.parameters())
+    return stopwatch
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     """Train in turn, and give a row for each monitor and two for all."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found, failures = common.take_turns(
-        {kind: lambda kind=kind: train(args, with_monitors=kind == "on") for kind in ("off", "on")},
-        rounds=args.pairs,
-        seconds_of=lambda run: run[0].seconds,
-    )
+    cadence = {"every_n_steps": 5} if args.quick else {}
+    runs = {"off": lambda: train(args, []), "on": lambda: train(args, monitors(**cadence))}
+    found, failures = common.take_turns(runs, rounds=args.pairs)
     if failures:
         raise RuntimeError(f"A training did not finish: {failures}.")
-    off, on = ([run.seconds for run, _ in found[kind]] for kind in ("off", "on"))
-    step, parameters = statistics.median(off) / args.steps, found["off"][0][1]
+    off, on = ([run.seconds for run in found[kind]] for kind in runs)
+    step = statistics.median(off) / steps_of(args)
     shares = {}
-    for monitor in monitors(None):
-        name = type(monitor).__name__
-        seconds = [s for run, _ in found["on"] for a, s in run.inside.items() if f"]{name}" in a]
-        shares[name] = sum(seconds) / len(on) / args.steps / step
+    for name in (type(monitor).__name__ for monitor in monitors()):
+        seconds = [s for run in found["on"] for a, s in run.inside.items() if f"]{name}" in a]
+        shares[name] = sum(seconds) / len(on) / statistics.median(off)
     shares[INSIDE] = sum(shares.values())
     shares[COMPARED] = common.median_ratio(on, off) - 1
-    asked = {"batch": args.batch, "tokens": args.tokens}
-    asked |= {"every_n_steps": args.every_n_steps or "default"}
-    asked |= {"precision": "BalancedAMP fp16" if args.device.type == "cuda" else "32-true"}
-    asked |= {"parameters": parameters, "windows": args.pairs}
+    asked = {
+        "batch": args.batch,
+        "tokens": args.tokens,
+        "every_n_steps": cadence.get("every_n_steps", "default"),
+        "precision": "BalancedAMP fp16" if args.device.type == "cuda" else "32-true",
+        "parameters": found["off"][0].parameters,
+        "windows": args.pairs,
+    }
     rows = []
     for name, share in shares.items():
         times = {"step_ms": 1e3 * step, "monitor_ms_per_step": 1e3 * share * step}
         rows.append(({"monitor": name, **asked}, {**times, "share_of_step": share}))
-    share, goal = (
-        shares[COMPARED if args.device.type == "cuda" else INSIDE],
-        GOALS[args.device.type],
-    )
+    kind, goal = GOALS[args.device.type]
+    share = shares[kind]
     figure = f"All monitors take {share:.2%} of a step of {step * 1e3:.1f} ms"
     yield common.Report(rows, TABLE, [common.verdict(figure, f"{goal:.0%}", share <= goal)])
 
@@ -175,13 +178,9 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch": dict(type=common.positive, default=8, help="sequences a step"),
     "tokens": dict(type=common.positive, default=128, help="of a sequence"),
-    "every-n-steps": dict(type=common.positive, help="of the sampling monitors, or their own"),
-    "warm-up": dict(type=common.positive, default=20, help="steps of a training before"),
-    "steps": dict(type=common.positive, default=100, help="that count; all cadences divide it"),
     "pairs": dict(type=common.positive, default=2, help="trainings without and with monitors"),
 }
-QUICK = {"pairs": 2, "tokens": 8, "every_n_steps": 5, "warm_up": 5, "steps": 10}
-BENCHMARK = common.Benchmark("monitor_overhead", __doc__, measure, QUICK, OPTIONS)
+BENCHMARK = common.Benchmark("monitor_overhead", __doc__, measure, {"tokens": 8}, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

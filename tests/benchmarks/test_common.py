@@ -28,7 +28,7 @@ def test_steps_take_turns_until_their_time_is_up():
         return lambda: calls.append(name) or seconds
 
     runs = {"long": run("long", 2.0), "short": run("short", 0.5)}
-    found, failures = take_turns(runs, rounds=3, seconds_of=float, max_seconds=4.5)
+    found, failures = take_turns(runs, rounds=3, max_seconds=4.5)
     assert calls == [*["long", "short"] * 2, "short"]
     assert found == {"long": [2.0, 2.0], "short": [0.5, 0.5, 0.5]}
     assert failures == {}
@@ -38,7 +38,7 @@ def test_run_that_fails_is_out():
     def fail() -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    found, failures = take_turns({"a": lambda: 1.0, "b": fail}, rounds=2, seconds_of=float)
+    found, failures = take_turns({"a": lambda: 1.0, "b": fail}, rounds=2)
     assert found == {"a": [1.0, 1.0]}
     assert failures == {"b": "ran out of memory"}
     assert error_words(ValueError("No kernel. Details.")) == "failed: ValueError: No kernel"

@@ -16,7 +16,7 @@ def test_a_rehearsal_has_a_row_for_every_monitor_and_for_all(tmp_path: Path, cap
     path = tmp_path / "rows.csv"
     assert main([*QUICK, "--csv", str(path)]) == 0
     rows = read(path)
-    names = [type(monitor).__name__ for monitor in monitors(5)]
+    names = [type(monitor).__name__ for monitor in monitors()]
     assert [row["monitor"] for row in rows] == [*names, "all, inside", "all, on against off"]
     parts = [float(row["share_of_step"]) for row in rows]
     assert sum(parts[:-2]) == pytest.approx(parts[-2], abs=1e-4)
