@@ -30,7 +30,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,42 +105,26 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
     )
 
 
-def judge(
-    outcomes: Mapping[str, Sequence[Outcome]],
-) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Tell who trained as 32-true did, whose kernels of AdamW differ by rounding only.
+def difference_of(fits: Sequence[Outcome], reference: Sequence[float] | None) -> float | None:
+    """Return the largest relative difference of final losses from 32-true's after as many updates.
 
-    Returns:
-        The largest relative difference of final losses over rounds of those that did, `None` where
-        32-true did not run; and what is wrong with the others.
+    Kernels of AdamW differ by rounding only: there is one reference for all, or `None`.
     """
-    sound: dict[str, float | None] = {}
-    wrong: dict[str, str] = {}
-    reference = next(
-        (
-            found[0].losses
-            for name, found in outcomes.items()
-            if name.startswith(REFERENCE) and all(map(math.isfinite, found[0].losses))
-        ),
-        None,
-    )
-    for name, found in outcomes.items():
-        difference = None
-        if reference is not None:
-            difference = max(abs(each.losses[-1] / reference[each.updates] - 1) for each in found)
-        if not all(math.isfinite(outcome.losses[-1]) for outcome in found):
-            losses = ", ".join(f"{outcome.losses[-1]:.4g}" for outcome in found)
-            wrong[name] = f"diverged: its final losses are {losses}"
-        elif difference is not None and difference > LOSS_TOLERANCE:
-            wrong[name] = (
-                f"diverged: its final loss is {difference:.0%} off that of {REFERENCE}, "
-                f"more than {LOSS_TOLERANCE:.0%}"
-            )
-        elif not all(outcome.step_seconds for outcome in found):
-            wrong[name] = "took no timed step: all were skipped; give it a longer --warm-up"
-        else:
-            sound[name] = difference
-    return sound, wrong
+    if reference is None:
+        return None
+    return max(abs(fit.losses[-1] / reference[fit.updates] - 1) for fit in fits)
+
+
+def wrong_with(fits: Sequence[Outcome], difference: float | None) -> str | None:
+    """Return why fits are not ranked, if they are not."""
+    losses = [fit.losses[-1] for fit in fits]
+    if not all(map(math.isfinite, losses)):
+        return f"diverged: its final losses are {', '.join(f'{loss:.4g}' for loss in losses)}"
+    if difference is not None and difference > LOSS_TOLERANCE:
+        return f"diverged: its final loss is {difference:.0%} off that of {REFERENCE}"
+    if not all(fit.step_seconds for fit in fits):
+        return "took no timed step: all were skipped; give it a longer --warm-up"
+    return None
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
@@ -156,11 +140,15 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
             seconds_of=lambda outcome: sum(outcome.step_seconds),
             max_seconds=args.max_seconds,
         )
-        differences, wrong = judge(outcomes)
-        left_out |= wrong
+        references = [fits[0].losses for name, fits in outcomes.items() if REFERENCE in name]
+        reference = next((losses for losses in references if all(map(math.isfinite, losses))), None)
+        differences = {name: difference_of(fits, reference) for name, fits in outcomes.items()}
+        wrong = {name: wrong_with(fits, differences[name]) for name, fits in outcomes.items()}
+        left_out |= {name: why for name, why in wrong.items() if why is not None}
         medians = {
-            name: [statistics.median(found.step_seconds) for found in outcomes[name]]
-            for name in differences
+            name: [statistics.median(fit.step_seconds) for fit in fits]
+            for name, fits in outcomes.items()
+            if wrong[name] is None
         }
         rows = []
         for name, seconds in sorted(medians.items(), key=lambda item: statistics.median(item[1])):

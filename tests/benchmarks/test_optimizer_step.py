@@ -88,7 +88,11 @@ def test_cpu_gives_no_verdict_and_says_who_is_missing(capsys, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [
-        (lambda params: torch.optim.SGD(params, lr=1.0), 1, "differs from float64 by"),
+        (
+            lambda params: torch.optim.SGD(params, lr=1.0),
+            1,
+            "failed: ValueError: differs from float64 by",
+        ),
         (lambda params: params[0].no_such_thing, 1, "failed: AttributeError"),
     ],
 )
