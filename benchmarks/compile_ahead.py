@@ -40,7 +40,9 @@ from lightning_mp.optim.adamw_math import AdamWOptions  # noqa: E402
 from lightning_mp.optim.fused_adamw import fused_adamw_step  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ROWS = 4096  # counts of tiles are multiples of 16, as at all larger batches of the suite
+# Counts of tiles are multiples of 16, as at all larger batches of the suite; and no shard is so small
+# that one of the twins will do.
+ROWS = 8192
 WIDTHS = 512, 768, 1024
 _WARP = 32
 

@@ -282,29 +282,27 @@ def negatives_sweep(
     prepared: Prepared | None = None,
 ) -> Negatives:
     """Sweep over all columns for the log-sum-exps of the negatives."""
-    row_neg_b = torch.full(
-        image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
-    )
+    row_neg_b = image_bD.new_empty(image_bD.shape[:1], dtype=state_dtype(image_bD.device))
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
     largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     block_mD = None
 
-    def sweep_block(visit: Visit) -> None:
+    def sweep_block(visit: Visit, is_first: bool) -> None:
         text_mD, *others = visit.columns
-        part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
+        part_m = row_neg_b.new_empty(text_mD.shape[:1])
         maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
             visit.diagonal, paired(visit, image_bD, plan), kept,
             visiting_ids(plan, len(image_bD), others), prepared, _visiting_limits(plan, others),
-            maxima,
+            maxima, (is_first, True),
         )  # fmt: skip
         column_neg.add(part_m)
         if largest is not None and maxima is not None:
             largest.add(maxima)
 
-    for visit in plan.exchange.visit([text_nD, *plan.travelling]):
-        sweep_block(visit)
+    for index, visit in enumerate(plan.exchange.visit([text_nD, *plan.travelling])):
+        sweep_block(visit, index == 0)
         if plan.trains and plan.exchange.holds_all:
             block_mD = visit.columns[0]
     maxima = None if largest is None else largest.result()

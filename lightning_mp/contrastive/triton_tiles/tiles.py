@@ -49,6 +49,10 @@ DEFAULT_WORKSPACE_BYTES = 544 * 2**20
 
 _LOG2_E = math.log2(math.e)
 _TUNED_ROWS = 8192
+# Products of up to this many multiplications take a GPU 0.1 ms each, at half of an H100's rate, and
+# the four of a loss less than the host for its launches. A second exponential of 2^24 logits takes
+# the GPU 5 us; the twin that returns at once takes the host 40.
+_HOST_BOUND = 2**34
 # Of a largest logit in nats: its distance from the reference, below 2^7, is rounded by up to 2^-18
 # with each part of the scale, and its power by 2^-22.
 _MAXIMUM_ROUNDING = 2 * 2.0**-18
@@ -94,6 +98,7 @@ class TritonTiles:
         prepared: Prepared | None = None,
         limits: Limits | None = None,
         maxima: Maxima | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         codes = _short(ids)
@@ -108,10 +113,12 @@ class TritonTiles:
         def add(
             block: Block, lses: tuple[Tensor, Tensor], config: TileConfig, maxima: Maxima | None
         ) -> None:
+            firsts = block.columns.start == 0, block.rows.start == 0
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
                 *lses, block.diagonal, config, split_scale=precision.is_split,
                 ids=_ids_of(block, codes), maxima=maxima,
+                fresh=(fresh[0] and firsts[0], fresh[1] and firsts[1]),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -151,33 +158,36 @@ class TritonTiles:
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
 
-        def write(block: Block, softmax: Softmax, config: TileConfig) -> None:
+        def write(block: Block, softmax: Softmax, narrow: list[TileConfig]) -> None:
             write_softmax(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
-                block.diagonal, (config, wide), split_scale=precision.is_split,
+                block.diagonal, [*narrow, wide], split_scale=precision.is_split,
                 ids=_ids_of(block, codes),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
             block = _first_block(rows_bD, columns_mD, precision, units)
             softmax = workspace.block(block)
-            return lambda config: write(block, softmax, config)
+            return lambda config: write(block, softmax, [config])
 
         with _on(rows_bD.device):
-            factors = SoftmaxFactors.of(row_lse_b, column_lse_m, scale, precision.softmax_exponent)
+            is_small = rows_bD.numel() * len(columns_mD) <= _HOST_BOUND
+            factors = SoftmaxFactors.of(
+                row_lse_b, column_lse_m, scale, precision.softmax_exponent, always_wide=is_small
+            )
             log2_scale = factors.log2_scale
             if precision.is_split:
                 log2_scale = _log2_parts(scale, units)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
             workspace = Workspace.make(shape, precision, rows_bD.device)
             wide = self._choose("softmax_wide", precision, rows_bD)
-            config = self._choose("softmax", precision, rows_bD, make_trial)
+            narrow = [] if is_small else [self._choose("softmax", precision, rows_bD, make_trial)]
             for block in blocks_of(
                 rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
             ):
                 softmax = workspace.block(block)
-                write(block, softmax, config)
+                write(block, softmax, narrow)
                 softmax.add_products(block, d_rows_bD, d_columns_mD, fresh)
 
     def sigmoid_sweep(
