@@ -206,7 +206,7 @@ class TileBackend(Protocol):
     def pair_terms(
         self,
         row_neg_b: Tensor,
-        column_neg_n: Tensor,
+        column_neg_Rn: Tensor,
         pos_b: Tensor,
         wanted: tuple[bool, bool],
         terms: int,
@@ -215,7 +215,7 @@ class TileBackend(Protocol):
 
         Args:
             row_neg_b: Log-sum-exps of the negatives of the rows.
-            column_neg_n: Those of the columns.
+            column_neg_Rn: Parts of those of the columns, whose exponentials add up.
             pos_b: The pairs' logits.
             wanted: Whether rows look for their columns, and columns for their rows.
             terms: Cross entropies that the loss is the mean of.

@@ -34,13 +34,10 @@ def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -
     assert counts.kernels <= 4 * blocks + 4 - is_small
     assert counts.products <= 2 * blocks
     # Starts of two sets of peaks, of one for a small block; sums of the loss in programs and ranks,
-    # of the scale's gradient, of log-sum-exps from all ranks; these put in a row; loss and gradient
-    # rounded.
-    assert counts.ops <= 9 - is_small
-    # By the model the host is done before twice the time of the products, but where a rank's part
-    # of them is a quarter of a millisecond.
-    products = 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
-    assert counts.host_seconds < 2 * max(products, 3e-4)
+    # and of the scale's gradient; log-sum-exps of all ranks in a row; loss and gradient rounded.
+    assert counts.ops <= 8 - is_small
+    # By the model the host is done before twice the time of the products.
+    assert counts.host_seconds < 2 * 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
 
 
 @pytest.mark.parametrize("batch", [256, 4096])

@@ -2,6 +2,7 @@
 
 Shapes:
     b: rows. m: columns of the shard. D: width. n, c: rows and columns of one block.
+    R: parts of a sum.
 """
 
 import contextlib
@@ -235,14 +236,14 @@ class TritonTiles:
     def pair_terms(
         self,
         row_neg_b: Tensor,
-        column_neg_n: Tensor,
+        column_neg_Rn: Tensor,
         pos_b: Tensor,
         wanted: tuple[bool, bool],
         terms: int,
     ) -> PairTerms:
         """Return the terms of the pairs, see `TileBackend.pair_terms`."""
         with _on(pos_b.device):
-            return pair_terms(row_neg_b, column_neg_n, pos_b, wanted, terms)
+            return pair_terms(row_neg_b, column_neg_Rn, pos_b, wanted, terms)
 
     def finish(
         self,
