@@ -5,7 +5,6 @@ Shapes:
     R: parts of a sum.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
 from lightning_mp.contrastive.triton_tiles.workspace import Softmax, Workspace
 from lightning_mp.numerics.floats import sum_rounding
+from lightning_mp.numerics.triton_support import launching_on
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
 
@@ -127,7 +127,7 @@ class TritonTiles:
             lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
             return lambda config: add(block, lses, config, None)
 
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             config = self._choose("lse", precision, rows_bD, make_trial)
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             shape = self._block(rows_bD, columns_mD, precision, bytes_per_value)
@@ -172,7 +172,7 @@ class TritonTiles:
             softmax = workspace.block(block)
             return lambda config: write(block, softmax, [config])
 
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             is_small = rows_bD.numel() * len(columns_mD) <= _HOST_BOUND
             factors = SoftmaxFactors.of(
                 row_lse_b, column_lse_m, scale, precision.softmax_exponent, always_wide=is_small
@@ -211,7 +211,7 @@ class TritonTiles:
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         log2_scale = _log2_parts(scale, units)
         log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             shape = self._softmax_block(rows_bD, columns_mD, precision)
             workspace = Workspace.make(shape, precision, rows_bD.device)
             config = self._choose("softmax_wide", precision, rows_bD)
@@ -230,7 +230,7 @@ class TritonTiles:
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
         """Work out what all shards need, see `TileBackend.prepare`."""
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             return prepare(rows_bD, columns_nD, scale)
 
     def pair_terms(
@@ -242,7 +242,7 @@ class TritonTiles:
         terms: int,
     ) -> PairTerms:
         """Return the terms of the pairs, see `TileBackend.pair_terms`."""
-        with _on(pos_b.device):
+        with launching_on(pos_b.device):
             return pair_terms(row_neg_b, column_neg_Rn, pos_b, wanted, terms)
 
     def finish(
@@ -259,7 +259,7 @@ class TritonTiles:
         wants_scale: bool,
     ) -> Finished:
         """Finish the gradients, see `TileBackend.finish`."""
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             return finish(
                 rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, cotangent, terms,
                 ranks, wants_scale,
@@ -352,8 +352,3 @@ def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Te
             exact = exact / unit.double()
     high = exact.float()
     return torch.stack([high, (exact - high.double()).float()])
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a device the one that Triton launches on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
