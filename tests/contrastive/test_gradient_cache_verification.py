@@ -254,7 +254,8 @@ def test_cache_and_models_in_it_are_copied_and_pickled() -> None:
         assert torch.equal(copied.encode(batch), copied.tower.bias.expand(7, 4))
     assert cache.calls == 0
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert torch.equal(copied.call(model.tower, batch), model.tower(batch))
+        # Products of fewer rows may add in another order.
+        torch.testing.assert_close(copied.call(model.tower, batch), model.tower(batch))
         assert copied.calls == 1
 
 
