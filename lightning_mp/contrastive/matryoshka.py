@@ -4,6 +4,7 @@ Shapes:
     b: this rank's batch. n: its texts. D: feature width.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ class MatryoshkaLoss(nn.Module):
             Prefix(width, float(weight), self.normalize)
             for width, weight in zip(self.widths, self.weights, strict=True)
         )
-        options = options._replace(prefixes=prefixes)
+        options = dataclasses.replace(options, prefixes=prefixes)
         found = self.loss.planned(*in_one_dtype(image_bD, text_nD), scale, bias, options)
         total: Tensor = NestedInfoNCE.apply(*found[:3], found.plan, prefixes)
         # NaN and inf of a bias are not to vanish.

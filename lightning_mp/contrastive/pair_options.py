@@ -4,8 +4,9 @@ Shapes:
     b: images of this rank. n: its texts. k: positives or negatives of an image. D: feature width.
 """
 
+import dataclasses
 import zlib
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
@@ -37,7 +38,8 @@ class PairArguments(TypedDict, total=False):
     guide_text: Tensor | None
 
 
-class PairOptions(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PairOptions:
     """The arguments of a call and of the constructor that say what belongs to what, and how much.
 
     Args:
@@ -169,7 +171,7 @@ class PairOptions(NamedTuple):
                 value = getattr(self, name)
                 if value is not None and order is not None:
                     in_order[name] = value[order]
-        options = self._replace(pairing=pairing, **in_order)
+        options = dataclasses.replace(self, pairing=pairing, **in_order)
         return options, *pairing.ordered(image_bD, text_nD)
 
     def pairing_problem(self, b: int) -> str | None:
