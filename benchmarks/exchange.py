@@ -77,11 +77,15 @@ class Counts:
     collectives: Counter[str] = field(default_factory=Counter)
 
     @property
+    def sent(self) -> int:
+        """Collectives, with the one for the facts, which ranks need before there is a plan."""
+        return self.collectives.total() + 1 if self.collectives else 0
+
+    @property
     def host_seconds(self) -> float:
         """The host's time by the model."""
-        sent = self.collectives.total()
         counts = {"op": self.ops, "kernel": self.kernels, "product": self.products}
-        return sum(SECONDS[name] * n for name, n in {**counts, "collective": sent}.items())
+        return sum(SECONDS[name] * n for name, n in {**counts, "collective": self.sent}.items())
 
 
 class _Counter(TorchDispatchMode):
@@ -197,8 +201,8 @@ def main(args: Sequence[str] | None = None) -> None:
             rows.append(
                 [
                     f"{world_size} x {batch}", exchange, str(n.ops), str(n.kernels),
-                    str(n.products), str(n.collectives.total() + 1), str(n.waits),
-                    f"{1e3 * n.host_seconds:.1f}", f"{1e3 * flop / FLOP_A_SECOND:.1f}",
+                    str(n.products), str(n.sent), str(n.waits),
+                    f"{1e3 * n.host_seconds:.2f}", f"{1e3 * flop / FLOP_A_SECOND:.2f}",
                 ]  # fmt: skip
             )  # fmt: skip
     header = ["ranks x pairs", "exchange", "torch ops", "Triton", "products", "collectives"]

@@ -70,7 +70,7 @@ class _Block:
 
 
 class FakeCuda(Capturing, TorchFunctionMode):
-    """The device. Within it, `torch.cuda` and all tensors on `"cuda"` are simulated.
+    """The device. Within it `torch.cuda`, `torch.accelerator` and `"cuda"` tensors are simulated.
 
     Args:
         host_seconds: What a launch takes the host.
@@ -117,7 +117,6 @@ class FakeCuda(Capturing, TorchFunctionMode):
             "Event": lambda *a, **k: FakeEvent(self),
             "current_stream": lambda device=None: FakeStream(self, self.current),
             "stream": self.on,
-            "device": lambda device: contextlib.nullcontext(),
             "current_device": lambda: 0,
             "is_available": lambda: True,
             "is_current_stream_capturing": lambda: self.captured is not None,
@@ -128,6 +127,12 @@ class FakeCuda(Capturing, TorchFunctionMode):
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         }.items():
             self._patch.setattr(torch.cuda, name, value)
+        for name, value in {
+            "current_stream": lambda device=None: FakeStream(self, self.current),
+            "device_index": lambda device: contextlib.nullcontext(),
+            "synchronize": lambda device=None: self.synchronize(),
+        }.items():
+            self._patch.setattr(torch.accelerator, name, value)
         run = torch.autograd._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ class SmallCuda(FakeCuda):
         super().__enter__()
         for name, value in {
             "empty_cache": lambda: None,
-            "mem_get_info": lambda device=None: (
+            "get_memory_info": lambda device=None: (
                 self.memory_bytes - self.live_bytes,
                 self.memory_bytes,
             ),
@@ -36,7 +36,7 @@ class SmallCuda(FakeCuda):
             "max_memory_allocated": lambda device=None: self.peak_bytes,
             "reset_peak_memory_stats": self._reset_peak,
         }.items():
-            self._patch.setattr(torch.cuda, name, value)
+            self._patch.setattr(torch.accelerator, name, value)
         return self
 
     def _reset_peak(self, device: Any = None) -> None:

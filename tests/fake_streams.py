@@ -25,7 +25,7 @@ class FakeStream:
     """Stands in for `torch.cuda.Stream`."""
 
     def __init__(self, gpu: "FakeCuda", number: int) -> None:
-        self._gpu, self.number, self.cuda_stream = gpu, number, number
+        self._gpu, self.number, self.stream_id = gpu, number, number
 
     def record_event(self, event: Any = None) -> Any:
         event = event or FakeEvent(self._gpu)

@@ -31,7 +31,7 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
     parameters = sum(p.numel() for p in module.parameters())
     plugin = trainer.precision_plugin
     device = str(trainer.strategy.root_device)
-    if torch.cuda.is_available() and trainer.strategy.root_device.type == "cuda":
+    if trainer.strategy.root_device.type == "cuda":
         device = torch.cuda.get_device_name(trainer.strategy.root_device)
     facts = [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],

@@ -44,6 +44,10 @@ class Home(Protocol):
         """Return what all ranks together have about this rank's own columns, in its own order."""
         ...
 
+    def parts(self) -> Tensor:
+        """Return parts of `result()` that are left to be combined by their first dimension."""
+        ...
+
 
 class Exchange(Protocol):
     """Brings every column of every rank to this rank once in a sweep.

@@ -2,7 +2,7 @@
 
 Shapes:
     B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
-    m: columns that are visiting. D: feature width. W: ranks.
+    m: columns that are visiting. D: feature width. W: ranks. R: parts, one or one of each rank.
 
 With `S = scale * image @ text.T`, the positive `pos_i = S_ii` and the log-sum-exp of the negatives
 `neg_i` of a row or a column (the diagonal left out), each of the `2 B` cross entropies is
@@ -143,13 +143,13 @@ class Negatives(NamedTuple):
 
     Args:
         row_lse_b: Log-sum-exps of the rows.
-        column_lse_n: Those of the columns.
+        column_lse_Rn: Parts of those of the columns, see `Home.parts`.
         block_mD: As in `Swept`.
         maxima: Their largest logits, if anybody wants them.
     """
 
     row_lse_b: Tensor
-    column_lse_n: Tensor
+    column_lse_Rn: Tensor
     block_mD: Tensor | None
     maxima: Maxima | None
 
@@ -192,18 +192,19 @@ def sweep(
     with torch.autocast(image_bD.device.type, enabled=False):
         kept = memory_for_tiles(image_bD, plan)
         prepared = plan.tiles.prepare(image_bD, text_nD, scale)
-        row_neg_b, column_neg_n, block_mD, maxima = negatives_sweep(
+        row_neg_b, column_neg_Rn, block_mD, maxima = negatives_sweep(
             image_bD, text_nD, scale, kept, plan, prepared
         )
         statistics_5 = None
         if maxima is not None:
-            probability_2b = softmax_probabilities(prepared.pos_b, (row_neg_b, column_neg_n))
+            negatives = row_neg_b, column_neg_Rn.logsumexp(0)
+            probability_2b = softmax_probabilities(prepared.pos_b, negatives)
             statistics_5 = measure(
                 image_bD, text_nD, scale, bias, prepared.pos_b, probability_2b, maxima,
                 plan.exchange, plan.tiles,
             )  # fmt: skip
     row_lse_b, published, weight_b = plan.tiles.pair_terms(
-        row_neg_b, column_neg_n, prepared.pos_b, plan.wanted, plan.terms
+        row_neg_b, column_neg_Rn, prepared.pos_b, plan.wanted, plan.terms
     )
     loss, column_lse = plan.exchange.publish(published, to_visits=plan.trains)
     if bias is not None:
@@ -282,33 +283,31 @@ def negatives_sweep(
     prepared: Prepared | None = None,
 ) -> Negatives:
     """Sweep over all columns for the log-sum-exps of the negatives."""
-    row_neg_b = torch.full(
-        image_bD.shape[:1], -torch.inf, dtype=state_dtype(image_bD.device), device=image_bD.device
-    )
+    row_neg_b = image_bD.new_empty(image_bD.shape[:1], dtype=state_dtype(image_bD.device))
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
     largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
     block_mD = None
 
-    def sweep_block(visit: Visit) -> None:
+    def sweep_block(visit: Visit, is_first: bool) -> None:
         text_mD, *others = visit.columns
-        part_m = row_neg_b.new_full(text_mD.shape[:1], -torch.inf)
+        part_m = row_neg_b.new_empty(text_mD.shape[:1])
         maxima = None if largest is None else largest.block(text_mD)
         plan.tiles.lse_sweep(
             image_bD, text_mD, scale, row_neg_b, part_m,
             visit.diagonal, paired(visit, image_bD, plan), kept,
             visiting_ids(plan, len(image_bD), others), prepared, _visiting_limits(plan, others),
-            maxima,
+            maxima, (is_first, True),
         )  # fmt: skip
         column_neg.add(part_m)
         if largest is not None and maxima is not None:
             largest.add(maxima)
 
-    for visit in plan.exchange.visit([text_nD, *plan.travelling]):
-        sweep_block(visit)
+    for index, visit in enumerate(plan.exchange.visit([text_nD, *plan.travelling])):
+        sweep_block(visit, index == 0)
         if plan.trains and plan.exchange.holds_all:
             block_mD = visit.columns[0]
     maxima = None if largest is None else largest.result()
-    return Negatives(row_neg_b, column_neg.result(), block_mD, maxima)
+    return Negatives(row_neg_b, column_neg.parts(), block_mD, maxima)
 
 
 def negatives_gradients(

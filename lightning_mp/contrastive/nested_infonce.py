@@ -99,7 +99,7 @@ class NestedInfoNCE(torch.autograd.Function):
                 pos_b = row_dots(images, texts[: len(images)], row_neg_bk.dtype)
                 pos_b.mul_(scale.to(pos_b.dtype).reshape(()))
                 row_b, column_n = (x[:, index].contiguous() for x in (row_neg_bk, column_neg_nk))
-                terms = plan.tiles.pair_terms(row_b, column_n, pos_b, plan.wanted, plan.terms)
+                terms = plan.tiles.pair_terms(row_b, column_n[None], pos_b, plan.wanted, plan.terms)
                 loss = loss + prefix.weight * terms.published[0]
                 row_lses.append(terms.row_lse_b)
                 column_lses.append(terms.published[HEADER:])

@@ -2,6 +2,7 @@
 
 Shapes:
     b: rows, the images of one rank. n: its texts, of which the first b belong to them. D: width.
+    R: parts of a sum.
 
 `triton_tiles` has kernels for the same; the formulas are those of `infonce`.
 """
@@ -18,13 +19,14 @@ __all__ = ["finish", "pair_terms"]
 
 def pair_terms(
     row_neg_b: Tensor,
-    column_neg_n: Tensor,
+    column_neg_Rn: Tensor,
     pos_b: Tensor,
     wanted: tuple[bool, bool],
     terms: int,
 ) -> PairTerms:
     """Return what the pairs make of their negatives, see `TileBackend.pair_terms`."""
     pairs = slice(0, len(pos_b))
+    column_neg_n = column_neg_Rn[0] if len(column_neg_Rn) == 1 else column_neg_Rn.logsumexp(0)
     column_neg_b = column_neg_n[pairs]
     margin_2b = torch.stack([row_neg_b - pos_b, column_neg_b - pos_b])
     # A positive of +inf is an overflow, not a loss of 0.

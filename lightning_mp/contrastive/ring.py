@@ -178,3 +178,7 @@ class FollowingSum:
                 f"each of the {self._ring.world_size} turns of `Ring.visit`; make them first."
             )
         return self._total
+
+    def parts(self) -> Tensor:
+        """Return the sum as the only part."""
+        return self.result()[None]

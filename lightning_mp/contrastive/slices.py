@@ -218,6 +218,14 @@ class SlicedSum:
             )
         return self._home[0] if len(self._home) == 1 else torch.cat(self._home)
 
+    def parts(self) -> Tensor:
+        """Return what the ranks have sent, if one slice is all; or the sum as the only part."""
+        if self._slices.count > 1 or self._sent is None or self._combine == "sum":
+            return self.result()[None]
+        home, _, work = self._sent
+        work.wait()
+        return home
+
     def _arrive(self) -> None:
         if self._sent is None:
             return

@@ -61,7 +61,10 @@ class TargetedInfoNCE(torch.autograd.Function):
         state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
         with torch.autocast(image_bD.device.type, enabled=False):
             kept = memory_for_tiles(image_bD, plan)
-            *lses, block_mD, maxima = negatives_sweep(image_bD, text_nD, scale, kept, plan)
+            row_neg_b, column_neg_Rn, block_mD, maxima = negatives_sweep(
+                image_bD, text_nD, scale, kept, plan
+            )
+            lses = [row_neg_b, column_neg_Rn.logsumexp(0)]
             task = make_task(options, image_bD, text_nD, plan)
             inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
             needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]

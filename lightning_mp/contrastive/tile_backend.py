@@ -206,7 +206,7 @@ class TileBackend(Protocol):
     def pair_terms(
         self,
         row_neg_b: Tensor,
-        column_neg_n: Tensor,
+        column_neg_Rn: Tensor,
         pos_b: Tensor,
         wanted: tuple[bool, bool],
         terms: int,
@@ -215,7 +215,7 @@ class TileBackend(Protocol):
 
         Args:
             row_neg_b: Log-sum-exps of the negatives of the rows.
-            column_neg_n: Those of the columns.
+            column_neg_Rn: Parts of those of the columns, whose exponentials add up.
             pos_b: The pairs' logits.
             wanted: Whether rows look for their columns, and columns for their rows.
             terms: Cross entropies that the loss is the mean of.
@@ -265,13 +265,15 @@ class TileBackend(Protocol):
         prepared: Prepared | None = None,
         limits: Limits | None = None,
         maxima: Maxima | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
         `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
         `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
         What tiles fit are left in `kept`; `prepared` is what `prepare` returned for the loss.
-        `maxima` are raised if they are given.
+        `maxima` are raised if they are given. What log-sum-exps of rows or columns that are `fresh`
+        hold is overwritten.
         """
         ...
 

@@ -82,8 +82,12 @@ class TorchTiles:
         prepared: Prepared | None = None,
         limits: Limits | None = None,
         maxima: Maxima | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        for total, is_fresh in zip((row_lse_b, column_lse_m), fresh, strict=True):
+            if is_fresh:
+                total.fill_(-torch.inf)
         dtype = row_lse_b.dtype
         tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids, limits)
         for tile in tiles:

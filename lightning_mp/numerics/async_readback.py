@@ -89,7 +89,7 @@ class AsyncReadback:
         if packed.device.type != "cuda":
             return packed.to("cpu", copy=True), None
         host = self._buffer(packed)
-        with torch.cuda.device(packed.device):
+        with torch.accelerator.device_index(packed.device.index):
             host.copy_(packed, non_blocking=True)
             done = torch.cuda.Event()
             done.record()

@@ -47,14 +47,16 @@ def triton_problem(device: torch.device) -> str | None:
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which Triton launches on a device; it follows the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def _launch_probe(device: torch.device) -> None:
     """Launch the smallest kernel there is. What fails does so before it runs: no need to wait."""
     from lightning_mp.numerics.probe_kernels import probe_kernel
 
-    with torch.cuda.device(device):
+    with launching_on(device):
         probe_kernel[(1,)](torch.empty((), dtype=torch.int32, device=device))
 
 

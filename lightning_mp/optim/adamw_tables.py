@@ -178,7 +178,7 @@ def _key_of(
     """Return the device, the stream, and all that a plan depends on."""
     device = lists[0][0].device
     # What is copied on one stream must not be read on another before it is there.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    stream = torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else None
     kept = [each for row, each in enumerate(lists) if row != _GRADS]
     return device, stream, (
         lists[0][0].dtype, lists[_GRADS][0].dtype,

@@ -100,7 +100,7 @@ class _Clock(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start with what the model, its weights converted, takes."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            torch.accelerator.reset_peak_memory_stats(self.device)
         self.loss_scale = scale_of(trainer.precision_plugin)
         self._start = self._now()
 
@@ -120,11 +120,11 @@ class _Clock(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the peak before the model leaves the device."""
         if self.device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            self.peak_bytes = torch.accelerator.max_memory_allocated(self.device)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
 

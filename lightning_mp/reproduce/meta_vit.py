@@ -177,7 +177,7 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
     del classifier
     if device.type == "cuda":
         gc.collect()  # the model and its Trainer refer to each other
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     return outcome
 
 
@@ -261,7 +261,7 @@ def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
     if scene.device == "cuda":
         size = dist.get_world_size()
         dist.destroy_process_group()
-        torch.cuda.set_device(rank)
+        torch.accelerator.set_device_index(rank)
         address = "tcp://127.0.0.1:29531"
         dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size)
     return statistics.median(train(scene, rung, scene.batches(rung, steps, rank)).step_seconds)

@@ -82,7 +82,7 @@ def _by_doubling(call: "Call", trained: Iterable[Tensor]) -> int:
             if rows == call.batch_size:
                 break
             rows = min(2 * rows, call.batch_size)
-    torch.cuda.empty_cache()  # for blocks of other sizes
+    torch.accelerator.empty_cache()  # for blocks of other sizes
     return fitting
 
 
@@ -122,7 +122,7 @@ def _fits(call: "Call", rows: int) -> bool:
         ran_out = False
     if ran_out:  # not in `except`, where the traceback holds the activations
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     return not ran_out
 
 
@@ -160,17 +160,17 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, _ = torch.accelerator.get_memory_info(device)
+    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return int(_USABLE * (free + cached))
 
 
 def _peak_bytes(call: "Call", rows: int) -> int:
     if call.device.type == "cuda":
-        before = torch.cuda.memory_allocated(call.device)
-        torch.cuda.reset_peak_memory_stats(call.device)
+        before = torch.accelerator.memory_allocated(call.device)
+        torch.accelerator.reset_peak_memory_stats(call.device)
         call.probe(rows)
-        peak: int = torch.cuda.max_memory_allocated(call.device)
+        peak: int = torch.accelerator.max_memory_allocated(call.device)
         return peak - before
     counted = _LiveBytes()
     with counted:

@@ -68,6 +68,7 @@ def factors_kernel(
     Args:
         row_lse: (n,) natural log-sum-exps in float64. column_lse: (m,). scale: One value.
         peaks: How far the largest row lies above `t`, and the lowest column below it.
+            `None`: the wide twin has the work in any case.
         EXPONENT: `s`.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -80,14 +81,18 @@ def factors_kernel(
     above, below = rows - middle, middle - columns
     tl.store(row_factor + index, (gains * tl.exp2(above)).to(tl.float32), row_here)
     tl.store(column_factor + index, tl.exp2(below).to(tl.float32), column_here)
-    # Factors have to be normal numbers. NaN and infinities fail this, and the wide twin has them.
-    above = tl.where(tl.abs(above) < 120.0, above, float("inf")).to(tl.float32)
-    below = tl.where(tl.abs(below) < 120.0, below, float("inf")).to(tl.float32)
-    raise_peak(peaks, tl.where(row_here, above, float("-inf")))
-    raise_peak(peaks + 1, tl.where(column_here, below, float("-inf")))
-    if is_last(peaks):
+    if tl.program_id(0) == 0:
         store_log2_scale(log2_scale, scale)
-        tl.store(is_wide, 1 - (peak_of(peaks) + peak_of(peaks + 1) < 90.0).to(tl.int32))
+        if peaks is None:
+            tl.store(is_wide, 1)
+    if peaks is not None:
+        # Factors have to be normal numbers. NaN and infinities fail this: the wide twin has them.
+        above = tl.where(tl.abs(above) < 120.0, above, float("inf")).to(tl.float32)
+        below = tl.where(tl.abs(below) < 120.0, below, float("inf")).to(tl.float32)
+        raise_peak(peaks, tl.where(row_here, above, float("-inf")))
+        raise_peak(peaks + 1, tl.where(column_here, below, float("-inf")))
+        if is_last(peaks):
+            tl.store(is_wide, 1 - (peak_of(peaks) + peak_of(peaks + 1) < 90.0).to(tl.int32))
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,13 @@ class SoftmaxFactors:
 
     @classmethod
     def of(
-        cls, row_lse_b: Tensor, column_lse_m: Tensor, scale: Tensor, exponent: int
+        cls,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        scale: Tensor,
+        exponent: int,
+        *,
+        always_wide: bool = False,
     ) -> "SoftmaxFactors":
         """Work the vectors out from natural log-sum-exps in float64; no value leaves the device.
 
@@ -117,6 +128,7 @@ class SoftmaxFactors:
             column_lse_m: Those of the columns.
             scale: One value.
             exponent: `s`.
+            always_wide: Send the work to the twin with two exponentials, wherever they lie.
         """
         b, m = len(row_lse_b), len(column_lse_m)
         rows_3n, columns_3m = (
@@ -127,8 +139,8 @@ class SoftmaxFactors:
         log2_scale = row_lse_b.new_empty(2, dtype=torch.float32)
         factors_kernel[(triton.cdiv(max(b, m), _BLOCK),)](
             row_lse_b, column_lse_m, scale, *rows_3n, *columns_3m, is_wide, log2_scale,
-            make_peaks(is_wide), b, m, EXPONENT=exponent, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-            enable_fp_fusion=True,
+            None if always_wide else make_peaks(is_wide), b, m, EXPONENT=exponent, BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         return cls(rows_3n, columns_3m, is_wide, log2_scale)
 

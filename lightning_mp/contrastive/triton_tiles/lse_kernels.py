@@ -170,7 +170,7 @@ def lse_kernel(
             tl.store(column_maxima + column_place, peak, mask=column_here)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "row_fresh", "column_fresh"])
 def merge_kernel(
     row_sums,
     column_sums,
@@ -184,6 +184,8 @@ def merge_kernel(
     column_maxima,
     num_rows,
     num_columns,
+    row_fresh,
+    column_fresh,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -197,6 +199,7 @@ def merge_kernel(
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
         row_part_maxima: As both kernels left them, like the next; not touched without `MAXIMA`.
         row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
+        row_fresh: Whether `row_lse` holds nothing yet. column_fresh: Whether `column_lse` does.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
@@ -205,20 +208,20 @@ def merge_kernel(
         flags = is_redone + first // TILE_M * column_tiles
         _merge(
             row_sums, flags, reference, row_lse, row_part_maxima, row_maxima, first, num_rows,
-            column_tiles, 1, BLOCK, PARTS, MAXIMA,
+            column_tiles, 1, row_fresh, BLOCK, PARTS, MAXIMA,
         )  # fmt: skip
     else:
         first = (program - row_programs) * BLOCK
         flags = is_redone + first // TILE_N
         _merge(
             column_sums, flags, reference, column_lse, column_part_maxima, column_maxima, first,
-            num_columns, row_tiles, column_tiles, BLOCK, PARTS, MAXIMA,
+            num_columns, row_tiles, column_tiles, column_fresh, BLOCK, PARTS, MAXIMA,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step,
+    sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step, fresh,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns of one tile.
@@ -233,6 +236,7 @@ def _merge(
         part_maxima: (parts, length), as `sums`; maxima: (length,) in float64, raised in place to
             the largest logits. Not touched without `MAXIMA`.
         start: The first of them.
+        fresh: Whether `lse` holds nothing yet, which is as good as -inf.
     """
     index = start + tl.arange(0, BLOCK)
     here = index < length
@@ -259,7 +263,7 @@ def _merge(
             power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
             largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
     base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    old = tl.load(lse + index, mask=here, other=0.0)
+    old = tl.load(lse + index, mask=here & (fresh == 0), other=float("-inf"))
     new = tl.log2(total) + tl.load(reference).to(tl.float64)
     both = _log2_add_exp2(new, base + tl.log2(rest))
     tl.store(lse + index, _log2_add_exp2(old / _LN_2, both) * _LN_2, mask=here)
@@ -295,6 +299,7 @@ def add_lse(
     split_scale: bool,
     maxima: Maxima | None = None,
     ids: Ids | None = None,
+    fresh: tuple[bool, bool] = (False, False),
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -310,6 +315,7 @@ def add_lse(
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
+        fresh: Whether the log-sum-exps of rows and of columns hold nothing yet.
 
     Raises:
         ValueError: Operands or log-sum-exps have another layout.
@@ -346,6 +352,6 @@ def add_lse(
     totals: tuple[Tensor | None, ...] = (None, None) if maxima is None else maxima
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
         row_sums, column_sums, is_redone, reference, row_lse_n, column_lse_m,
-        *part_maxima, *totals, n, m, TILE_M=tile_m, TILE_N=tile_n, BLOCK=_MERGE_BLOCK,
-        PARTS=_MERGE_PARTS, MAXIMA=maxima is not None, enable_fp_fusion=True,
+        *part_maxima, *totals, n, m, *map(int, fresh), TILE_M=tile_m, TILE_N=tile_n,
+        BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, MAXIMA=maxima is not None, enable_fp_fusion=True,
     )  # fmt: skip

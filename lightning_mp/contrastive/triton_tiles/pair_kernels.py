@@ -2,6 +2,7 @@
 
 Shapes:
     b: rows, the images of one rank. n: its texts, of which the first b belong to them. D: width.
+    R: parts of a sum.
     ROWS, COLUMNS: rows and the slice of the width that a program holds at a time.
 
 As torch's own operations this is some sixty launches of a few microseconds of the host each, which
@@ -35,7 +36,7 @@ _FULL_RANGE_EXPONENT = tl.constexpr(160.0)
 # Puts the largest logit of the sample 18 powers of two below the end of the range.
 _SAMPLE_MARGIN = tl.constexpr(HIGHEST_SUM_EXPONENT - 18.0)
 _ROWS, _COLUMNS = 16, 128
-_TERMS = 128
+_TERMS, _PARTS = 128, 32
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_columns"])
@@ -144,7 +145,26 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + (tl.log(rounded) - ((rounded - 1.0) - u) / rounded)
 
 
-@triton.jit(do_not_specialize=["terms", "num_pairs", "num_columns"])
+@triton.jit
+def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
+    """Return the log-sum-exps of `values`, (parts, length) in float64, by parts at some indices."""
+    peak = tl.full(index.shape, float("-inf"), tl.float64)
+    base = tl.zeros(index.shape, tl.float64)
+    total = tl.zeros(index.shape, tl.float64)  # in units of e^base
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = values + part.to(tl.int64)[:, None] * length + index[None, :]
+        value = tl.load(at, (part < parts)[:, None] & here[None, :], float("-inf"))
+        old = base
+        peak = tl.maximum(peak, tl.max(value, 0))
+        # With infinities, their difference would be NaN.
+        base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+        total = tl.where(total == 0.0, 0.0, total * tl.exp(old - base))
+        total += tl.sum(tl.exp(value - base[None, :]), 0)
+    return base + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["terms", "num_pairs", "num_columns", "parts"])
 def terms_kernel(
     row_neg,
     column_neg,
@@ -156,19 +176,22 @@ def terms_kernel(
     terms,
     num_pairs,
     num_columns,
+    parts,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     TERMS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Store the log-sum-exps with the positives, the positives' weights, and parts of the loss.
 
     Args:
-        row_neg: (b,) in float64, as all. column_neg: (n,). pos: (b,).
+        row_neg: (b,) in float64, as all. column_neg: (parts, n). pos: (b,).
         row_lse: (b,). column_lse: (n,); infinite for what looks for nothing.
         weight: (b,): `-2B` times the positives' cotangents.
         sums: (programs,): what the pairs of a program add to the loss.
         terms: Cross entropies that the loss is the mean of.
         BY_ROW: Rows look for their columns. BY_COLUMN: Columns look for their rows.
+        PARTS: Parts that are added up at a time.
     """
     index = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
     is_pair, is_column = index < num_pairs, index < num_columns
@@ -186,7 +209,7 @@ def terms_kernel(
         weights += 1.0 / (1.0 + tl.exp(-margin))
         rows = _log_add_exp(negative, positive)
     if BY_COLUMN:
-        negative = tl.load(column_neg + index, is_pair, 0.0)
+        negative = _log_sum_exp(column_neg, index, is_pair, num_columns, parts, PARTS)
         margin = negative - positive + lost
         losses += _softplus(margin)
         weights += 1.0 / (1.0 + tl.exp(-margin))
@@ -199,7 +222,7 @@ def terms_kernel(
 
 def pair_terms(
     row_neg_b: Tensor,
-    column_neg_n: Tensor,
+    column_neg_Rn: Tensor,
     pos_b: Tensor,
     wanted: tuple[bool, bool],
     terms: int,
@@ -208,20 +231,20 @@ def pair_terms(
 
     Args:
         row_neg_b: Log-sum-exps of the negatives of the rows.
-        column_neg_n: Those of the columns.
+        column_neg_Rn: Parts of those of the columns, whose exponentials add up.
         pos_b: The pairs' logits.
         wanted: Whether rows look for their columns, and columns for their rows.
         terms: Cross entropies that the loss is the mean of.
     """
-    b, n = len(row_neg_b), len(column_neg_n)
+    b, (parts, n) = len(row_neg_b), column_neg_Rn.shape
     row_lse_b, weight_b = torch.empty_like(row_neg_b), torch.empty_like(row_neg_b)
-    values = column_neg_n.new_empty(HEADER + n)
+    values = column_neg_Rn.new_empty(HEADER + n)
     programs = triton.cdiv(n, _TERMS)
     sums = values.new_empty(programs)
     terms_kernel[(programs,)](
-        row_neg_b, column_neg_n, pos_b, row_lse_b, values[HEADER:], weight_b, sums, terms, b, n,
-        BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS, num_warps=4,
-        enable_fp_fusion=True,
+        row_neg_b, column_neg_Rn, pos_b, row_lse_b, values[HEADER:], weight_b, sums, terms, b, n,
+        parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
+        PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     torch.sum(sums, 0, out=values[0])
     return PairTerms(row_lse_b, values, weight_b)

@@ -19,7 +19,10 @@ gain `g_i` puts that right at no cost.
 Where `r_i - c_j` reached 90, the exponential could vanish below 2^-126 while the column's softmax
 is still 2^-36, and the factors could overflow. A flag on the device then sends the work to a twin
 with two exponentials: both are launched, one returns at once, and the host never waits for it.
+Small shards, whose time is the host's, take the twin with two at once: a launch less.
 """
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -160,7 +163,7 @@ def write_softmax(
     softmax_nm: Tensor,
     low_nm: Tensor | None,
     diagonal: int | None,
-    configs: tuple[TileConfig, TileConfig],
+    configs: Sequence[TileConfig],
     *,
     split_scale: bool,
     ids: Ids | None = None,
@@ -175,7 +178,8 @@ def write_softmax(
         softmax_nm: Where to write; rows 16-byte aligned.
         low_nm: Where to write what rounding to `softmax_nm` leaves over, laid out alike.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
-        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`.
+        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`, or for the
+            second alone, if `factors` are always wide.
         split_scale: Use both values of `log2_scale`.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
 

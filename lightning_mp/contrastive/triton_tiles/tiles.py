@@ -2,9 +2,9 @@
 
 Shapes:
     b: rows. m: columns of the shard. D: width. n, c: rows and columns of one block.
+    R: parts of a sum.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -41,6 +41,7 @@ from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
 from lightning_mp.contrastive.triton_tiles.workspace import Softmax, Workspace
 from lightning_mp.numerics.floats import sum_rounding
+from lightning_mp.numerics.triton_support import launching_on
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
 
@@ -49,6 +50,10 @@ DEFAULT_WORKSPACE_BYTES = 544 * 2**20
 
 _LOG2_E = math.log2(math.e)
 _TUNED_ROWS = 8192
+# Products of up to this many multiplications take a GPU 0.1 ms each, at half of an H100's rate, and
+# the four of a loss less than the host for its launches. A second exponential of 2^24 logits takes
+# the GPU 5 us; the twin that returns at once takes the host 40.
+_HOST_BOUND = 2**34
 # Of a largest logit in nats: its distance from the reference, below 2^7, is rounded by up to 2^-18
 # with each part of the scale, and its power by 2^-22.
 _MAXIMUM_ROUNDING = 2 * 2.0**-18
@@ -94,6 +99,7 @@ class TritonTiles:
         prepared: Prepared | None = None,
         limits: Limits | None = None,
         maxima: Maxima | None = None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
         codes = _short(ids)
@@ -108,10 +114,12 @@ class TritonTiles:
         def add(
             block: Block, lses: tuple[Tensor, Tensor], config: TileConfig, maxima: Maxima | None
         ) -> None:
+            firsts = block.columns.start == 0, block.rows.start == 0
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
                 *lses, block.diagonal, config, split_scale=precision.is_split,
                 ids=_ids_of(block, codes), maxima=maxima,
+                fresh=(fresh[0] and firsts[0], fresh[1] and firsts[1]),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
@@ -119,7 +127,7 @@ class TritonTiles:
             lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
             return lambda config: add(block, lses, config, None)
 
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             config = self._choose("lse", precision, rows_bD, make_trial)
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             shape = self._block(rows_bD, columns_mD, precision, bytes_per_value)
@@ -151,33 +159,36 @@ class TritonTiles:
         precision = Precision.of(rows_bD.dtype, self.tile_dtype)
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
 
-        def write(block: Block, softmax: Softmax, config: TileConfig) -> None:
+        def write(block: Block, softmax: Softmax, narrow: list[TileConfig]) -> None:
             write_softmax(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
-                block.diagonal, (config, wide), split_scale=precision.is_split,
+                block.diagonal, [*narrow, wide], split_scale=precision.is_split,
                 ids=_ids_of(block, codes),
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
             block = _first_block(rows_bD, columns_mD, precision, units)
             softmax = workspace.block(block)
-            return lambda config: write(block, softmax, config)
+            return lambda config: write(block, softmax, [config])
 
-        with _on(rows_bD.device):
-            factors = SoftmaxFactors.of(row_lse_b, column_lse_m, scale, precision.softmax_exponent)
+        with launching_on(rows_bD.device):
+            is_small = rows_bD.numel() * len(columns_mD) <= _HOST_BOUND
+            factors = SoftmaxFactors.of(
+                row_lse_b, column_lse_m, scale, precision.softmax_exponent, always_wide=is_small
+            )
             log2_scale = factors.log2_scale
             if precision.is_split:
                 log2_scale = _log2_parts(scale, units)
             shape = self._softmax_block(rows_bD, columns_mD, precision)
             workspace = Workspace.make(shape, precision, rows_bD.device)
             wide = self._choose("softmax_wide", precision, rows_bD)
-            config = self._choose("softmax", precision, rows_bD, make_trial)
+            narrow = [] if is_small else [self._choose("softmax", precision, rows_bD, make_trial)]
             for block in blocks_of(
                 rows_bD, columns_mD, shape, precision, units, diagonal, positive_rows
             ):
                 softmax = workspace.block(block)
-                write(block, softmax, config)
+                write(block, softmax, narrow)
                 softmax.add_products(block, d_rows_bD, d_columns_mD, fresh)
 
     def sigmoid_sweep(
@@ -200,7 +211,7 @@ class TritonTiles:
         units = (precision.unit(rows_bD), precision.unit(columns_mD))
         log2_scale = _log2_parts(scale, units)
         log2_bias = (bias.double() * _LOG2_E).float().reshape(1)
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             shape = self._softmax_block(rows_bD, columns_mD, precision)
             workspace = Workspace.make(shape, precision, rows_bD.device)
             config = self._choose("softmax_wide", precision, rows_bD)
@@ -219,20 +230,20 @@ class TritonTiles:
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
         """Work out what all shards need, see `TileBackend.prepare`."""
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             return prepare(rows_bD, columns_nD, scale)
 
     def pair_terms(
         self,
         row_neg_b: Tensor,
-        column_neg_n: Tensor,
+        column_neg_Rn: Tensor,
         pos_b: Tensor,
         wanted: tuple[bool, bool],
         terms: int,
     ) -> PairTerms:
         """Return the terms of the pairs, see `TileBackend.pair_terms`."""
-        with _on(pos_b.device):
-            return pair_terms(row_neg_b, column_neg_n, pos_b, wanted, terms)
+        with launching_on(pos_b.device):
+            return pair_terms(row_neg_b, column_neg_Rn, pos_b, wanted, terms)
 
     def finish(
         self,
@@ -248,7 +259,7 @@ class TritonTiles:
         wants_scale: bool,
     ) -> Finished:
         """Finish the gradients, see `TileBackend.finish`."""
-        with _on(rows_bD.device):
+        with launching_on(rows_bD.device):
             return finish(
                 rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, cotangent, terms,
                 ranks, wants_scale,
@@ -341,8 +352,3 @@ def _log2_parts(scale: Tensor, units: tuple[Tensor | None, Tensor | None]) -> Te
             exact = exact / unit.double()
     high = exact.float()
     return torch.stack([high, (exact - high.double()).float()])
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a device the one that Triton launches on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 
 __all__ = [
@@ -42,7 +43,10 @@ GRADIENT_ERROR = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4, torch.float32: 8e
 
 
 def repaired_interpreter() -> Iterator[None]:
-    """Repair the interpreter until the generator goes on: the body of a fixture or a context."""
+    """Repair the interpreter until the generator goes on: the body of a fixture or a context.
+
+    Shards are swept as large ones are, with both twins, however small they are.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -58,6 +62,7 @@ def repaired_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, repair in repairs:
             patch.setattr(owner, name, repair(getattr(owner, name)))
+        patch.setattr(tiles_module, "_HOST_BOUND", 0)
         # The tiles are small: threads would only wait for each other.
         torch.set_num_threads(1)
         # Fills empty tensors with NaN. They would often hold what an earlier call had written.
@@ -264,8 +269,8 @@ def force_twin(monkeypatch: pytest.MonkeyPatch, *, is_wide: bool) -> None:
     """Send all gradient sweeps to one of the twins, whatever the log-sum-exps."""
     original = SoftmaxFactors.of
 
-    def forced(*arguments: Any) -> SoftmaxFactors:
+    def forced(*arguments: Any, **options: Any) -> SoftmaxFactors:
         flag = torch.tensor([int(is_wide)], dtype=torch.int32)
-        return dataclasses.replace(original(*arguments), is_wide=flag)
+        return dataclasses.replace(original(*arguments, **options), is_wide=flag)
 
     monkeypatch.setattr(SoftmaxFactors, "of", forced)

@@ -20,9 +20,12 @@ class Request:
     kernel: str
     arch: int
     dtype: torch.dtype
+    always_wide: bool = False
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"sm{self.arch}-{self.kernel}-{self.dtype}".replace("torch.", "")
+        of = str(self.dtype).removeprefix("torch.") + "-wide" * self.always_wide
+        return f"sm{self.arch}-{self.kernel}-{of}-{self.parts}"
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,6 +38,9 @@ OF_VECTORS = [
     Request(kernel, arch, BF16)
     for kernel in ("terms_kernel", "factors_kernel")
     for arch in (80, 90, 100, 120)
+] + [
+    Request("factors_kernel", 90, BF16, always_wide=True),
+    Request("terms_kernel", 90, BF16, parts=256),
 ]
 # The largest of what programs have, and how many have come: never a gradient.
 COUNTING = ("prepare_kernel", "factors_kernel")
@@ -44,8 +50,8 @@ def _launch(request: Request) -> None:
     features = torch.zeros(2, 64, 512, dtype=request.dtype)
     vectors, scale = torch.zeros(3, 64, dtype=torch.float64), torch.ones(())
     prepare(*features, scale)
-    pair_terms(*vectors, (True, True), 128)
-    SoftmaxFactors.of(*vectors[:2], scale, 0)
+    pair_terms(vectors[0], vectors[1].expand(request.parts, -1), vectors[2], (True, True), 128)
+    SoftmaxFactors.of(*vectors[:2], scale, 0, always_wide=request.always_wide)
     finish(*features, *torch.zeros(2, 64, 512), vectors[0], scale, scale, 128, 1, True)
 
 
@@ -64,7 +70,8 @@ def test_kernel_keeps_everything_in_registers_and_only_integers_are_atomic(
     assert kernel.complaints == ()
     assert kernel.fuses
     assert {name.split(".")[-1] for name in kernel.atomics} <= {"s32", "u32"}
-    assert bool(kernel.atomics) == (request_.kernel in COUNTING)
+    counts = request_.kernel in COUNTING and not request_.always_wide
+    assert bool(kernel.atomics) == counts
 
 
 @pytest.mark.parametrize("request_", OF_FEATURES, ids=str)

@@ -13,6 +13,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive.backends import make_tiles
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
 
 pytestmark = pytest.mark.gpu
 
@@ -69,11 +70,15 @@ def gain_for(dtype: torch.dtype, b: int) -> float:
     return float(b) if dtype == torch.float16 else 1.0
 
 
+@pytest.mark.parametrize("host_bound", [0, 2**62], ids=["both twins", "the wide one"])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("b", "width"), [(1, 8), (65, 72), (193, 130), (2048, 512), (3001, 768), (4097, 1024)]
 )
-def test_loss_and_gradients_equal_float64(b: int, width: int, dtype: torch.dtype) -> None:
+def test_loss_and_gradients_equal_float64(
+    b: int, width: int, dtype: torch.dtype, host_bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles_module, "_HOST_BOUND", host_bound)
     inputs = features(b, width, dtype)
     result = run(*inputs, 100.0, gain_for(dtype, b), backend="triton")
     if b == 1:

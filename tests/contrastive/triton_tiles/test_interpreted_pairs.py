@@ -87,11 +87,17 @@ def _vectors(b: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("wanted", WANTED)
-@pytest.mark.parametrize(("b", "n"), [(1, 1), (128, 128), (129, 300)])
-def test_terms_are_those_of_torch(b: int, n: int, wanted: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("b", "n", "parts"), [(1, 1, 1), (128, 128, 1), (129, 300, 3), (129, 130, 40)]
+)
+def test_terms_are_those_of_torch(b: int, n: int, parts: int, wanted: tuple[bool, bool]) -> None:
     row, column, pos = _vectors(b, n)
-    expected = pairs.pair_terms(row, column, pos, wanted, 2 * b)
-    made = pair_kernels.pair_terms(row, column, pos, wanted, 2 * b)
+    columns = column + 30 * torch.randn(parts, n, dtype=torch.float64)
+    columns[0, 11:15] = -torch.inf  # of one part, and of all with those that `_vectors` has
+    if parts > 1 and n > 20:
+        columns[:, 8], columns[1, 9], columns[-1, 10] = 900.0, torch.inf, torch.nan
+    expected = pairs.pair_terms(row, columns, pos, wanted, 2 * b)
+    made = pair_kernels.pair_terms(row, columns, pos, wanted, 2 * b)
     used = [0, *range(HEADER, HEADER + n)]  # the rest of the header aligns it
     torch.testing.assert_close(made.row_lse_b, expected.row_lse_b, equal_nan=True)
     torch.testing.assert_close(made.weight_b, expected.weight_b, equal_nan=True, rtol=1e-13, atol=0)
@@ -102,7 +108,7 @@ def test_terms_of_converged_pairs_keep_their_digits() -> None:
     margin = torch.linspace(-700.0, 2.0, 40, dtype=torch.float64)
     pos = torch.full((40,), 50.0, dtype=torch.float64)
     made = [
-        pair_kernels.pair_terms(neg[None], neg[None], pos[:1], (True, False), 1).published[0]
+        pair_kernels.pair_terms(neg[None], neg[None, None], pos[:1], (True, False), 1).published[0]
         for neg in pos + margin
     ]
     expected = [math.log1p(math.exp(x)) for x in ((pos + margin) - pos).tolist()]

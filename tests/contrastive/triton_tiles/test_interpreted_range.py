@@ -16,7 +16,7 @@ from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.tile_backend import Prepared, TileBackend
 from lightning_mp.contrastive.torch_tiles import TorchTiles
-from lightning_mp.contrastive.triton_tiles import TritonTiles, lse_kernels
+from lightning_mp.contrastive.triton_tiles import TritonTiles, lse_kernels, softmax_kernels
 from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from tests.contrastive.triton_tiles.interpreter import (
@@ -38,19 +38,26 @@ MODES = pytest.mark.parametrize(
 )
 
 
-class _Redone:
+class _Noting:
+    """Stands in for a kernel: notes its launches, and launches it."""
+
+    def __init__(self, kernel: Any, note: Callable[..., None]) -> None:
+        self._kernel, self._note = kernel, note
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self._note(*arguments, **options)
+            self._kernel[grid](*arguments, **options)
+
+        return launch
+
+
+class _Redone(_Noting):
     """Stands in for the kernel that merges tiles, and notes which of them were done twice."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        super().__init__(kernel, lambda *arguments, **_: self._flags.append(arguments[2].clone()))
         self._flags: list[Tensor] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(rows: Tensor, columns: Tensor, is_redone: Tensor, *rest: Any, **o: Any) -> None:
-            self._flags.append(is_redone.clone())
-            self._kernel[grid](rows, columns, is_redone, *rest, **o)
-
-        return launch
 
     def tiles(self, column_tiles: int) -> list[list[int]]:
         """Return the flags of the only block, by rows of tiles."""
@@ -207,6 +214,26 @@ def test_only_the_wide_twin_is_right_where_log_sum_exps_lie_far_apart(
     assert shard.grad_error(shard.grad_sweep(tiles)) < limit
     force_twin(monkeypatch, is_wide=False)
     assert not shard.grad_error(shard.grad_sweep(tiles)) < 10 * limit
+
+
+@MODES
+def test_small_shards_take_the_wide_twin_alone(
+    dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, tiles = make_shard(65, 140, 72, dtype, diagonal=1), TritonTiles(arch=arch)
+    force_twin(monkeypatch, is_wide=True)
+    expected = shard.grad_sweep(tiles)
+    monkeypatch.undo()  # by themselves they would lie close enough for one exponential
+    twins: list[bool] = []
+    kernel = _Noting(softmax_kernels.softmax_kernel, lambda *_, WIDE, **__: twins.append(WIDE))
+    monkeypatch.setattr(softmax_kernels, "softmax_kernel", kernel)
+    monkeypatch.setattr(tiles_module, "_HOST_BOUND", 65 * 140 * 72)
+    made = shard.grad_sweep(tiles)
+    assert twins == [True]
+    assert all(map(torch.equal, made, expected))
+    monkeypatch.setattr(tiles_module, "_HOST_BOUND", 65 * 140 * 72 - 1)
+    shard.grad_sweep(tiles)
+    assert twins == [True, False, True]
 
 
 # In nats. Other shards may raise all rows, or all columns, far above what this one explains.

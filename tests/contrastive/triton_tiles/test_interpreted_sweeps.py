@@ -94,6 +94,27 @@ def test_grad_sweep_adds_to_what_is_there_and_none_skips(dtype: torch.dtype) -> 
     assert torch.equal(only_columns, both[1])
 
 
+@pytest.mark.parametrize("workspace_bytes", [1, None])  # blocks of 128 x 64; one block
+@pytest.mark.parametrize("fresh", [(True, False), (False, True)])
+def test_lse_sweep_overwrites_what_is_fresh(
+    fresh: tuple[bool, bool], workspace_bytes: int | None
+) -> None:
+    shard, tiles = make_shard(140, 70, 8, BF16, diagonal=3), TritonTiles(workspace_bytes)
+    starts = [lse.clone() for lse in shard.start]
+    expected = [
+        lse.fill_(-torch.inf) if is_fresh else lse
+        for lse, is_fresh in zip(shard.start, fresh, strict=True)
+    ]
+    for start, is_fresh in zip(starts, fresh, strict=True):
+        if is_fresh:
+            start.fill_(torch.nan)
+    arguments = (shard.rows, shard.columns, shard.scale)
+    # Rows without positives here, rows with, and rows without: three blocks one above the other.
+    tiles.lse_sweep(*arguments, *expected, 3, slice(20, 60))
+    tiles.lse_sweep(*arguments, *starts, 3, slice(20, 60), fresh=fresh)
+    assert all(map(torch.equal, starts, expected))
+
+
 @pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)], ids=str)
 def test_sweeps_repeat_bit_for_bit(dtype: torch.dtype, arch: int) -> None:
     shard = make_shard(70, 150, 72, dtype)

@@ -1,0 +1,23 @@
+"""What `torch.accelerator` offers for every device is not asked of `torch.cuda`."""
+
+import re
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+RENAMED = {"device", "mem_get_info", "set_device", "current_device"}
+# Any device would answer for CUDA; other facts come back; its streams take no events of CUDA's.
+OTHERWISE = {"is_available", "device_count", "get_device_capability", "current_stream"}
+
+
+def test_torch_cuda_is_asked_for_what_is_cudas_alone() -> None:
+    offered = RENAMED | set(dir(torch.accelerator)) - OTHERWISE
+    asked = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for folder in ("lightning_mp", "callbacks", "precision", "strategies")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"torch\.cuda\.(\w+)", path.read_text())
+    }
+    assert {name for _, name in asked} > {"Stream", "Event"}
+    assert [each for each in asked if each[1] in offered] == []
