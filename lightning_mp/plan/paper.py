@@ -90,7 +90,9 @@ def figures() -> dict[str, Any]:
 
 
 def loss_gib(method: str, batch: int, ranks: int, width: int) -> float:
-    """Return M_loss of a method as the paper names it, in GiB."""
+    """Return M_loss of a method as the paper names it, or of lightning-mp, in GiB."""
+    if method == "lightning-mp":
+        return formulas.our_loss_bytes(batch / ranks, width, 2**29) / GIB
     if method == "CLIP":
         return formulas.dense_loss_bytes(batch, width) / GIB
     if method == "OpenCLIP":

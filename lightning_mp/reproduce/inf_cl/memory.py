@@ -161,7 +161,7 @@ def _with_80_gb() -> Iterator[dict[str, object]]:
         name, _, offloaded = model.partition("+")
         for ranks_text, methods in machines.items():
             ranks = int(ranks_text)
-            for method, (size, _) in methods.items():
+            for method in (*methods, "lightning-mp"):
                 predicted = formulas.largest_batch(
                     lambda batch, m=method, w=ranks, o=offloaded, n=name: paper.peak_gib(  # type: ignore[misc]
                         m, batch, w, offload=bool(o), model=n
@@ -169,8 +169,11 @@ def _with_80_gb() -> Iterator[dict[str, object]]:
                     paper.USABLE_GIB,
                     4 * K,
                 )
-                for kind, batch in ((PRINTED, size * K), (COMPUTED, predicted)):
-                    yield _largest_row(kind, PAPERS_NAME[method], model, ranks, batch, budget)
+                name_here = PAPERS_NAME.get(method, method)
+                if method in methods:
+                    batch = methods[method][0] * K
+                    yield _largest_row(PRINTED, name_here, model, ranks, batch, budget)
+                yield _largest_row(COMPUTED, name_here, model, ranks, predicted, budget)
 
 
 def _largest_row(
@@ -221,12 +224,9 @@ def _draw_bars(axes: object, rows: list[dict[str, object]]) -> None:
     shown = [row for row in rows if row["model"] == "ViT-L/14" and row["ranks"] == 32]
     labels = list(dict.fromkeys(str(row["method"]) for row in shown))
     for offset, kind, hatch in ((-0.2, PRINTED, ""), (0.2, COMPUTED, "//")):
-        for place, label in enumerate(labels):
-            (value,) = (
-                row["largest_batch"]
-                for row in shown
-                if row["method"] == label and row["kind"] == kind
-            )
+        values = {str(r["method"]): r["largest_batch"] for r in shown if r["kind"] == kind}
+        for label, value in values.items():
+            place = labels.index(label)
             axes.bar(  # type: ignore[attr-defined]
                 place + offset,
                 value,
