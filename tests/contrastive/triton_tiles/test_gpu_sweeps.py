@@ -60,9 +60,9 @@ def run(image: Tensor, text: Tensor, scale: float, gain: float = 1.0, **options)
     return Result(loss.detach(), *grads)
 
 
-def expected(image: Tensor, text: Tensor, scale: float) -> Result:
+def expected(image: Tensor, text: Tensor, scale: float, **options) -> Result:
     """The torch tiles in float64, which tests on the CPU compare with a dense loss."""
-    return run(image.double(), text.double(), scale, backend="torch")
+    return run(image.double(), text.double(), scale, backend="torch", **options)
 
 
 def gain_for(dtype: torch.dtype, b: int) -> float:
@@ -85,6 +85,17 @@ def test_loss_and_gradients_equal_float64(
         assert all(float(x.norm()) == 0 for x in dataclasses.astuple(result))
         return
     error = result.distance(expected(*inputs, 100.0))
+    assert error["loss"] < LOSS_TOLERANCE
+    assert max(error["d_image"], error["d_text"]) < GRADIENT_TOLERANCE[dtype]
+    assert error["d_scale"] < 10 * GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_false_negatives_are_left_out_as_in_float64(dtype: torch.dtype) -> None:
+    # Few enough that no similarity is as near to a limit as rounding is.
+    inputs, options = features(193, 130, dtype), {"false_negatives": "absolute", "margin": 0.1}
+    result = run(*inputs, 100.0, gain_for(dtype, 193), backend="triton", **options)
+    error = result.distance(expected(*inputs, 100.0, **options))
     assert error["loss"] < LOSS_TOLERANCE
     assert max(error["d_image"], error["d_text"]) < GRADIENT_TOLERANCE[dtype]
     assert error["d_scale"] < 10 * GRADIENT_TOLERANCE[dtype]
