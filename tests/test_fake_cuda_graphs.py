@@ -63,7 +63,7 @@ def triton_launches(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         for name in names:
             monkeypatch.setattr(module, name, _Launched(gpu, name))
     monkeypatch.setattr(workspace, "add_product", lambda *args: gpu._launch("product", 1e-5))
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
+    tiles.multiprocessors.cache_clear()
     return gpu
 
 
