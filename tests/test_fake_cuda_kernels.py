@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_mp import SafeAdamW
 from lightning_mp.callbacks._step.sampling import pack_stats
+from lightning_mp.contrastive.triton_tiles.products import add_product
 from lightning_mp.numerics import fused_stats, row_dots, row_dots_kernels, triton_support
 from lightning_mp.optim import adamw_tables, fused_adamw
 from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
@@ -150,6 +151,19 @@ def test_statistics_without_triton_are_the_hosts(
     assert (gpu.syncs, gpu.waits) == (syncs, waits)
     # Sums of 40 in fp32, where a host looks at float64.
     torch.testing.assert_close(packed.cpu(), expected, rtol=40 * 2.0**-24, atol=0)
+
+
+def test_products_of_16_bit_are_asked_of_an_operator_that_cuda_has(gpu: FakeCuda) -> None:
+    left, right = torch.rand(4, 6).bfloat16(), torch.rand(6, 5).bfloat16()
+    total = torch.ones(4, 5)
+    expected = total + 0.5 * (left.double() @ right.double()).float()
+    on_device = total.to("cuda")
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "CPU"):
+        add_product(on_device, left.to("cuda"), right.to("cuda"), 0.5)
+        torch.testing.assert_close(on_device.cpu(), expected)
+    else:  # the CPU behind the fake device has not got it
+        with pytest.raises(NotImplementedError, match="aten::addmm.dtype"):
+            add_product(on_device, left.to("cuda"), right.to("cuda"), 0.5)
 
 
 def test_row_dots_in_float64_are_one_launch(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
