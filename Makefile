@@ -80,8 +80,8 @@ demo: $(STAMP)  ## Train a CLIP on glyphs, test it, draw what it finds; ARGS=--f
 
 bench: $(STAMP)  ## Measure on this machine's CPU what the README claims, in a quarter of an hour
 	$(BIN)/python benchmarks/contrastive_loss.py --device cpu
-	$(BIN)/python benchmarks/peer_memory.py --device cpu
-	$(BIN)/python benchmarks/million.py --device cpu --batch 16384 --width 256 --dtype fp32
+	$(BIN)/python benchmarks/contrastive_loss.py --device cpu --objective sigmoid --scale 10 --repeats 3
+	$(BIN)/python benchmarks/contrastive_loss.py --device cpu --batch 16384 --width 256 --repeats 1 --max-seconds 5
 	$(BIN)/python benchmarks/optimizer_step.py --device cpu --size S16 --rounds 5
 	$(BIN)/python benchmarks/precision.py --device cpu --size tiny --image 32 --rounds 1
 	$(BIN)/python benchmarks/monitor_overhead.py --device cpu --pairs 1

@@ -1,30 +1,36 @@
 """The contrastive losses that are compared, each as one function of features and scale.
 
 Shapes:
-    b: batch. D: feature width. c: classes, one a row.
+    b: batch. D: feature width. c: classes, one a row, or texts of one block.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks._common import MIB
-from benchmarks._inputs import DTYPES, TOY_BATCH, Case, Inputs, LossFunction
-from lightning_mp import ContrastiveLoss
+from benchmarks._inputs import DTYPES, Case, Inputs, LossFunction
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 
+BACKENDS = "triton", "torch"
+TOY = {"batch": 64, "scale": 10.0}  # before ours is timed it must have run so
 DENSE_MATRICES = 5  # of b x b values that the dense formula may hold at once
-# Under autocast: logits both ways (2 + 2 bytes), both log-softmaxes (4 + 4), an fp32 copy (4).
-AUTOCAST_BYTES = 16
-# The relative difference that logits rounded to this dtype explain, near 100 by up to 0.25 in bf16.
-LOGITS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+BIAS = -10.0  # SigLIP's at the start
+BLOCKS = 8  # ranks whose texts come one after the other
+# The relative difference that logits rounded to this dtype explain: near 100 by up to 0.25 in bf16,
+# near SigLIP's 10 by up to 0.03, where sigmoids are rounded, too.
+TOLERANCES = {
+    "softmax": {"fp32": 1e-4, "bf16": 0.2, "fp16": 0.05},
+    "sigmoid": {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2},
+}
 # tf32 cuts operands to 10 bits, which shrinks a logit of 20 by up to 0.02.
 TF32_TOLERANCE = 5e-2
 
@@ -38,62 +44,49 @@ class Contender:
         loss: `loss(image_bD, text_bD, logit_scale)`.
         is_ours: Whether it is this package's.
         tolerance: The relative difference from ours that its own arithmetic explains.
-        input_dtype: The only dtype that it takes; `None` takes all.
-        rounded: Whether its inputs have the values of ours; otherwise they are not rounded.
+        storage: The only dtype that it takes; `None` takes all.
     """
 
     name: str
     loss: LossFunction
     is_ours: bool = False
     tolerance: float = 1e-4
-    input_dtype: torch.dtype | None = None
-    rounded: bool = True
+    storage: torch.dtype | None = None
 
     def inputs(self, case: Case) -> Inputs:
         """Return new inputs of the case in the form that it takes."""
-        return case.inputs(self.input_dtype, rounded=self.rounded)
+        return case.inputs(self.storage)
 
 
 def find_contenders(
     case: Case, workspaces: Sequence[int] = ()
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return the contenders that run here, ours first, and why the others do not."""
-    found, skipped = find_ours(case.width, DTYPES[case.dtype], case.place, workspaces)
-    for name, find in (
-        ("dense", _dense),
-        ("dense, bf16 autocast", _autocast_dense),
-        ("torch chunked", _torch_chunked),
-        ("Inf-CL, fp32 inputs", functools.partial(_inf_cl, rounded=False)),
-        ("Inf-CL, rounded inputs", functools.partial(_inf_cl, rounded=True)),
-    ):
-        contender = find(case)
-        if isinstance(contender, Contender):
-            found.append(contender)
-        elif contender is not None:
-            skipped[name] = contender
-    return found, skipped
+    """Return the contenders that run here, ours first, and why the others do not.
 
-
-def find_ours(
-    width: int, dtype: torch.dtype, device: torch.device, workspaces: Sequence[int] = ()
-) -> tuple[list[Contender], dict[str, str]]:
-    """Return this package's loss with every backend that runs, the fastest first.
-
-    The first of them is also there with each of `workspaces`, in MiB.
+    Args:
+        case: The problem.
+        workspaces: MiB that ours get beside their own.
     """
     found: list[Contender] = []
     skipped: dict[str, str] = {}
-    for backend in ("triton", "torch"):
-        name = f"ours, {backend} tiles"
+    ours = {f"ours, {backend} tiles": partial(_ours, backend, None) for backend in BACKENDS}
+    best = BACKENDS[case.device.type != "cuda"]
+    ours |= {f"ours, {best} tiles, {mib} MiB": partial(_ours, best, mib) for mib in workspaces}
+    for name, make in (ours | PEERS[case.objective]).items():
         try:
-            Inputs.make(TOY_BATCH, width, dtype, 10.0, device).run(ContrastiveLoss(backend=backend))  # type: ignore[arg-type]
+            found.append(make(name, case))
         except Exception as error:  # compilers raise what they like
-            skipped[name] = _first_line(error)
-            continue
-        for mib in (None, *(() if found else workspaces)):
-            loss = ContrastiveLoss(backend=backend, workspace_bytes=mib and mib * MIB)  # type: ignore[arg-type]
-            found.append(Contender(name + (f", {mib} MiB" if mib else ""), loss, is_ours=True))
+            skipped[name] = str(error).partition("\n")[0] or type(error).__name__
     return found, skipped
+
+
+def _ours(backend: Any, mib: int | None, name: str, case: Case) -> Contender:
+    options: Any = {"backend": backend, "workspace_bytes": mib and mib * MIB}
+    loss: LossFunction = ContrastiveLoss(**options)
+    if case.objective == "sigmoid":
+        loss = _with_bias(SigmoidContrastiveLoss(**options), case)
+    replace(case, **TOY).inputs().run(loss)
+    return Contender(name, loss, is_ours=True)
 
 
 def dense_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
@@ -122,44 +115,24 @@ def autocast_bf16(loss: LossFunction) -> LossFunction:
     return mixed
 
 
-def _dense(case: Case) -> Contender | str:
-    dtype = DTYPES[case.dtype]
-    if case.place.type == "cuda" and dtype != torch.float32:
-        return "trains under autocast, where 16-bit logits get an fp32 softmax"
-    name, loss = _dense_loss()
-    problem = _lacks_room(DENSE_MATRICES * dtype.itemsize * case.batch**2, case.place)
-    return problem or Contender(name, loss, tolerance=LOGITS_TOLERANCE[dtype])
+def _dense(name: str, case: Case) -> Contender:
+    if case.device.type == "cuda" and case.dtype != "fp32":
+        raise ValueError("trains under autocast, where 16-bit logits get an fp32 softmax")
+    needed = DENSE_MATRICES * DTYPES[case.dtype].itemsize * case.batch**2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if case.device.type == "cpu" and needed > 0.8 * memory:  # a system would end the process
+        raise MemoryError(f"needs {needed / 2**30:,.1f} of {memory / 2**30:,.1f} GiB")
+    return Contender(name, dense_formula, tolerance=TOLERANCES["softmax"][case.dtype])
 
 
-def _autocast_dense(case: Case) -> Contender | str | None:
-    if case.place.type != "cuda":
-        return None
-    name, loss = _dense_loss()
-    tolerance = LOGITS_TOLERANCE[torch.bfloat16]
-    return _lacks_room(AUTOCAST_BYTES * case.batch**2, case.place) or Contender(
-        f"{name}, bf16 autocast", autocast_bf16(loss), tolerance=tolerance
-    )
+def _autocast_dense(name: str, case: Case) -> Contender:
+    _need_cuda(case)
+    tolerance = TOLERANCES["softmax"]["bf16"]
+    return Contender(name, autocast_bf16(dense_formula), tolerance=tolerance)
 
 
-def _dense_loss() -> tuple[str, LossFunction]:
-    try:
-        package = importlib.import_module("open_clip.loss")
-    except Exception:  # it imports torchvision, which fails in ways of its own
-        return "dense, formula", dense_formula
-    return "dense, open_clip", package.ClipLoss(cache_labels=True)
-
-
-def _lacks_room(needed: int, device: torch.device) -> str | None:
-    free = _free_bytes(device)
-    if free is None or needed <= free:
-        return None
-    return f"would need {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free"
-
-
-def _torch_chunked(case: Case) -> Contender | str:
-    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None or not hasattr(F, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has no chunked `linear_cross_entropy`"
+def _torch_chunked(name: str, case: Case) -> Contender:
+    options = torch.nn.LinearCrossEntropyOptions
 
     def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Take the other side's features as the classes; six units with the backward."""
@@ -170,26 +143,21 @@ def _torch_chunked(case: Case) -> Contender | str:
         )
         return (image_loss + text_loss) / 2
 
-    return Contender("torch chunked", loss, tolerance=LOGITS_TOLERANCE[DTYPES[case.dtype]])
+    return Contender(name, loss, tolerance=TOLERANCES["softmax"][case.dtype])
 
 
-def _inf_cl(case: Case, *, rounded: bool) -> Contender | str | None:
-    """Return Inf-CL, which takes fp32 storage only, with the values that ours get or unrounded."""
-    if rounded and case.dtype == "fp32":
-        return None  # the same as unrounded
-    if case.place.type != "cuda":
-        return "has kernels for CUDA only"
-    try:
-        # `cal_inf_loss` all-reduces the scale's gradient, which fails without a process group;
-        # on one process it calls this.
-        from inf_cl import cal_flash_loss  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        return f"does not import ({error}); `pip install inf_cl`"
+def _inf_cl(name: str, case: Case) -> Contender:
+    """Return Inf-CL, which takes fp32 storage only, with the values that ours get."""
+    _need_cuda(case)
+    # `cal_inf_loss` all-reduces the scale's gradient, which fails without a process group;
+    # on one process it calls this.
+    from inf_cl import cal_flash_loss
+
     head_dim = next((dim for dim in (256, 128, 64, 32, 16) if case.width % dim == 0), None)
     if head_dim is None:
-        return f"needs a width that is a multiple of 16, not {case.width}"
+        raise ValueError(f"needs a width that is a multiple of 16, not {case.width}")
     if case.batch > 64 and case.batch % 64:
-        return f"reads out of bounds at a batch that is no multiple of 64, such as {case.batch}"
+        raise ValueError(f"reads out of bounds at {case.batch}, which is no multiple of 64")
 
     def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Ten units; products in tf32."""
@@ -197,22 +165,68 @@ def _inf_cl(case: Case, *, rounded: bool) -> Contender | str | None:
         text_loss = cal_flash_loss(text_bD, image_bD, scale=scale, head_dim=head_dim)
         return (image_loss.mean() + text_loss.mean()) / 2
 
-    name = f"Inf-CL, {case.dtype}-rounded inputs" if rounded else "Inf-CL, fp32 inputs"
-    return Contender(name, loss, False, TF32_TOLERANCE, torch.float32, rounded)
+    return Contender(name, loss, tolerance=TF32_TOLERANCE, storage=torch.float32)
 
 
-def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            facts = dict(line.split(":", 1) for line in file)
-    except OSError:
-        return None
-    return int(facts["MemAvailable"].split()[0]) * 1024
+def sigmoid_formula(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor, blocks: int
+) -> Tensor:
+    """Return `-1/b sum_ij log sigmoid(z_ij (s <i_i, t_j> + bias))`, some texts at a time.
+
+    That is SigLIP's algorithm, as open_clip documents it: images stay, texts of one rank after the
+    other visit, and `z` is 1 for the own pairs, -1 for all others.
+
+    References:
+        - SigLIP, https://arxiv.org/abs/2303.15343, section 3.3 and figure 1
+        - open_clip, https://github.com/mlfoundations/open_clip, `SigLipLoss`
+    """
+    loss = image_bD.new_zeros((), dtype=torch.float32)
+    for text_cD in text_bD.chunk(blocks):
+        logits_bc = scale * image_bD @ text_cD.T + bias
+        loss = loss - F.logsigmoid(-logits_bc).sum(dtype=torch.float32)
+    # A negative that is a pair's own: log sigmoid(x) - log sigmoid(-x) = x.
+    own_b = scale * (image_bD * text_bD).sum(1) + bias
+    return (loss - own_b.sum(dtype=torch.float32)) / len(image_bD)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+def _sigmoid_formula(blocks: int, name: str, case: Case) -> Contender:
+    loss = _with_bias(partial(sigmoid_formula, blocks=blocks), case)
+    return Contender(name, loss, tolerance=TOLERANCES["sigmoid"][case.dtype])
+
+
+def _siglip_kernel(name: str, case: Case) -> Contender:
+    _need_cuda(case)
+    from siglip_kernel import fused_siglip_loss
+
+    def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """Take the logarithm of the scale, as it does."""
+        found: Tensor = fused_siglip_loss(image_bD, text_bD, scale.log(), bias)
+        return found
+
+    return Contender(name, _with_bias(loss, case), tolerance=TOLERANCES["sigmoid"][case.dtype])
+
+
+def _with_bias(loss: Callable[..., Any], case: Case) -> LossFunction:
+    """Return a loss of features and scale, whose bias learns, too."""
+    bias = torch.tensor(BIAS, device=case.device, requires_grad=True)
+    return lambda image_bD, text_bD, scale: loss(image_bD, text_bD, scale, bias)
+
+
+def _need_cuda(case: Case) -> None:
+    if case.device.type != "cuda":
+        raise ValueError("is for CUDA only")
+
+
+PEERS: dict[str, dict[str, Callable[[str, Case], Contender]]] = {
+    "softmax": {
+        "dense, formula": _dense,
+        "dense, formula, bf16 autocast": _autocast_dense,
+        "torch chunked": _torch_chunked,
+        "Inf-CL": _inf_cl,
+    },
+    "sigmoid": {
+        "open_clip's formula": partial(_sigmoid_formula, 1),
+        f"the same in {BLOCKS} blocks": partial(_sigmoid_formula, BLOCKS),
+        "siglip-kernel": _siglip_kernel,
+    },
+}

@@ -1,16 +1,21 @@
-"""Time and peak memory of the contrastive loss, forward and backward, against its peers.
+"""Time and peak memory of the contrastive losses, forward and backward, against their peers.
 
     python benchmarks/contrastive_loss.py --batch 8192 16384 --width 512 768
+    python benchmarks/contrastive_loss.py --objective sigmoid --scale 10
 
 **Contenders**: `lightning_mp.ContrastiveLoss` with every backend that runs on the device, and with
-each `--workspace`; the dense formula of OpenCLIP (its own `ClipLoss` where `open_clip` imports);
-torch's chunked `linear_cross_entropy`, once a direction. On CUDA also: the dense loss under bf16
-autocast; and Inf-CL (`pip install inf_cl`), which takes fp32 storage only, once with unrounded
-features and once with the values that ours get. What cannot run is named with its reason, as is
-what would take longer than `--max-seconds` a call, by the square of the batch.
+each `--workspace`; the dense formula of OpenCLIP, on CUDA also under bf16 autocast; torch's chunked
+`linear_cross_entropy`, once a direction; on CUDA Inf-CL (`pip install inf_cl`), which takes fp32
+storage only, with the values that ours get. `--objective sigmoid` is SigLIP's loss, with a learnt
+bias: `lightning_mp.SigmoidContrastiveLoss`; open_clip's formula on all logits at once, and by
+blocks of texts as its neighbour exchange brings them; on CUDA `siglip-kernel` (`pip install
+siglip-kernel`). What cannot run is named with its reason, as is what would take longer than
+`--max-seconds` a call, by the square of the batch.
 
-**Order**: first every contender's loss and gradients are compared with ours, then memory is
-weighed, then all are timed in turn (A B C A B C) together with plain matrix products.
+**Order**: first ours is held against float64 by a sample of its pairs (see `_float64.py`), which
+needs no dense logits: they would take 2 TiB at a million pairs. Then every contender's loss and
+gradients are compared with ours, memory is weighed, and all are timed in turn (A B C A B C)
+together with plain matrix products.
 
 **Figures**: `ms` is the median and range over rounds; `x ours` the median of the ratios within
 rounds. The rate counts four units of 2 b^2 D FLOP for everybody, which is what ours does; a dense
@@ -29,6 +34,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -41,7 +47,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from benchmarks import _common as common  # noqa: E402
-from benchmarks._contenders import Contender, find_contenders  # noqa: E402
+from benchmarks._contenders import PEERS, Contender, find_contenders  # noqa: E402
+from benchmarks._float64 import problems_of, sampled_errors  # noqa: E402
 from benchmarks._inputs import DTYPES, Case  # noqa: E402
 
 # The relative difference that storing gradients, and a softmax, in this dtype explains.
@@ -57,10 +64,8 @@ TABLE = {
     "extra bytes": "{peak_extra_bytes:,}",
     "/ 4bD": "{peak_features:.1f}",
 }
-_TILE = {"cpu": 1024, "cuda": 8192}
 _PROBE_SHARE = 8  # of the batch: a 64th of the work
-
-Taken = dict[str, tuple[int, float]]  # the last batch of a contender, and its seconds
+_SAMPLES = 64  # pairs that are checked in float64
 
 
 def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float], dict[str, str]]:
@@ -110,10 +115,7 @@ def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float]
 def weigh(contender: Contender, case: Case) -> int | None:
     """Return the peak of a call beyond inputs and gradients, in bytes."""
     inputs = contender.inputs(case)
-    try:
-        peak = common.peak_bytes(lambda: inputs.run(contender.loss), case.place)
-    except torch.OutOfMemoryError:
-        return None
+    peak = common.peak_bytes(lambda: inputs.run(contender.loss), case.device)
     return peak and peak - inputs.gradient_bytes
 
 
@@ -123,131 +125,121 @@ def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]]
     Three shapes: `(t, D) x (D, t)`, the logits of a tile; `(t, t) x (t, D)`, its gradients; and a
     big square. Small products are repeated until all steps do about the same work.
     """
-    tile = min(case.batch, _TILE.get(case.place.type, 1024))
+    tile = min(case.batch, 8192 if case.device.type == "cuda" else 1024)
     shapes = [(tile, case.width, tile), (tile, tile, case.width), (square, square, square)]
     flop = max(2.0 * math.prod(shape) for shape in shapes)
-    steps: dict[str, Callable[[], object]] = {}
-    for shape in shapes:
-        options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": case.place}
-        left, right = torch.randn(shape[:2], **options), torch.randn(shape[1:], **options)
-        out, calls = left @ right, max(1, round(flop / 2 / math.prod(shape)))
-        steps[f"gemm {shape}"] = partial(_multiply, left, right, out, calls)
-    return steps, flop
+
+    def product(m: int, n: int, k: int) -> Callable[[], object]:
+        options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": case.device}
+        left, right = torch.randn(m, n, **options), torch.randn(n, k, **options)
+        out, calls = left @ right, max(1, round(flop / 2 / (m * n * k)))
+        return lambda: [torch.mm(left, right, out=out) for _ in range(calls)]
+
+    return {f"gemm {shape}": product(*shape) for shape in shapes}, flop
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, calls: int) -> None:
-    for _ in range(calls):
-        torch.mm(left, right, out=out)
-
-
-def too_slow(contender: Contender, case: Case, taken: Taken, limit: float | None) -> str | None:
-    """Say what a call will take if that is too long: the last one's, or that of an eighth."""
+def too_slow(contender: Contender, case: Case, limit: float | None) -> str | None:
+    """Say what a call will take if that is too long, by one with an eighth of the batch."""
     rows = max(64, case.batch // _PROBE_SHARE // 64 * 64)
-    if limit is None or (contender.name not in taken and rows >= case.batch):
+    if limit is None or rows >= case.batch:
         return None
-    if contender.name not in taken:
-        step = {"": partial(contender.inputs(replace(case, batch=rows)).run, contender.loss)}
-        try:
-            probe = common.time_alternately(step, rounds=1, device=case.place)[""]
-        except Exception:  # the comparison with ours says what is wrong
-            return None
-        taken[contender.name] = rows, probe.median
-    batch, seconds = taken[contender.name]
-    seconds *= (case.batch / batch) ** 2
+    step = {"": partial(contender.inputs(replace(case, batch=rows)).run, contender.loss)}
+    spreads, _ = common.time_in_turn(step, rounds=1, device=case.device)
+    if not spreads:  # the comparison with ours says what is wrong
+        return None
+    seconds = spreads[""][0] * (case.batch / rows) ** 2
     return None if seconds <= limit else f"predicted {seconds:,.1f} s a call, more than {limit:g} s"
 
 
-def measure_case(case: Case, args: argparse.Namespace, taken: Taken) -> common.Report:
+def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     """Measure one problem."""
     print(f"\nb={case.batch:,} D={case.width:,} {case.dtype} scale={case.scale:g}", flush=True)
-    everybody, left_out = find_contenders(case, args.workspace)
-    wanted = [text.lower() for text in args.only or [""]]
-    asked = [c for c in everybody if c.is_ours or any(text in c.name.lower() for text in wanted)]
-    slow = {c.name: too_slow(c, case, taken, args.max_seconds) for c in asked[1:]}
-    left_out |= {name: why for name, why in slow.items() if why is not None}
+    asked, left_out = find_contenders(case, args.workspace)
+    for contender in asked[1:]:
+        if why := too_slow(contender, case, args.max_seconds):
+            left_out[contender.name] = why
     differences, failures = check([c for c in asked if c.name not in left_out], case)
     contenders = [c for c in asked if c.name in differences]
-    peaks = {c.name: weigh(c, case) if args.memory else None for c in contenders}
-    gemms, flop = gemm_steps(case, args.square)
-    inputs, steps = case.inputs(), dict(gemms)
+    errors, problems = dict.fromkeys(("term_error", "mean_error", "gradient_error")), []
+    if case.objective == "softmax":
+        errors = sampled_errors(case.inputs(), contenders[0].loss, _SAMPLES)
+        problems = problems_of(errors, case.dtype)
+    peaks = {c.name: weigh(c, case) for c in contenders}
+    square = 256 if args.quick else 8192 if case.device.type == "cuda" else 4096
+    steps, flop = gemm_steps(case, square)
+    gemms, inputs = list(steps), case.inputs()
     for contender in contenders:
-        own = inputs if contender.input_dtype is None else contender.inputs(case)
+        own = inputs if contender.storage is None else contender.inputs(case)
         steps[contender.name] = partial(own.run, contender.loss)
     limits = {"rounds": args.repeats, "max_seconds": args.max_seconds}
-    spreads = common.time_alternately(steps, device=case.place, title="timing", **limits)
-    rate = max(flop / spreads.pop(name).median for name in gemms)
-    if contenders[0].name not in spreads:
-        raise RuntimeError(f"{contenders[0].name} ran out of memory at b={case.batch}.")
-    failures |= {c.name: common.OUT_OF_MEMORY for c in contenders if c.name not in spreads}
-    taken |= {name: (case.batch, spread.median) for name, spread in spreads.items()}
+    spreads, later = common.time_in_turn(steps, device=case.device, title="timing", **limits)
+    failures |= later
+    rate = max(flop / statistics.median(spreads.pop(name)) for name in gemms)
+    ours = spreads.get(contenders[0].name)
+    if ours is None:
+        raise RuntimeError(f"{contenders[0].name} {failures[contenders[0].name]}.")
     rows = []
-    for name, spread in spreads.items():
+    for name, seconds in spreads.items():
+        flops = case.flop / statistics.median(seconds)
         found = {
-            **spread.columns,
-            "time_ratio": common.median_ratio(spread, spreads[contenders[0].name]),
-            "gflops": case.flop / spread.median / 1e9,
+            **common.time_columns(seconds),
+            "time_ratio": common.median_ratio(seconds, ours),
+            "gflops": flops / 1e9,
             "gemm_gflops": rate / 1e9,
-            "gemm_fraction": case.flop / spread.median / rate,
+            "gemm_fraction": flops / rate,
             "peak_extra_bytes": peaks[name],
             "peak_features": peaks[name] and peaks[name] / (4 * case.batch * case.width),
             "max_relative_difference": differences[name],
+            **(errors if name == contenders[0].name else dict.fromkeys(errors)),
         }
         rows.append(({"contender": name, **asdict(case)}, found))
     left_out |= failures
-    said = [f"Left out: {name}: {why}" for name, why in left_out.items()]
-    ours = {contender.name for contender in asked if contender.is_ours}
-    sound = not any(name in ours or "differs" in why for name, why in failures.items())
-    verdict = verdict_of([what | found for what, found in rows], left_out)
-    return common.Report(rows, TABLE, [*said, verdict], sound)
+    said = [*problems, *(f"Left out: {name}: {why}" for name, why in left_out.items())]
+    if case.objective == "softmax":
+        said += verdict_of([what | found for what, found in rows])
+    is_ours = {contender.name for contender in asked if contender.is_ours}
+    sound = not problems and not any(
+        name in is_ours or "differs" in why for name, why in failures.items()
+    )
+    return common.Report(rows, TABLE, said, sound)
 
 
-def verdict_of(rows: Sequence[dict[str, Any]], left_out: dict[str, str]) -> str:
-    """Return what the figures, ours first, say against the targets; each may be undecided."""
-    ours, on_cuda = rows[0], rows[0]["device"].startswith("cuda")
+def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the figures, ours first, say against the targets."""
+    ours, on_cuda = rows[0], rows[0]["device"].type == "cuda"
     peer, target = ("Inf-CL", INF_CL_SPEEDUP) if on_cuda else ("dense", DENSE_SPEEDUP)
-    ratio = min((r["time_ratio"] for r in rows if r["contender"].startswith(peer)), default=None)
-    why = next((why for name, why in left_out.items() if name.startswith(peer)), "not asked for")
-    peak = ours["peak_features"]
-    gradients = 2 * DTYPES[ours["dtype"]].itemsize / 4
-    found: list[tuple[str, bool | None]] = [
-        (f"{ours['gemm_fraction']:.0%} of GEMM (target: {GEMM_FRACTION:.0%})",
-         ours["gemm_fraction"] >= GEMM_FRACTION if on_cuda else None),
-        (f"not compared with {peer}, {why}", None) if ratio is None else
-        (f"{ratio:.2f}x as fast as {peer} (target: {target:g}x)", ratio >= target),
-        ("not weighed", None) if peak is None else
-        (f"{peak + gradients:.1f} x 4bD bytes with gradients (target: {EXTRA_FEATURES:g})",
-         peak + gradients <= EXTRA_FEATURES if on_cuda else None),
-    ]  # fmt: skip
-    words = {True: "met", False: "missed", None: "open"}
-    return f"{ours['contender']}: " + "; ".join(f"{text}: {words[met]}" for text, met in found)
+    ratios = [row["time_ratio"] for row in rows if row["contender"].startswith(peer)]
+    if ratios:
+        ratio = min(ratios)
+        yield common.verdict(f"{ratio:.2f}x as fast as {peer}", f"{target:g}x", ratio >= target)
+    if on_cuda:
+        rate = ours["gemm_fraction"]
+        yield common.verdict(f"{rate:.0%} of GEMM", f"{GEMM_FRACTION:.0%}", rate >= GEMM_FRACTION)
+        peak = ours["peak_features"] + 2 * DTYPES[ours["dtype"]].itemsize / 4
+        figure = f"{peak:.1f} x 4bD bytes with gradients"
+        yield common.verdict(figure, f"{EXTRA_FEATURES:g}", peak <= EXTRA_FEATURES)
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     """Measure all widths, dtypes and batches."""
-    for width, dtype in itertools.product(args.width, args.dtype):
-        taken: Taken = {}
-        for batch in sorted(args.batch):
-            yield measure_case(Case(batch, width, dtype, args.scale, args.device), args, taken)
+    for width, dtype, batch in itertools.product(args.width, args.dtype, args.batch):
+        case = Case(batch, width, dtype, args.scale, args.device, args.objective)
+        yield measure_case(case, args)
 
 
-def add_options(add: Callable[..., Any]) -> None:
-    """Add the options of this benchmark."""
-    positive = common.positive
-    add("--batch", type=positive, nargs="+", default=[8192], help="batch sizes, one table each")
-    add("--width", type=positive, nargs="+", default=[512], help="feature widths")
-    add("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the features")
-    add("--repeats", type=positive, default=7, help="rounds that count")
-    add("--workspace", type=positive, nargs="+", default=[], help="MiB to try beside ours' own")
-    add("--max-seconds", type=float, help="leaves out whose call would take longer; bounds rounds")
-    add("--only", nargs="+", metavar="TEXT", help="ours, and contenders with such a name")
-    add("--scale", type=float, default=100.0, help="logit scale; CLIP trains from 14.3 to 100")
-    square = 8192 if torch.cuda.is_available() else 4096
-    add("--square", type=positive, default=square, help="edge of the big square GEMM")
-    add("--memory", action=argparse.BooleanOptionalAction, default=True, help="weigh memory too")
-
-
-QUICK = {"batch": [256], "width": [64], "repeats": 2, "square": 256}
-BENCHMARK = common.Benchmark("contrastive_loss", __doc__, add_options, measure, QUICK)
+positive = common.positive
+OPTIONS: dict[str, dict[str, Any]] = {
+    "objective": dict(choices=PEERS, default="softmax", help="CLIP's loss or SigLIP's"),
+    "batch": dict(type=positive, nargs="+", default=[8192], help="batch sizes, one table each"),
+    "width": dict(type=positive, nargs="+", default=[512], help="feature widths"),
+    "dtype": dict(choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the features"),
+    "repeats": dict(type=positive, default=7, help="rounds that count"),
+    "workspace": dict(type=positive, nargs="+", default=[], help="MiB to try beside ours' own"),
+    "max-seconds": dict(type=float, help="leaves out whose call would take longer; bounds rounds"),
+    "scale": dict(type=float, default=100.0, help="CLIP's ends at 100, SigLIP's starts at 10"),
+}
+QUICK = {"batch": [256], "width": [64], "repeats": 2}
+BENCHMARK = common.Benchmark("contrastive_loss", __doc__, measure, QUICK, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

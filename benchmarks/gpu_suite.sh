@@ -2,15 +2,13 @@
 # All that needs a GPU, in steps of less than nine minutes: tests, ranks over NCCL, the loss against
 # its peers, a million pairs, ViTs under every precision, AdamW's step, and what the monitors cost.
 #
-#     benchmarks/gpu_suite.sh [--quick] [--list] [STEP...]
+#     benchmarks/gpu_suite.sh [--list] [STEP...]
 #
 # Steps run in the order of --list, all of them if none is named; `loss` names all that begin with
-# it. A step that fails does not keep the next from running, but for `smoke`, a minute at toy size:
-# if that fails, nothing else runs unless it is named. The exit status is 1 if a step failed.
+# it. A step that fails does not keep the next from running, but for `smoke`, every benchmark at toy
+# size: if that fails, nothing else runs unless it is named. The exit status is 1 if a step failed.
 # A step that has passed with this commit is not run again, and rows of a CSV file that are measured
 # again take the place of the old ones; so a suite that was cut off is just started again.
-#
-# --quick rehearses on the CPU: `smoke` alone.
 #
 # Kernels can be compiled before there is a GPU, and the folder carried to it (same wheels):
 #
@@ -20,7 +18,7 @@
 #                  pytest.
 #   PYTHONPATH     kept behind the repository; put the folder that holds inf_cl there.
 #   OUT            folder for what is written, from the root of the repository;
-#                  benchmarks/results if unset: suite.log, passed.txt, and five CSV files.
+#                  benchmarks/results if unset: suite.log, passed.txt, and four CSV files.
 #   KERNELS        folder of compiled kernels; kernels if unset.
 #   MAX_SECONDS    a peer whose call would take longer is left out, and all timed calls of one loss
 #                  at one size take no longer together; 3 if unset.
@@ -39,7 +37,7 @@ unset TRITON_INTERPRET  # kernels are to be compiled
 export TRITON_CACHE_DIR=${KERNELS:-$PWD/kernels}
 export TQDM_MININTERVAL=20  # progress bars of logs need no ten lines a second
 
-device=cuda names=() limits=() commands=()
+names=() limits=() commands=()
 
 if [[ $python$out =~ [[:space:]] ]]; then
   echo "Passed PYTHON='$python' and OUT='$out'. Neither may have blanks: commands are split at them." >&2
@@ -52,9 +50,9 @@ step() {
 }
 
 # csv SCRIPT ARGUMENTS...: the command of a benchmark with a file of its own.
-csv() { echo "benchmarks/$1.py --device $device --csv $out/$1.csv ${*:2}"; }
+csv() { echo "benchmarks/$1.py --device cuda --csv $out/$1.csv ${*:2}"; }
 
-loss() { csv contrastive_loss --scale 100 --max-seconds "$max_seconds" "$@"; }
+loss() { csv contrastive_loss --max-seconds "$max_seconds" "$@"; }
 vit() { csv precision --max-seconds 5 "$@"; }
 
 # Only files with such tests: others may need packages that are not installed here.
@@ -62,10 +60,12 @@ tests() {
   echo "-m pytest -c pyproject.toml --rootdir . -p no:cacheprovider -m gpu -v --tb=short -W default" \
     "--durations=10 -o faulthandler_timeout=120 $*"
 }
-gpu_tests() { grep -rl --include='test_*.py' 'mark\.gpu' tests | grep -v nccl | sort | xargs; }
+gpu_tests() {
+  grep -rl --include='test_*.py' 'mark\.gpu' tests | grep -v -e nccl -e benchmarks | sort | xargs
+}
 
 list_steps() {
-  step smoke 60 benchmarks/smoke.py --device "$device"
+  step smoke 120 "$(tests tests/benchmarks/test_gpu_benchmarks.py)"
   step kernels 300 benchmarks/compile_ahead.py
   step tests 530 "$(tests "$(gpu_tests)")"
   step nccl 300 "$(tests tests/contrastive/test_nccl.py)"
@@ -76,8 +76,9 @@ list_steps() {
   step precision-H16 530 "$(vit --size H16 --batch 64)"
   # H16 would need more than 80 GB for all contenders at once.
   step optimizer 400 "$(csv optimizer_step --max-seconds 5 --size S16 B16 L16)"
-  step million 400 "$(csv million)"
-  step sigmoid 400 "$(csv sigmoid_loss --dtype bf16 --width 768 --batch 32768 65536 --max-seconds 20)"
+  step million 400 "$(loss --dtype bf16 --width 768 --batch 1048576 --repeats 1)"
+  step sigmoid 400 \
+    "$(loss --objective sigmoid --scale 10 --dtype bf16 --width 768 --batch 32768 65536)"
   step monitors 400 "$(csv monitor_overhead --batch 64 --tokens 512 --pairs 5)"
   # The extras. A process for each width: a fault of one contender ends the process for all.
   step loss-512 530 "$(loss --dtype bf16 --width 512 --batch 8192 16384 32768 65536 131072 262144)"
@@ -90,10 +91,9 @@ list_steps() {
     "$(vit --size H16 --batch 64 --pool mean --layout lnd --precisions 16-mixed O2-fp16 --optimizers fused)"
 }
 
-quick='' only_list='' wanted=()
+only_list='' wanted=()
 for argument in "$@"; do
   case $argument in
-    --quick) quick=1 device=cpu wanted=(smoke) ;;
     --list) only_list=1 ;;
     *) wanted+=("$argument") ;;
   esac
@@ -101,8 +101,8 @@ done
 list_steps
 for name in ${wanted[@]+"${wanted[@]}"}; do
   if [[ " ${names[*]}" != *" $name"* ]]; then
-    echo "Passed '$name'. Steps are ${names[*]}, or how some of them begin; --quick rehearses on" \
-      "the CPU. Name some of them, or nothing for all." >&2
+    echo "Passed '$name'. Steps are ${names[*]}, or how some of them begin. Name some of them, or" \
+      "nothing for all." >&2
     exit 2
   fi
 done

@@ -22,7 +22,7 @@ further off than 5% is named and not ranked.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -60,23 +60,24 @@ class Contender(NamedTuple):
         make: Makes the optimizer of parameters.
         dtype: Of weights and gradients.
         bytes_per_element: What a step moves if it reads and writes each tensor once.
-        needs_gpu: Whether it cannot run on a CPU.
-        is_ours: Whether its failure is the run's, and its bandwidth is held against the target.
+        is_ours: Whether its failure is the run's.
+        needs_gpu: Whether it cannot run on a CPU, and its bandwidth is held against the target.
     """
 
     make: Callable[[Sequence[Tensor]], Any]
     dtype: torch.dtype
     bytes_per_element: int
-    needs_gpu: bool = False
     is_ours: bool = False
+    needs_gpu: bool = False
 
 
-def _ours(dtype: torch.dtype, moved: int, *, fused: bool, clip: float | None = None) -> Contender:
-    def make(params: Sequence[Tensor]) -> Any:
-        kinds = {"fused": fused, "foreach": not fused}
-        return SafeAdamW(params, clip_update_rms=clip, **kinds, **_OPTIONS)
+def _fused(dtype: torch.dtype, moved: int, clip: float | None = None) -> Contender:
+    options = {**_OPTIONS, "fused": True, "clip_update_rms": clip}
+    return Contender(lambda ps: SafeAdamW(ps, **options), dtype, moved, True, needs_gpu=True)
 
-    return Contender(make, dtype, moved, needs_gpu=fused, is_ours=True)
+
+def _foreach(dtype: torch.dtype, moved: int) -> Contender:
+    return Contender(lambda ps: SafeAdamW(ps, foreach=True, **_OPTIONS), dtype, moved, True)
 
 
 def _torch(kind: str) -> Contender:
@@ -95,12 +96,12 @@ def _optimi(dtype: torch.dtype, moved: int) -> Contender:
 # fp32: weight and moments twice and the gradient, 4 bytes each. fp16: weight and residual twice and
 # the gradient, 2 bytes each, moments as before. The clip: the gradient and one moment once more.
 CONTENDERS = {
-    "SafeAdamW fused fp32": _ours(FP32, 28, fused=True),
-    "SafeAdamW fused fp16": _ours(FP16, 26, fused=True),
-    "SafeAdamW fused fp32 clip": _ours(FP32, 36, fused=True, clip=1e3),  # so high: never bites
-    "SafeAdamW fused fp16 clip": _ours(FP16, 32, fused=True, clip=1e3),
-    "SafeAdamW foreach fp32": _ours(FP32, 28, fused=False),
-    "SafeAdamW foreach fp16": _ours(FP16, 26, fused=False),
+    "SafeAdamW fused fp32": _fused(FP32, 28),
+    "SafeAdamW fused fp16": _fused(FP16, 26),
+    "SafeAdamW fused fp32 clip": _fused(FP32, 36, clip=1e3),  # so high: never bites
+    "SafeAdamW fused fp16 clip": _fused(FP16, 32, clip=1e3),
+    "SafeAdamW foreach fp32": _foreach(FP32, 28),
+    "SafeAdamW foreach fp16": _foreach(FP16, 26),
     BASE: _torch("fused"),
     "torch foreach fp32": _torch("foreach"),
     "optimi fp32": _optimi(FP32, 28),
@@ -137,30 +138,24 @@ def error_of(contender: Contender, device: torch.device, steps: int = 3) -> floa
 def set_up(
     names: Sequence[str], shapes: Sequence[torch.Size], device: torch.device
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float], dict[str, str]]:
-    """Return the steps to time, the error of each, and why others are left out.
-
-    Contenders of one dtype share their gradients.
-    """
+    """Return the steps to time, the error of each, and why others are left out."""
     steps: dict[str, Callable[[], object]] = {}
     errors: dict[str, float] = {}
     left_out: dict[str, str] = {}
-    grads: dict[torch.dtype, list[Tensor]] = {}
+    # Contenders of one dtype share their gradients.
+    grads = {
+        dtype: [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        for dtype in {CONTENDERS[name].dtype for name in names}
+    }
     for name in names:
         contender = CONTENDERS[name]
         if contender.needs_gpu and device.type != "cuda":
             left_out[name] = "needs a GPU"
-        elif name.startswith("optimi") and importlib.util.find_spec("optimi") is None:
-            left_out[name] = "torch-optimi is not installed"
-        if name in left_out:
             continue
         try:
             errors[name] = error_of(contender, device)
             if not errors[name] <= TOLERANCE:
-                left_out[name] = f"differs from float64 by {errors[name]:.0%} of the change"
-                continue
-            if contender.dtype not in grads:
-                made = (torch.randn(shape, device=device) for shape in shapes)
-                grads[contender.dtype] = [gradient.to(contender.dtype) for gradient in made]
+                raise ValueError(f"differs from float64 by {errors[name]:.0%} of the change")
             params = [(torch.randn_like(g) * 0.02).requires_grad_() for g in grads[contender.dtype]]
             for param, gradient in zip(params, grads[contender.dtype], strict=True):
                 param.grad = gradient
@@ -172,66 +167,56 @@ def set_up(
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     """Measure each size."""
-    device = torch.device(args.device)
     for size in args.size:
         shapes = shapes_of(size)
         count = sum(shape.numel() for shape in shapes)
         print(f"\nViT-{size}, {count:,} weights in {len(shapes)} tensors", flush=True)
-        steps, errors, left_out = set_up(args.contenders, shapes, device)
-        source = torch.zeros(count, device=device)
+        steps, errors, left_out = set_up(args.contenders, shapes, args.device)
+        source = torch.zeros(count, device=args.device)
         target = torch.empty_like(source)
-        steps = {COPY: lambda source=source, target=target: target.copy_(source), **steps}
+        steps[COPY] = lambda source=source, target=target: target.copy_(source)
         limits = {"rounds": args.rounds, "max_seconds": args.max_seconds}
-        spreads = common.time_alternately(steps, device=device, title=size, **limits)
-        left_out |= {name: common.OUT_OF_MEMORY for name in steps if name not in spreads}
+        spreads, later = common.time_in_turn(steps, device=args.device, title=size, **limits)
+        left_out |= later
         copy, base = spreads.pop(COPY), spreads.get(BASE)
         rows = []
-        for name, spread in sorted(spreads.items(), key=lambda item: item[1].median):
+        for name, seconds in sorted(spreads.items(), key=lambda item: statistics.median(item[1])):
             moved = CONTENDERS[name].bytes_per_element
             what = {"contender": name, "size": size, "parameters": count, "tensors": len(shapes)}
             found = {
-                **spread.columns,
-                "speedup": None if base is None else common.median_ratio(base, spread),
-                "gb_per_second": moved * count / spread.median / 1e9,
-                "copy_gb_per_second": 8 * count / copy.median / 1e9,
-                "copy_fraction": moved / 8 * common.median_ratio(copy, spread),
+                **common.time_columns(seconds),
+                "speedup": None if base is None else common.median_ratio(base, seconds),
+                "gb_per_second": moved * count / statistics.median(seconds) / 1e9,
+                "copy_gb_per_second": 8 * count / statistics.median(copy) / 1e9,
+                "copy_fraction": moved / 8 * common.median_ratio(copy, seconds),
                 "error": errors[name],
             }
             rows.append(({**what, "device": args.device, "bytes_per_element": moved}, found))
-        flat = [what | found for what, found in rows]
-        wrong = [n for n, why in left_out.items() if why.startswith(("failed", "differs"))]
+        said = [f"Not ranked: {name}: {why}." for name, why in left_out.items()]
+        said += [
+            verdict_of(what["contender"], found["copy_fraction"])
+            for what, found in rows
+            if CONTENDERS[what["contender"]].needs_gpu
+        ]
+        wrong = [name for name, why in left_out.items() if why.startswith("failed")]
         sound = not any(CONTENDERS[name].is_ours for name in wrong)
-        yield common.Report(rows, TABLE, verdict_of(flat, left_out), sound)
+        yield common.Report(rows, TABLE, said, sound)
 
 
-def verdict_of(rows: Sequence[dict[str, Any]], left_out: dict[str, str]) -> list[str]:
-    """Return what the figures say against the target, in words."""
-    said = [f"Not ranked: {name}: {why}." for name, why in left_out.items()]
-    if not rows:
-        return [*said, "Skipped: no contender finished."]
-    said.append(f"A copy moves {rows[0]['copy_gb_per_second']:,.1f} GB/s.")
-    if torch.device(rows[0]["device"]).type != "cuda":
-        return [*said, "No verdict on bandwidth: the fused kernel is for GPUs."]
-    judged = [row for row in rows if CONTENDERS[row["contender"]].needs_gpu]
-    for row in judged:
-        word = "met" if row["copy_fraction"] >= TARGET_FRACTION else "missed"
-        said.append(
-            f"{row['contender']} reaches {row['copy_fraction']:.0%} of that "
-            f"(target: {TARGET_FRACTION:.0%}): {word}."
-        )
-    return said if judged else [*said, "No fused step of ours ran: open."]
+def verdict_of(name: str, share: float) -> str:
+    """Return what the bandwidth of a fused step says, in shares of a copy's."""
+    figure, met = f"{name}: {share:.0%} of a copy", share >= TARGET_FRACTION
+    return common.verdict(figure, f"{TARGET_FRACTION:.0%}", met)
 
 
-def add_options(add: Callable[..., Any]) -> None:
-    """Add the options of this benchmark."""
-    add("--size", choices=SIZES, nargs="+", default=["B16"], help="ViTs, one table each")
-    add("--contenders", choices=CONTENDERS, nargs="+", default=[*CONTENDERS], help="who is timed")
-    add("--rounds", type=common.positive, default=20, help="rounds that count")
-    add("--max-seconds", type=float, help="bounds the timed steps of one contender together")
-
-
+OPTIONS: dict[str, dict[str, Any]] = {
+    "size": dict(choices=SIZES, nargs="+", default=["B16"], help="ViTs, one table each"),
+    "contenders": dict(choices=CONTENDERS, nargs="+", default=[*CONTENDERS], help="who is timed"),
+    "rounds": dict(type=common.positive, default=20, help="rounds that count"),
+    "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
+}
 QUICK = {"size": ["tiny"], "rounds": 2}
-BENCHMARK = common.Benchmark("optimizer_step", __doc__, add_options, measure, QUICK)
+BENCHMARK = common.Benchmark("optimizer_step", __doc__, measure, QUICK, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

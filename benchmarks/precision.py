@@ -7,7 +7,6 @@
 `lightning_mp.PureFP16` (pure), in fp16 and bf16; each with AdamW as fused and as foreach kernels,
 and with `lightning_mp`'s SafeAdamW (safe). Models and their random data are made on the device. On
 a CPU, `Trainer(precision="16-mixed")` would silently be bf16, so plugins are passed as objects.
-`--size narrow` leaves a device next to nothing to do: its steps are the host's time.
 
 **Order**: one `Trainer.fit` of warm-up and timed steps for each contender in turn (A B C A B C), so
 drift meets all alike and no two contenders share the memory. A step ends when the device is idle,
@@ -31,20 +30,20 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 from benchmarks import _common as common  # noqa: E402
 from lightning_mp import BalancedAMP, PureFP16  # noqa: E402
 from lightning_mp.reproduce._fit import OPTIMIZERS, Classifier, Outcome, fit  # noqa: E402
-from lightning_mp.reproduce._vit import LAYOUTS, POOLS, SIZES, ViT, ViTSize  # noqa: E402
+from lightning_mp.reproduce._vit import LAYOUTS, POOLS, SIZES, ViT  # noqa: E402
 
 PRECISIONS: dict[str, Callable[[str], Precision]] = {
     "32-true": lambda device: Precision(),
@@ -57,6 +56,7 @@ PRECISIONS: dict[str, Callable[[str], Precision]] = {
     "pure-fp16": lambda device: PureFP16(half="fp16"),
     "pure-bf16": lambda device: PureFP16(half="bf16"),
 }
+REFERENCE, BASE, PEERS = "32-true", "16-mixed", ("32-true", "16-mixed", "bf16-mixed")
 TABLE = {
     "contender": "{precision}, {optimizer}",
     "ms [range]": "{ms_median:,.1f} [{ms_min:,.1f}-{ms_max:,.1f}]",
@@ -67,205 +67,150 @@ TABLE = {
     "scale": "{loss_scale:g}",
     "skipped": "{skipped_steps}",
 }
-REFERENCE, BASE, JUDGED = "32-true", "16-mixed", ("O2-fp16", "pure-fp16")
-_SIZES = {**SIZES, "narrow": ViTSize(patch=16, width=8, depth=24, heads=2)}
 LOSS_TOLERANCE = 0.05
-# How many times as fast as `BASE` on CUDA, from this many parameters on: those of a ViT-H.
+# Of O2 and pure fp16: how many times as fast as `BASE` on CUDA, from this many parameters on, those
+# of a ViT-H, and below; in no more memory.
+JUDGED = "O2-fp16", "pure-fp16"
 TARGET_SPEEDUP, TARGET_SPEEDUP_HUGE, HUGE = 1.0, 1.15, 600_000_000
 # Adam's first steps move every weight by the learning rate: all of them, as one vector, by this.
 # So a step, taken or skipped, changes the loss by about as much in all sizes, and by little.
 _STEP_NORM = 0.03
-_GIB = 2**30
+_CLASSES = 1000
 
 
-class Contender(NamedTuple):
-    """Who is timed: a precision and the kind of AdamW, `"safe"` for SafeAdamW."""
-
-    precision: str
-    optimizer: str
-
-    def __str__(self) -> str:
-        return f"{self.precision}, {self.optimizer}"
-
-
-def train(size: str, contender: Contender, args: argparse.Namespace) -> Outcome:
+def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -> Outcome:
     """Train once from the same weights, on one random batch again and again.
 
     As it is the same one, the loss depends only on the updates taken: a run that skipped some can
     be compared with one that did not.
     """
-    place = torch.device(args.device)
-    random = torch.Generator(place).manual_seed(1)
+    gc.collect()  # the last model and its Trainer refer to each other
+    if args.device.type == "cuda":
+        torch.cuda.empty_cache()
+    random = torch.Generator(args.device).manual_seed(1)
     shape = args.batch, 3, args.image, args.image
-    images = torch.randn(shape, generator=random, device=place)
-    labels = torch.randint(args.classes, shape[:1], generator=random, device=place)
+    images = torch.randn(shape, generator=random, device=args.device)
+    labels = torch.randint(_CLASSES, shape[:1], generator=random, device=args.device)
     torch.manual_seed(0)
-    with place:
-        shared = {"image": args.image, "classes": args.classes}
-        model = ViT(_SIZES[size], pool=args.pool, layout=args.layout, **shared)
+    with args.device:
+        kinds = {"pool": args.pool, "layout": args.layout}
+        model = ViT(SIZES[size], image=args.image, classes=_CLASSES, **kinds)
     lr = _STEP_NORM / math.sqrt(sum(p.numel() for p in model.parameters()))
     return fit(
-        Classifier(model, lr=lr, optimizer=contender.optimizer),
+        Classifier(model, lr=lr, optimizer=optimizer),
         [(images, labels)] * (args.warm_up + args.steps),
-        device=place,
-        plugin=PRECISIONS[contender.precision](place.type),
+        device=args.device,
+        plugin=PRECISIONS[precision](args.device.type),
         warm_up=args.warm_up,
     )
 
 
-def train_in_turn(
-    size: str, contenders: Sequence[Contender], args: argparse.Namespace
-) -> tuple[dict[Contender, list[Outcome]], dict[Contender, str]]:
-    """Let all contenders train in turn; return their outcomes, and why others have none."""
-    outcomes: dict[Contender, list[Outcome]] = {each: [] for each in contenders}
-    left_out: dict[Contender, str] = {}
-    rounds = dict.fromkeys(contenders, args.rounds)
-    turns = tqdm([(i, c) for i in range(args.rounds) for c in contenders], unit="fit", leave=False)
-    for index, contender in turns:
-        turns.set_postfix_str(str(contender), refresh=False)
-        if contender in left_out or index >= rounds[contender]:
-            continue
-        try:
-            outcomes[contender].append(train(size, contender, args))
-        except Exception as error:
-            left_out[contender] = common.error_words(error)
-        gc.collect()  # the model and its Trainer refer to each other
-        if args.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-        took = sum(outcomes[contender][0].step_seconds) if outcomes[contender] else 0
-        if args.max_seconds is not None and took > 0:
-            rounds[contender] = max(1, min(args.rounds, int(args.max_seconds / took)))
-    return {each: outcomes[each] for each in contenders if each not in left_out}, left_out
+def difference_of(fits: Sequence[Outcome], reference: Sequence[float] | None) -> float | None:
+    """Return the largest relative difference of final losses from 32-true's after as many updates.
 
-
-def judge(
-    outcomes: Mapping[Contender, Sequence[Outcome]],
-) -> tuple[dict[Contender, float | None], dict[Contender, str]]:
-    """Tell who trained as 32-true did.
-
-    Returns:
-        The largest relative difference of final losses over rounds of those that did, `None` where
-        32-true did not run; and what is wrong with the others.
+    Kernels of AdamW differ by rounding only: there is one reference for all, or `None`.
     """
-    sound: dict[Contender, float | None] = {}
-    wrong: dict[Contender, str] = {}
-    references = {
-        each.optimizer: found[0].losses
-        for each, found in outcomes.items()
-        if each.precision == REFERENCE and all(map(math.isfinite, found[0].losses))
-    }
-    for contender, found in outcomes.items():
-        # Kernels of AdamW differ by rounding only.
-        reference = references.get(contender.optimizer, next(iter(references.values()), None))
-        difference = None
-        if reference is not None:
-            difference = max(abs(each.losses[-1] / reference[each.updates] - 1) for each in found)
-        if not all(math.isfinite(outcome.losses[-1]) for outcome in found):
-            losses = ", ".join(f"{outcome.losses[-1]:.4g}" for outcome in found)
-            wrong[contender] = f"diverged: its final losses are {losses}"
-        elif difference is not None and difference > LOSS_TOLERANCE:
-            wrong[contender] = (
-                f"diverged: its final loss is {difference:.0%} off that of {REFERENCE}, "
-                f"more than {LOSS_TOLERANCE:.0%}"
-            )
-        elif not all(outcome.step_seconds for outcome in found):
-            wrong[contender] = "took no timed step: all were skipped; give it a longer --warm-up"
-        else:
-            sound[contender] = difference
-    return sound, wrong
+    if reference is None:
+        return None
+    return max(abs(fit.losses[-1] / reference[fit.updates] - 1) for fit in fits)
+
+
+def wrong_with(fits: Sequence[Outcome], difference: float | None) -> str | None:
+    """Return why fits are not ranked, if they are not."""
+    losses = [fit.losses[-1] for fit in fits]
+    if not all(map(math.isfinite, losses)):
+        return f"diverged: its final losses are {', '.join(f'{loss:.4g}' for loss in losses)}"
+    if difference is not None and difference > LOSS_TOLERANCE:
+        return f"diverged: its final loss is {difference:.0%} off that of {REFERENCE}"
+    if not all(fit.step_seconds for fit in fits):
+        return "took no timed step: all were skipped; give it a longer --warm-up"
+    return None
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     """Measure each size."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # else some lines every fit
+    asked = {name: getattr(args, name) for name in ASKED}
     for size in args.size:
         print(f"\nViT-{size}, {args.image} px, batch {args.batch:,}, {args.pool}, {args.layout}")
-        contenders = [Contender(p, o) for o in args.optimizers for p in args.precisions]
-        outcomes, left_out = train_in_turn(size, contenders, args)
-        differences, wrong = judge(outcomes)
-        left_out |= wrong
-        spreads = {
-            each: common.Spread(
-                tuple(statistics.median(found.step_seconds) for found in outcomes[each])
-            )
-            for each in differences
+        kinds = {f"{p}, {o}": (p, o) for o in args.optimizers for p in args.precisions}
+        outcomes, left_out = common.take_turns(
+            {name: partial(train, size, *kind, args) for name, kind in kinds.items()},
+            rounds=args.rounds,
+            seconds_of=lambda outcome: sum(outcome.step_seconds),
+            max_seconds=args.max_seconds,
+        )
+        references = [fits[0].losses for name, fits in outcomes.items() if REFERENCE in name]
+        reference = next((losses for losses in references if all(map(math.isfinite, losses))), None)
+        differences = {name: difference_of(fits, reference) for name, fits in outcomes.items()}
+        wrong = {name: wrong_with(fits, differences[name]) for name, fits in outcomes.items()}
+        left_out |= {name: why for name, why in wrong.items() if why is not None}
+        medians = {
+            name: [statistics.median(fit.step_seconds) for fit in fits]
+            for name, fits in outcomes.items()
+            if wrong[name] is None
         }
-        asked = {name: getattr(args, name) for name in ASKED}
         rows = []
-        for each, spread in sorted(spreads.items(), key=lambda item: item[1].median):
-            base, fits = spreads.get(each._replace(precision=BASE)), outcomes[each]
+        for name, seconds in sorted(medians.items(), key=lambda item: statistics.median(item[1])):
+            (precision, optimizer), fits = kinds[name], outcomes[name]
+            base = medians.get(f"{BASE}, {optimizer}")
             found = {
-                **spread.columns,
+                **common.time_columns(seconds),
                 "parameters": fits[-1].parameters,
-                "speedup": None if base is None else common.median_ratio(base, spread),
-                "images_per_second": args.batch / spread.median,
+                "speedup": None if base is None else common.median_ratio(base, seconds),
+                "images_per_second": args.batch / statistics.median(seconds),
                 "peak_bytes": max(fit.peak_bytes or 0 for fit in fits) or None,
                 "final_loss": fits[-1].losses[-1],
-                "loss_difference": differences[each],
+                "loss_difference": differences[name],
                 "loss_scale": fits[-1].loss_scale,
                 "skipped_steps": max(fit.skipped_steps for fit in fits),
             }
-            rows.append(({**each._asdict(), "size": size, **asked}, found))
-        flat = [what | found for what, found in rows]
+            what = {"precision": precision, "optimizer": optimizer, "size": size}
+            rows.append(({**what, **asked}, found))
         sound = all(
-            why == common.OUT_OF_MEMORY or each.precision in (REFERENCE, BASE, "bf16-mixed")
-            for each, why in left_out.items()
+            why == common.OUT_OF_MEMORY or kinds[name][0] in PEERS for name, why in left_out.items()
         )
-        yield common.Report(rows, TABLE, verdict_of(flat, left_out), sound)
+        said = [f"Not ranked: {name}: {why}." for name, why in left_out.items()]
+        said += verdict_of([what | found for what, found in rows])
+        yield common.Report(rows, TABLE, said, sound)
 
 
-def verdict_of(rows: Sequence[dict[str, Any]], left_out: Mapping[Contender, str]) -> list[str]:
-    """Return what the figures say against the targets, in words."""
-    said = [f"Not ranked: {contender}: {why}." for contender, why in left_out.items()]
-    if not rows:
-        return [*said, "Skipped: no contender finished."]
+def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the figures say, on CUDA against the targets."""
     gaps = [row["loss_difference"] for row in rows if row["loss_difference"] is not None]
     if gaps:
-        said.append(f"Final losses are within {max(gaps):.2%} of those of {REFERENCE}.")
-    if torch.device(rows[0]["device"]).type != "cuda":
-        return [*said, "No verdict on speed or memory: a CPU is slow at products of halves."]
-    by_name = {Contender(row["precision"], row["optimizer"]): row for row in rows}
-    for optimizer in dict.fromkeys(each.optimizer for each in [*by_name, *left_out]):
-        for precision in JUDGED:
-            ours, base = Contender(precision, optimizer), Contender(BASE, optimizer)
-            if ours in by_name and base in by_name:
-                said.append(f"{ours}{_against(by_name[ours], by_name[base])}")
-            elif {ours, base} & {*by_name, *left_out}:
-                said.append(f"{ours} and {base} did not both run: open.")
-    return said
+        yield f"Final losses are within {max(gaps):.2%} of those of {REFERENCE}."
+    if rows and rows[0]["device"].type != "cuda":
+        yield "No verdict on speed or memory: a CPU is slow at products of halves."
+        return
+    bases = {row["optimizer"]: row for row in rows if row["precision"] == BASE}
+    for row in rows:
+        if row["precision"] in JUDGED and row["optimizer"] in bases:
+            target = TARGET_SPEEDUP_HUGE if row["parameters"] >= HUGE else TARGET_SPEEDUP
+            peak = row["peak_bytes"] / bases[row["optimizer"]]["peak_bytes"]
+            name = f"{row['precision']}, {row['optimizer']}"
+            speed = f"{name}: {row['speedup']:.2f}x as fast as {BASE}"
+            yield common.verdict(speed, f"{target:g}x", row["speedup"] >= target)
+            yield common.verdict(f"{name}: {peak:.1%} of its peak", "no more", peak <= 1)
 
 
-def _against(ours: dict[str, Any], base: dict[str, Any]) -> str:
-    """Judge ours against 16-mixed by speed and memory."""
-    target = TARGET_SPEEDUP_HUGE if ours["parameters"] >= HUGE else TARGET_SPEEDUP
-    words = {True: "met", False: "missed"}
-    peaks = ours["peak_bytes"] / _GIB, base["peak_bytes"] / _GIB
-    return (
-        f" is {ours['speedup']:.2f}x as fast as {BASE} (target: {target:g}x): "
-        f"{words[ours['speedup'] >= target]}; its peak is {peaks[0]:,.2f} of {peaks[1]:,.2f} GiB "
-        f"(target: no more): {words[peaks[0] <= peaks[1]]}."
-    )
-
-
-def add_options(add: Callable[..., Any]) -> None:
-    """Add the options of this benchmark."""
-    add("--size", choices=_SIZES, nargs="+", default=["B16"], help="sizes, one table each")
-    add("--image", type=common.positive, default=224, help="edge of the images in pixels")
-    add("--batch", type=common.positive, default=64, help="images a step")
-    add("--classes", type=common.positive, default=1000, help="outputs of the head")
-    add("--pool", choices=POOLS, default="cls", help="what the head reads")
-    add("--layout", choices=LAYOUTS, default="nld", help="lnd has the batch second")
-    add("--precisions", choices=PRECISIONS, nargs="+", default=[*PRECISIONS], help="contenders")
-    add("--optimizers", choices=OPTIMIZERS, nargs="+", default=[*OPTIMIZERS], help="AdamW kernels")
-    add("--rounds", type=common.positive, default=3, help="fits of each contender")
-    add("--warm-up", type=common.positive, default=5, help="steps of a fit that do not count")
-    add("--steps", type=common.positive, default=10, help="timed steps of a fit")
-    add("--max-seconds", type=float, help="bounds the timed steps of one contender together")
-
-
-ASKED = "image", "batch", "classes", "pool", "layout", "device", "warm_up", "steps"
-QUICK = {"size": ["tiny"], "image": 32, "batch": 8, "classes": 10, "rounds": 2, "steps": 3}
-BENCHMARK = common.Benchmark("precision", __doc__, add_options, measure, {**QUICK, "warm_up": 1})
+ASKED = "image", "batch", "pool", "layout", "device", "warm_up", "steps"
+positive = common.positive
+OPTIONS: dict[str, dict[str, Any]] = {
+    "size": dict(choices=SIZES, nargs="+", default=["B16"], help="sizes, one table each"),
+    "image": dict(type=positive, default=224, help="edge of the images in pixels"),
+    "batch": dict(type=positive, default=64, help="images a step"),
+    "pool": dict(choices=POOLS, default="cls", help="what the head reads"),
+    "layout": dict(choices=LAYOUTS, default="nld", help="lnd has the batch second"),
+    "precisions": dict(choices=PRECISIONS, nargs="+", default=[*PRECISIONS], help="contenders"),
+    "optimizers": dict(choices=OPTIMIZERS, nargs="+", default=[*OPTIMIZERS], help="of each"),
+    "rounds": dict(type=positive, default=3, help="fits of each contender"),
+    "warm-up": dict(type=positive, default=5, help="steps of a fit that do not count"),
+    "steps": dict(type=positive, default=10, help="timed steps of a fit"),
+    "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
+}
+QUICK = {"size": ["tiny"], "image": 32, "batch": 8, "rounds": 2, "warm_up": 1, "steps": 3}
+BENCHMARK = common.Benchmark("precision", __doc__, measure, QUICK, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

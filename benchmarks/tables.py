@@ -3,7 +3,7 @@
     python benchmarks/tables.py --plots plots
 
 A table in Markdown for each file, with the command that fills it, and under each row's chip and
-versions the day of the measurement. Of rows that differ in the day alone the newest is shown.
+versions the day of the measurement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import csv
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._common import MIB  # noqa: E402
+from benchmarks._common import MIB, cell  # noqa: E402
 
 NAMES = {
     "ours, torch tiles": "`ContrastiveLoss`",
@@ -28,7 +28,8 @@ NAMES = {
     "dense, formula": "dense (open_clip's formula)",
     "torch chunked": "torch's `linear_cross_entropy`, chunked, once a direction",
 }
-FACTS = "device_name", "threads", "torch", "triton"
+# What tells tables of a file apart: the problem, the chip and the versions.
+APART = ("objective", "batch", "width", "dtype", "device_name", "threads", "torch", "triton")
 # What is drawn: the file, then the columns across and upwards, and those that make a line.
 PLOTS = {
     "contrastive_loss": ("batch", "ms_median", ("contender", "width", "dtype", "device_name")),
@@ -53,10 +54,12 @@ def _value(text: str) -> Any:
 
 
 def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the loss, one table a problem, ours first."""
+    """Yield the lines of a loss, ours first."""
     yield "| | ms, median | ours is | of the GEMM rate | extra memory |\n|---|---|---|---|---|"
     for row in rows:
         name = NAMES.get(row["contender"], row["contender"])
+        if row["objective"] == "sigmoid":
+            name = name.replace("`Contr", "`SigmoidContr")
         ratio = "" if row["time_ratio"] == 1 else f"{row['time_ratio']:.2f}x as fast"
         peak = row["peak_extra_bytes"]
         cells = [name, f"{row['ms_median']:,.0f}", ratio, f"{row['gemm_fraction']:.0%}"]
@@ -65,27 +68,25 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of any other benchmark, as its own table has them."""
-    module = importlib.import_module(f"benchmarks.{name}")
-    yield _line(module.TABLE) + "\n" + "|---" * len(module.TABLE) + "|"
+    table = importlib.import_module(f"benchmarks.{name}").TABLE
+    yield _line(table) + "\n" + "|---" * len(table) + "|"
     for row in rows:
-        yield _line([module.common.cell(form, row) for form in module.TABLE.values()])
+        yield _line(cell(form, row) for form in table.values())
 
 
-def _line(cells: Any) -> str:
+def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a table for each problem, chip and set of versions."""
-    problem = ("batch", "width", "dtype") if name == "contrastive_loss" else ()
 
-    def key(row: dict[str, Any]) -> tuple[str, ...]:
-        return tuple(str(row.get(column, "")) for column in (*problem, *FACTS))
+    def key(row: dict[str, Any]) -> list[tuple[str, str]]:
+        return [(column, str(row[column])) for column in APART if row.get(column)]
 
-    for values, group in groupby(sorted(rows, key=key), key):
+    for facts, group in groupby(sorted(rows, key=key), key):
         found = list(group)
-        named = zip((*problem, *FACTS), values, strict=True)
-        said = ", ".join(f"{column} {value}" for column, value in named if value)
+        said = ", ".join(" ".join(fact) for fact in facts)
         yield f"\n{said}; {str(found[0]['date'])[:10]}:\n"
         yield from loss_lines(found) if name == "contrastive_loss" else lines_of(name, found)
 
@@ -111,7 +112,7 @@ def plot(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     figure.savefig(folder / f"{name}.png", dpi=120)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of all files that there are."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -123,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(tables_of(path.stem, rows)))
         if args.plots is not None and path.stem in PLOTS:
             plot(path.stem, rows, args.plots)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import lightning_mp
 from lightning_mp.plan.table import aligned
 
-__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "provenance"]
+__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "cpu_name", "provenance"]
 
 MEASURED = "measured"
 COMPUTED = "computed"
@@ -27,14 +27,19 @@ PRINTED = "printed in the paper"
 T = TypeVar("T")
 
 
+def cpu_name() -> str:
+    """Return the model of this machine's CPU, its architecture where nobody knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def provenance() -> dict[str, str]:
     """Return what a figure depends on beside its command: hardware, versions and date."""
-    model = platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-        model = names[0] if names else model
-    hardware = f"{model}, {len(os.sched_getaffinity(0))} cores"
+    hardware = f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
     if torch.cuda.is_available():
         hardware += f", {torch.cuda.get_device_name()}"
     versions = f"lightning-mp {lightning_mp.__version__}, torch {torch.__version__}, "

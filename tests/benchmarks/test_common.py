@@ -1,22 +1,47 @@
 """How steps are timed, weighed and written down; never how fast they are."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import _common
 from benchmarks._common import (
-    CsvTable,
-    Spread,
+    Benchmark,
+    append_rows,
     error_words,
     median_ratio,
     peak_bytes,
-    pick_device,
-    time_alternately,
+    take_turns,
+    time_columns,
+    time_in_turn,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_steps_take_turns_until_their_time_is_up():
+    calls: list[str] = []
+
+    def run(name: str, seconds: float) -> Callable[[], float]:
+        return lambda: calls.append(name) or seconds
+
+    runs = {"long": run("long", 2.0), "short": run("short", 0.5)}
+    found, failures = take_turns(runs, rounds=3, max_seconds=4.5)
+    assert calls == [*["long", "short"] * 2, "short"]
+    assert found == {"long": [2.0, 2.0], "short": [0.5, 0.5, 0.5]}
+    assert failures == {}
+
+
+def test_run_that_fails_is_out():
+    def fail() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found, failures = take_turns({"a": lambda: 1.0, "b": fail}, rounds=2)
+    assert found == {"a": [1.0, 1.0]}
+    assert failures == {"b": "ran out of memory"}
+    assert error_words(ValueError("No kernel. Details.")) == "failed: ValueError: No kernel"
 
 
 @pytest.fixture
@@ -29,45 +54,32 @@ def timed(monkeypatch) -> list[tuple[str, bool]]:
         calls.append((name, once))
         return seconds
 
-    monkeypatch.setattr(_common, "_seconds_of", pretend)
+    monkeypatch.setattr(_common, "_seconds_of_call", partial(pretend, once=True))
+    monkeypatch.setattr(_common, "_seconds_of_many", partial(pretend, once=False))
     return calls
 
 
-def test_steps_take_turns_until_their_rounds_are_over(timed):
-    steps = {"long": lambda: ("long", 2.0), "short": lambda: ("short", 0.5)}
-    spreads = time_alternately(steps, rounds=3, device=CPU, max_seconds=4.5)
-    # Two calls each do not count; the first may compile.
-    names = [name for name, _ in timed]
-    assert names == ["long", "long", "short", "short", *["long", "short"] * 2, "short"]
-    assert spreads == {"long": Spread((2.0, 2.0)), "short": Spread((0.5, 0.5, 0.5))}
-
-
-def test_only_short_steps_on_a_gpu_are_repeated(timed):
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_only_short_steps_on_a_gpu_are_repeated(timed, device):
     steps = {"long": lambda: ("long", 0.03), "short": lambda: ("short", 0.001)}
-    time_alternately(steps, rounds=1, device=CUDA)
-    assert timed[-2:] == [("long", True), ("short", False)]
+    spreads, _ = time_in_turn(steps, rounds=1, device=device)
+    # Two rounds do not count; the first may compile.
+    assert timed[:4] == [("long", True), ("short", True)] * 2
+    assert timed[4:] == [("long", True), ("short", device == CPU)]
+    assert spreads == {"long": [0.03], "short": [0.001]}
 
 
 def test_a_call_is_timed():
     calls: list[int] = []
-    spreads = time_alternately({"a": lambda: calls.append(1)}, rounds=2, device=CPU)
+    spreads, _ = time_in_turn({"a": lambda: calls.append(1)}, rounds=2, device=CPU)
     assert len(calls) == 4
-    assert 0 < spreads["a"].median < 1
-    assert spreads["a"].columns["rounds"] == 2
+    assert 0 < sum(spreads["a"]) < 1
 
 
-def test_step_that_runs_out_of_memory_is_dropped():
-    def fail() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    steps = {"small": lambda: None, "large": fail}
-    assert list(time_alternately(steps, rounds=1, device=CPU)) == ["small"]
-    assert error_words(torch.OutOfMemoryError("no room")) == "ran out of memory"
-    assert error_words(ValueError("No kernel. Details.")) == "failed: ValueError: No kernel"
-
-
-def test_ratio_is_taken_within_common_rounds():
-    assert median_ratio(Spread((4.0, 9.0)), Spread((2.0, 3.0, 100.0))) == 2.5
+def test_times_become_columns_and_ratios_are_taken_within_common_rounds():
+    columns = {"rounds": 3, "ms_median": 2000.0, "ms_min": 1000.0, "ms_max": 9000.0}
+    assert time_columns([1.0, 9.0, 2.0]) == columns
+    assert median_ratio([4.0, 9.0], [2.0, 3.0, 100.0]) == 2.5
 
 
 def test_peak_counts_what_lives_at_a_time():
@@ -81,27 +93,32 @@ def test_peak_counts_what_lives_at_a_time():
     assert 0 <= scalars <= 64
 
 
-def test_device_is_picked(monkeypatch):
-    assert pick_device("cpu") == "cpu"
+def test_device_is_picked(monkeypatch, capsys):
+    def parse(*argv: str) -> torch.device:
+        return Benchmark("toy", "What it does.", lambda args: []).parse(argv).device
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto") == "cpu"
-    with pytest.raises(ValueError, match="Passed --device cuda:1, but torch sees no GPU"):
-        pick_device("cuda:1")
+    assert parse() == parse("--device", "cpu") == CPU
+    with pytest.raises(SystemExit, match="2"):
+        parse("--device", "cuda:1")
+    assert "torch sees no GPU for cuda:1; pass --device cpu" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert pick_device("auto") == "cuda"
+    assert parse() == CUDA
 
 
 def test_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path):
-    table = CsvTable(tmp_path / "new" / "table.csv", ["date", "name", "chip", "ms"], ["ms"])
-    for date, name, chip, ms in [(1, "a", "x", 5), (2, "a", "y", 4), (3, "b", "x", None)]:
-        table.append([{"date": date, "name": name, "chip": chip, "ms": ms}])
-    table.append([{"date": 4, "name": "a", "chip": "x", "ms": 2}])
-    assert table.path.read_text() == "date,name,chip,ms\n4,a,x,2\n2,a,y,4\n3,b,x,\n"
-    assert list(table.path.parent.iterdir()) == [table.path]
+    path, columns = tmp_path / "new" / "table.csv", ["date", "name", "chip", "ms"]
+    for date, name, chip, ms in [
+        (1, "a", "x", 5), (2, "a", "y", 4), (3, "b", "x", None), (4, "a", "x", 2)
+    ]:  # fmt: skip
+        row = {"date": date, "name": name, "chip": chip, "ms": ms}
+        append_rows(path, columns, [row], measured=["ms"])
+    assert path.read_text() == "date,name,chip,ms\n4,a,x,2\n2,a,y,4\n3,b,x,\n"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_columns_that_a_file_has_not_are_added(tmp_path):
     path = tmp_path / "table.csv"
-    CsvTable(path, ["name", "old"], ["old"]).append([{"name": "a", "old": 1}])
-    CsvTable(path, ["name", "new"], ["new"]).append([{"name": "b", "new": 2}])
+    append_rows(path, ["name", "old"], [{"name": "a", "old": 1}], ["old"])
+    append_rows(path, ["name", "new"], [{"name": "b", "new": 2}], ["new"])
     assert path.read_text() == "name,old,new\na,1,\nb,,2\n"

@@ -19,9 +19,9 @@ COMPILE = "benchmarks/compile_ahead.py", "--arch", str(ARCH), "--groups", "stati
 pytestmark = pytest.mark.slow
 
 
-def compile_in(cache: Path, root: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def compile_in(cache: Path, root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *COMPILE, *more],
+        [sys.executable, *COMPILE],
         cwd=root,
         env={**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)},
         capture_output=True,
@@ -40,26 +40,26 @@ def test_another_process_in_another_folder_finds_them_in_a_carried_cache(tmp_pat
     tree = tmp_path / "tree"
     for folder in ("benchmarks", "lightning_mp"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    carried = compile_in(there, tree, "--check")
+    carried = compile_in(there, tree)
     assert carried.returncode == 0, carried.stdout + carried.stderr
     assert "statistics: 4 in the cache, 0 compiled" in carried.stdout
 
 
 @pytest.mark.sweep
-def test_a_carried_cache_is_found_and_a_lost_kernel_is_named(tmp_path, monkeypatch, capsys):
+def test_a_carried_cache_is_found_and_a_lost_kernel_is_compiled(tmp_path, monkeypatch, capsys):
     arguments = ["--arch", str(ARCH), "--groups", "statistics"]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))
-    assert compile_ahead.main(arguments) == 0
+    compile_ahead.main(arguments)
     assert "statistics: 0 in the cache, 4 compiled" in capsys.readouterr().out
     (tmp_path / "here").rename(tmp_path / "there")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
-    assert compile_ahead.main([*arguments, "--check"]) == 0
+    compile_ahead.main(arguments)
     said = capsys.readouterr().out
     assert "4 kernels were carried here" in said
     assert "statistics: 4 in the cache, 0 compiled" in said
     shutil.rmtree(next((tmp_path / "there").glob("*/*.cubin")).parent)
-    assert compile_ahead.main([*arguments, "--check"]) == 1
-    assert "Not in the cache: " in capsys.readouterr().out
+    compile_ahead.main(arguments)
+    assert "statistics: 3 in the cache, 1 compiled" in capsys.readouterr().out
 
 
 def test_the_key_is_that_of_a_launch(monkeypatch):

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks import _common, _contenders
 from benchmarks._contenders import autocast_bf16, dense_formula
-from benchmarks._inputs import Case, Inputs
+from benchmarks._inputs import Case
 from benchmarks.contrastive_loss import main
 from tests.benchmarks.rehearsing import read
 from tests.reference.contrastive import relative_error
@@ -57,7 +57,6 @@ def cuda(monkeypatch) -> Counter:
     pretended = {
         "is_available": lambda: True,
         "get_device_name": lambda device: "GPU",
-        "mem_get_info": lambda device: (72 * GIB, 80 * GIB),
         "memory_allocated": lambda device: 3 * GIB,
         "max_memory_allocated": lambda device: 11 * GIB,
     }
@@ -84,35 +83,32 @@ def test_all_contenders_run_in_bf16(cuda, inf_cl, tmp_path, capsys):
     assert names == [
         "ours, torch tiles",
         "dense, formula, bf16 autocast",
-        "Inf-CL, fp32 inputs",
-        "Inf-CL, bf16-rounded inputs",
+        "Inf-CL",
     ]
     for row in rows:
         width = 4 if row["contender"].startswith("Inf-CL") else 2
         assert int(row["peak_extra_bytes"]) == 8 * GIB - (2 * 128 * 32 * width + 4)
     said = capsys.readouterr().out
-    assert "Left out: dense: trains under autocast" in said
+    assert "Left out: dense, formula: trains under autocast" in said
     assert "x as fast as Inf-CL" in said
     assert "x 4bD bytes with gradients (target: 8): missed" in said
     assert cuda["reset_peak_memory_stats"] == len(rows)
 
 
 @pytest.mark.slow
-def test_fp32_features_add_the_plain_dense_loss_and_one_inf_cl(cuda, inf_cl, tmp_path):
-    rows = run(tmp_path, "--no-memory", "--dtype", "fp32", "--batch", "128")
-    names = [row["contender"] for row in rows]
-    assert {"dense, formula", "dense, formula, bf16 autocast"} < set(names)
-    assert [name for name in names if name.startswith("Inf-CL")] == ["Inf-CL, fp32 inputs"]
+def test_fp32_features_add_the_plain_dense_loss(cuda, inf_cl, tmp_path):
+    rows = run(tmp_path, "--dtype", "fp32", "--batch", "128")
     errors = {row["contender"]: float(row["max_relative_difference"]) for row in rows}
     assert errors["dense, formula"] < 1e-4 < errors["dense, formula, bf16 autocast"]
 
 
 @pytest.mark.slow
-def test_inf_cl_gets_unrounded_or_the_same_values_in_fp32(cuda, inf_cl, tmp_path):
-    run(tmp_path, "--no-memory", "--dtype", "bf16", "--batch", "64", "--only", "Inf-CL")
-    images = [image for image in inf_cl.images if len(image) == 64]
-    assert all(image.dtype == torch.float32 for image in images)
-    assert {torch.equal(image, image.bfloat16().float()) for image in images} == {True, False}
+def test_inf_cl_gets_the_same_values_in_fp32(cuda, inf_cl, tmp_path):
+    run(tmp_path, "--dtype", "bf16", "--batch", "64")
+    assert inf_cl.images
+    for image in inf_cl.images:
+        assert image.dtype == torch.float32
+        assert torch.equal(image, image.bfloat16().float())
 
 
 @pytest.mark.parametrize(
@@ -120,12 +116,16 @@ def test_inf_cl_gets_unrounded_or_the_same_values_in_fp32(cuda, inf_cl, tmp_path
     [(128, 24, "multiple of 16"), (100, 32, "multiple of 64"), (128, 32, None)],
 )
 def test_inf_cl_is_left_out_where_it_would_be_wrong(inf_cl, batch, width, reason):
-    found = _contenders._inf_cl(Case(batch, width, "fp32", 1.0, "cuda"), rounded=False)
-    assert (reason in found) if reason else found.name == "Inf-CL, fp32 inputs"
+    case = Case(batch, width, "fp32", 1.0, torch.device("cuda"))
+    if reason is None:
+        assert _contenders._inf_cl("Inf-CL", case).storage == torch.float32
+        return
+    with pytest.raises(ValueError, match=reason):
+        _contenders._inf_cl("Inf-CL", case)
 
 
 def test_autocast_multiplies_in_bf16_and_keeps_the_loss_in_fp32():
-    inputs = Inputs.make(96, 32, torch.float32, 50.0, CPU)
+    inputs = Case(96, 32, "fp32", 50.0, CPU).inputs()
     exact, gradient = inputs.run(dense_formula), inputs.image_bD.grad
     mixed = inputs.run(autocast_bf16(dense_formula))
     assert mixed.dtype == torch.float32

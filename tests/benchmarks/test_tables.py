@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tables
-from benchmarks._common import CsvTable
+from benchmarks._common import append_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +25,8 @@ def test_every_file_becomes_a_table_and_a_plot(tmp_path, capsys):
     row = {"date": "2026-01-02T03:04:05", "contender": "SafeAdamW", "device_name": "a chip"}
     row |= {"ms_median": 2.0, "ms_min": 1.0, "ms_max": 3.0, "speedup": None, "parameters": 10}
     row |= {"bytes_per_element": 28, "gb_per_second": 4.0, "copy_fraction": 0.5, "error": 1e-6}
-    CsvTable(tmp_path / "optimizer_step.csv", list(row)).append([row])
-    assert tables.main(["--results", str(tmp_path), "--plots", str(tmp_path / "plots")]) == 0
+    append_rows(tmp_path / "optimizer_step.csv", list(row), [row])
+    tables.main(["--results", str(tmp_path), "--plots", str(tmp_path / "plots")])
     said = capsys.readouterr().out
     assert "## `python benchmarks/optimizer_step.py`" in said
     assert "device_name a chip; 2026-01-02:" in said

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks._common import CsvTable, format_table
+from benchmarks._common import append_rows, format_table
 from lightning_mp.callbacks import Alarm
 from tests.monitors.healthy_models import MODELS, PRECISIONS, healthy_run
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(["", *(_sentence(r, a) for r in results for a in r.alarms)]))
     if options.csv:
         options.csv.unlink(missing_ok=True)
-        CsvTable(options.csv, ALARMS).append([_fields(r, a) for r in results for a in r.alarms])
+        append_rows(options.csv, ALARMS, [_fields(r, a) for r in results for a in r.alarms])
     if options.markdown:
         options.markdown.write_text(_markdown(results))
     return int(not all(result.is_healthy for result in results))

@@ -1,0 +1,65 @@
+"""The check of a pass against float64 sees what is wrong."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks._contenders import find_contenders
+from benchmarks._float64 import errors_of, log_sum_exps, problems_of, sampled_errors
+from benchmarks._inputs import Case, Inputs
+
+CASE = Case(batch=97, width=24, dtype="fp32", scale=20.0, device=torch.device("cpu"))
+
+Pass = tuple[Inputs, float, list[torch.Tensor]]
+
+
+@pytest.fixture
+def toy_pass() -> Pass:
+    """Inputs with gradients, the loss, and the log-sum-exps."""
+    ours, inputs = find_contenders(CASE)[0][0], CASE.inputs()
+    loss = ours.loss(*inputs.leaves)
+    lses = [lse.clone() for lse in log_sum_exps(loss, CASE.batch)]
+    loss.backward()
+    return inputs, float(loss.detach()), lses
+
+
+def test_float64_agrees_with_a_right_pass(toy_pass):
+    assert max(errors_of(*toy_pass, CASE.batch).values()) < 5e-6
+    again = sampled_errors(CASE.inputs(), find_contenders(CASE)[0][0].loss, 16)
+    assert problems_of(again, "fp32") == []
+
+
+@pytest.mark.parametrize("side", ["image_bD", "text_bD"])
+def test_float64_sees_one_wrong_gradient(toy_pass, side):
+    getattr(toy_pass[0], side).grad[13] *= 1.01
+    errors = errors_of(*toy_pass, CASE.batch)
+    assert math.isclose(errors["gradient_error"], 0.01, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_float64_sees_one_wrong_log_sum_exp(toy_pass, side):
+    toy_pass[2][side][13] += 0.01
+    errors = errors_of(*toy_pass, CASE.batch)
+    assert math.isclose(errors["term_error"], 0.01, rel_tol=1e-3)
+    assert errors["mean_error"] > 1e-6
+
+
+def test_float64_sees_a_wrong_loss(toy_pass):
+    inputs, loss, lses = toy_pass
+    errors = errors_of(inputs, 1.001 * loss, lses, 4)
+    assert math.isclose(errors["mean_error"], 1e-3, rel_tol=1e-3)
+
+
+def test_every_figure_that_is_off_is_named():
+    errors = {"term_error": math.nan, "mean_error": 1.0, "gradient_error": 0.005}
+    wrong = ["Wrong: term error is nan, more than 5e-04."]
+    wrong += ["Wrong: mean error is 1.0e+00, more than 1e-05."]
+    assert problems_of(errors, "bf16") == wrong
+    assert len(problems_of(errors, "fp16")) == 3
+
+
+def test_log_sum_exps_of_another_loss_are_refused():
+    features = torch.ones(5, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="keeps 0 vectors of length 5"):
+        log_sum_exps((features * 2).sum(), 5)

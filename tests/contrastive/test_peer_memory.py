@@ -1,0 +1,41 @@
+"""What a peer's loss over local rows holds at its peak, as `docs/exactness.md` has it.
+
+Shapes:
+    b: global batch. r: batch of one of W ranks. D: feature width.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_mp.plan.allocation import peak_allocated
+
+
+@pytest.mark.parametrize(("keeps_logits", "matrices"), [(False, 4), (True, 6)])
+@pytest.mark.parametrize(("batch", "width", "ranks"), [(512, 32, 1), (1024, 16, 4)])
+def test_peak_is_that_of_the_matrices_and_scaled_features(
+    batch: int, width: int, ranks: int, keeps_logits: bool, matrices: int
+) -> None:
+    """Two log-softmaxes and their gradients, and two logits where they are kept, in fp32.
+
+    A rank's share needs no group: it is a function of its features and of those of all ranks, with
+    the rows of OpenCLIP's `ClipLoss(local_loss=True, gather_with_grad=True)` and of DisCo-CLIP.
+    OpenCLIP's loss returns before the backward, which frees the logits; the example of DisCo-CLIP
+    keeps them until after it.
+    """
+    rows = batch // ranks
+    image_bD, text_bD = (torch.randn(batch, width, requires_grad=True) for _ in range(2))
+    labels_r = torch.arange(rows)
+
+    def run() -> None:
+        image_logits_rb = 100.0 * image_bD[:rows] @ text_bD.T
+        text_logits_rb = 100.0 * text_bD[:rows] @ image_bD.T
+        loss = F.cross_entropy(image_logits_rb, labels_r) / 2
+        loss = loss + F.cross_entropy(text_logits_rb, labels_r) / 2
+        if not keeps_logits:
+            del image_logits_rb, text_logits_rb
+        loss.backward()
+
+    unit, scaled_features = 4 * batch**2 / ranks, 2 * rows * width * 4
+    others = peak_allocated(run) - matrices * unit - scaled_features
+    assert 0 <= others <= 64 * 8  # scalars, which torch aligns to 64 bytes
