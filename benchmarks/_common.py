@@ -129,11 +129,11 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     On CUDA the allocator knows it, on a CPU torch's profiler; of other devices nobody does.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         run()
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.accelerator.max_memory_allocated(device) - before
     return peak_allocated(run) if device.type == "cpu" else None
 
 

@@ -3,7 +3,8 @@
 Forward and backward run through the Triton launchers on tensors without memory and in a process
 group without peers: every operation, kernel, product and collective is counted, none is done. So
 the counts are exact and need no GPU. Seconds are computed from them by a stated model, not
-measured: they say which side of a step waits for the other.
+measured: they say which side of a step waits for the other. A second table computes what it would
+save a GPU to keep tiles of the first sweep for the second, as torch's tiles do on a CPU.
 
     python benchmarks/exchange.py
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import weakref
 from collections import Counter
@@ -42,7 +44,10 @@ from lightning_mp.contrastive.triton_tiles import (  # noqa: E402
     softmax_kernels,
     workspace,
 )
-from lightning_mp.contrastive.triton_tiles.tiles import TritonTiles  # noqa: E402
+from lightning_mp.contrastive.triton_tiles.tiles import (  # noqa: E402
+    DEFAULT_WORKSPACE_BYTES,
+    TritonTiles,
+)
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
 
@@ -50,6 +55,16 @@ CASES = ((8, 8192), (64, 1024), (256, 256))
 # machines; a product at 400 TFLOP/s, half of what large ones reach.
 SECONDS = {"op": 5e-6, "kernel": 40e-6, "product": 8e-6, "collective": 30e-6}
 FLOP_A_SECOND = 400e12
+
+# The same for tiles that are kept: an H100's memory, and products inside a sweep.
+BYTES_A_SECOND = 3e12
+FLOP_A_SECOND_SWEPT = 600e12
+# What is kept of a logit: bytes, and products of 16-bit halves that one of the loss's four takes.
+KEPT = {
+    "bf16 features, logits in fp32": (4, 1),
+    "bf16 features, exponentials in bf16": (2, 1),
+    "fp32 features, logits in fp32": (4, 3),
+}
 
 # They do no work on the device. What waits for the device would be among these last two.
 _FREE = ("empty", "detach", "alias", "_unsafe_view", "promote_types")
@@ -188,6 +203,36 @@ def count(
     return counts
 
 
+def saved_by_keeping(kept_bytes: int, products: int, width: int) -> float:
+    """Return the share of a loss's products whose time kept tiles would save; negative: cost.
+
+    Args:
+        kept_bytes: Stored for each logit by the first sweep and loaded by the second.
+        products: Of the width, for each of the four units.
+        width: D.
+    """
+    unit = products * 2 * width / FLOP_A_SECOND_SWEPT
+    return (unit - 2 * kept_bytes / BYTES_A_SECOND) / (4 * unit)
+
+
+def _print_kept() -> None:
+    widths = (512, 768, 1024)
+    rows = [
+        [
+            name,
+            *(f"{100 * saved_by_keeping(*kept, width):.0f}%" for width in widths),
+            f"{math.isqrt(DEFAULT_WORKSPACE_BYTES // kept[0]):,}",
+        ]
+        for name, kept in KEPT.items()
+    ]
+    header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
+    print(format_table(header, rows))
+    print(
+        f"Of the products' time, computed: {BYTES_A_SECOND / 1e12:.0f} TB/s, "
+        f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted."
+    )
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Count, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -209,7 +254,8 @@ def main(args: Sequence[str] | None = None) -> None:
     header += ["device waits", "host ms (computed)", "products ms (computed)"]
     print(format_table(header, rows))
     costs = ", ".join(f"{1e6 * seconds:.0f} us a {name}" for name, seconds in SECONDS.items())
-    print(f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.")
+    print(f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n")
+    _print_kept()
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
     """
     gc.collect()  # the last model and its Trainer refer to each other
     if args.device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     random = torch.Generator(args.device).manual_seed(1)
     shape = args.batch, 3, args.image, args.image
     images = torch.randn(shape, generator=random, device=args.device)

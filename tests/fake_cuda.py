@@ -21,6 +21,7 @@ import contextlib
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
             "is_current_stream_capturing": lambda: self.captured is not None,
             "synchronize": lambda device=None: self.synchronize(),
             "get_device_capability": lambda device=None: self.capability,
+            "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
             "_sleep": lambda cycles: self.compute(cycles / 2e9),
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),

@@ -133,7 +133,10 @@ def test_autotuning_goes_by_the_time_of_the_device(
 def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent: list[Tensor] = []
+
     def all_gather(by_rank: Tensor, mine: Tensor, group: object) -> None:
+        sent.append(mine)
         by_rank.copy_(mine.repeat(2))
 
     agreement._stream_of.cache_clear()
@@ -143,4 +146,8 @@ def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
     assert agreement._gather([3, True], DEVICE, None) == [[3, 1]] * 2
     assert (gpu.syncs, gpu.waits) == (0, 1)  # for the network
     assert gpu.time < 1.0
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    agreement.report_unusable("no tensor", None)  # NCCL takes nothing that lies on the host
+    assert all(facts.is_cuda for facts in sent)
+    assert set(sent[1].tolist()) == {-1}
     agreement._stream_of.cache_clear()

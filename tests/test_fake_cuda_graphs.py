@@ -63,7 +63,6 @@ def triton_launches(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         for name in names:
             monkeypatch.setattr(module, name, _Launched(gpu, name))
     monkeypatch.setattr(workspace, "add_product", lambda *args: gpu._launch("product", 1e-5))
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     return gpu
 
 
@@ -125,3 +124,17 @@ def test_small_batch_is_captured_in_few_launches(
     assert len(kernels) == 7
     # The products of halves of fp32 are six; torch's own operations count tests/benchmarks.
     assert captured.count("product") == (2 if tile_dtype == "auto" else 6)
+
+
+def test_blocks_that_fill_the_device_are_captured_too(triton_launches: FakeCuda) -> None:
+    image, text = (torch.zeros(4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    scale, backend = torch.ones((), device="cuda"), TritonTiles(2**21, arch=90)
+    plan = infonce.Plan(Ring([4096]), backend, True, True, True)
+    tiles.multiprocessors.cache_clear()
+    with triton_launches.capture() as captured:
+        swept = infonce.sweep(image, text, scale, None, plan)
+        infonce.differentiate(torch.ones_like(swept.loss), image, text, scale, None, swept, plan)
+    tiles.multiprocessors.cache_clear()
+    # 2^20 values are 1024 x 1024; so many rows fill the device no worse than fewer.
+    assert captured.count("softmax_kernel") == 16
+    assert captured.count("product") == 32

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 
 from torch.autograd.profiler import profile
 
 __all__ = ["peak_allocated"]
+
+# Above all that Kineto says. It asks once, at the first profile, and would note each start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def peak_allocated(run: Callable[[], object]) -> int:

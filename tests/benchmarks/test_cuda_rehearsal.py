@@ -54,16 +54,12 @@ def cuda(monkeypatch) -> Counter:
     calls: Counter = Counter()
     real_generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda *_: real_generator())
-    pretended = {
-        "is_available": lambda: True,
-        "get_device_name": lambda device: "GPU",
-        "memory_allocated": lambda device: 3 * GIB,
-        "max_memory_allocated": lambda device: 11 * GIB,
-    }
-    for name, function in pretended.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.update([name]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 11 * GIB)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, name=name: calls.update([name]))
     monkeypatch.setattr(_common, "do_bench", lambda step, **_: step() and 0.1 or 0.1)
     with _CudaTensorsOnCpu():
         yield calls

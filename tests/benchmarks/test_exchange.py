@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-from benchmarks.exchange import CASES, FLOP_A_SECOND, count, main
+from benchmarks.exchange import CASES, FLOP_A_SECOND, count, main, saved_by_keeping
 
 WIDTH = 768
 DEFAULT_BYTES = 544 * 2**20
@@ -82,6 +82,14 @@ def test_slices_take_the_workspace_and_eight_batches(
     assert counts.collectives["_allgather_base_"] == texts + 1
     if sizes == [1024] * 64 and workspace_bytes == DEFAULT_BYTES:  # and it is the exchange's
         assert counts.peak_bytes > sum(sizes) * WIDTH * dtype.itemsize
+
+
+def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:
+    # 8 bytes at 3 TB/s against 2 x 800 FLOP at 600 TFLOP/s: as long, so nothing is saved.
+    assert saved_by_keeping(4, 1, 800) == pytest.approx(0.0, abs=1e-12)
+    # Nothing to load would leave three units of four.
+    assert saved_by_keeping(0, 1, 800) == 0.25
+    assert saved_by_keeping(4, 3, 800) == pytest.approx(0.25 * 2 / 3)
 
 
 def test_benchmark_prints_a_row_for_every_exchange(

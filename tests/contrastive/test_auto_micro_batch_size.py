@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_mp import GradientCache
 from lightning_mp.contrastive._cache import auto_size, micro_batches
+from lightning_mp.contrastive._cache.call import Call
 from tests.fake_memory import SmallCuda
 from tests.processes import run_ranks
 
@@ -161,6 +162,19 @@ def test_budget_on_cuda_is_kept_by_what_was_measured(small_gpu: Any) -> None:
         cache = GradientCache(micro_batch_size="auto", activation_bytes=budget, device=DEVICE)
         gradient_of(cache, Tower(), batch().pin_memory())
         assert 25 <= cache.micro_batch_sizes["Tower"] <= 50
+        assert gpu.times_full == 0
+
+
+def test_sharded_tower_on_cuda_takes_what_is_free_in_step_with_other_ranks(
+    small_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Call, "is_sharded", True)
+    row = LAYERS * WIDTH * 4
+    # Half of what is free counts, since a probe may take twice as much as its share.
+    with small_gpu(2 * (BESIDE + 60 * row)) as gpu:
+        cache = GradientCache(micro_batch_size="auto", device=DEVICE)
+        cache.call(Tower(), batch().pin_memory())
+        assert 30 <= cache.micro_batch_sizes["Tower"] <= 60
         assert gpu.times_full == 0
 
 

@@ -15,7 +15,7 @@ def test_torch_cuda_is_asked_for_what_is_cudas_alone() -> None:
     offered = RENAMED | set(dir(torch.accelerator)) - OTHERWISE
     asked = {
         (path.relative_to(ROOT).as_posix(), name)
-        for folder in ("lightning_mp", "callbacks", "precision", "strategies")
+        for folder in ("lightning_mp", "callbacks", "strategies", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
         for name in re.findall(r"torch\.cuda\.(\w+)", path.read_text())
     }

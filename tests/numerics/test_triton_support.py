@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,20 @@ class Machine:
         self.launches += 1
         if self.error is not None:
             raise self.error
+
+
+class _Probe(NamedTuple):
+    kernel: str = "probe_kernel"
+    arch: int = 80
+
+
+def test_probe_compiles_for_the_first_capability_and_stores_one_value() -> None:
+    from tests.contrastive.triton_tiles.compiling import compiler
+
+    with compiler(lambda _: triton_support._launch_probe(torch.device("cpu"))) as compiled:
+        kernel = compiled(_Probe())
+    assert kernel.count("STG") == 1
+    assert not kernel.is_spilled
 
 
 @pytest.fixture

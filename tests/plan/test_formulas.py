@@ -1,5 +1,8 @@
 """Formulas against numbers worked out by hand, and against what a step really allocates."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.formulas import GIB
+from tests.processes import exit_code_of
 
 
 def test_losses_are_their_counts_of_fp32_values() -> None:
@@ -77,3 +81,13 @@ def test_our_loss_on_one_rank_allocates_no_more_than_the_formula_says() -> None:
 def test_our_loss_of_many_pairs_stays_far_below_a_dense_one() -> None:
     ours = formulas.our_loss_bytes(2**20 / 8, 768, DEFAULT_WORKSPACE_BYTES["cuda"])
     assert ours < 4 * GIB < 1000 * GIB < formulas.dense_loss_bytes(2**20, 768)
+
+
+def _peak_of_a_matrix(errors: Path) -> None:
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    assert peak_allocated(lambda: torch.zeros(256, 256)) == 4 * 2**16
+
+
+def test_weighing_says_nothing(tmp_path: Path) -> None:
+    assert exit_code_of(_peak_of_a_matrix, tmp_path / "errors") == 0
+    assert (tmp_path / "errors").read_text() == ""
