@@ -10,7 +10,7 @@ from torch.autograd.profiler import profile
 
 __all__ = ["peak_allocated"]
 
-# Above all that Kineto says. It asks once, at the first profile, and would note each start and stop.
+# Above all that Kineto says: it asks once, at the first profile, and would note starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
