@@ -27,14 +27,14 @@ def glyphs() -> GlyphData:
     return data
 
 
-def train(seed: int, plugin: Any) -> float:
+def train(seed: int, plugin: Any, steps: int = STEPS) -> float:
     """Return the loss in fp32 over the test font after training."""
     data = glyphs()
     torch.manual_seed(seed)
     model = GlyphCLIP()
     data.seed = seed
     torch.manual_seed(seed)  # distortion of the glyphs
-    fit(model, plugin, data.train_dataloader(), max_steps=STEPS)
+    fit(model, plugin, data.train_dataloader(), max_steps=steps)
     model.eval()
     with torch.no_grad():
         scale = model.logit_scale.exp()
@@ -53,4 +53,6 @@ def test_demo_ends_at_the_loss_of_fp32(setting: str) -> None:
 
 
 def test_demo_learns_in_fp32() -> None:
-    assert max(PARITY.in_fp32()) < 0.9 * torch.tensor(512.0).log().item()  # of an eval batch
+    """30 steps lower the loss by more than what rounding to half is allowed to change it by."""
+    ends = PARITY.in_fp32()
+    assert max(ends) < 0.95 * min(train(seed, None, steps=0) for seed in range(len(ends)))
