@@ -37,7 +37,7 @@ class LossStatistics(NamedTuple):
     look for none. With `weights` all means are weighted. With several positives of one row or
     column, with `negatives` of a row or without false negatives, the loss refuses to say.
 
-    Args:
+    Attributes:
         image_to_text_top1: Share of the images whose text has the largest logit of all texts.
         text_to_image_top1: Share of the texts (of those with an image) whose image has it.
         image_to_text_probability: Mean probability of the positive in its row's softmax. Of
