@@ -1,17 +1,21 @@
 """Every part of `reproduce inf-cl` at its fastest size, and the numbers that must come out."""
 
 import csv
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from examples.glyph_clip.glyphs import encode_names
 from lightning_mp import ContrastiveLoss
 from lightning_mp.cli import main
 from lightning_mp.reproduce.inf_cl import cost, levels, memory
 from lightning_mp.reproduce.inf_cl.losses import DenseLoss, LocalLoss, RanksInOne
 from lightning_mp.reproduce.inf_cl.parts import PARTS
+from lightning_mp.reproduce.inf_cl.training import model_with
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 from tests.processes import run_ranks
 
@@ -53,6 +57,18 @@ def test_baselines_are_the_loss_that_ours_is() -> None:
     ours = ContrastiveLoss()(*sides, scale)
     for baseline in (DenseLoss(), LocalLoss(), RanksInOne(4)):
         torch.testing.assert_close(baseline(*sides, scale), ours)
+
+
+@pytest.mark.parametrize("make", [DenseLoss, LocalLoss, lambda: RanksInOne(4), ContrastiveLoss])
+def test_the_demos_model_trains_with_every_loss(make: Callable[[], torch.nn.Module]) -> None:
+    batch = {
+        "image": torch.randint(0, 256, (8, 32, 32), dtype=torch.uint8),
+        "text": torch.from_numpy(encode_names([unicodedata.name(chr(0xC0 + i)) for i in range(8)])),
+        "name_id": torch.arange(8),
+    }
+    model = model_with(make(), lr=1e-3)
+    model.training_step(batch, 0).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def _level_errors(rank: int, level: str) -> dict[str, float]:

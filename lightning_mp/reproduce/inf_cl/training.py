@@ -67,6 +67,28 @@ def render_glyphs() -> None:
     GlyphData(progress=False).prepare_data()
 
 
+def model_with(loss: nn.Module, lr: float) -> Any:
+    """Return the demo's model, small, that trains with any loss and logs nothing.
+
+    Args:
+        loss: Called with features and scale.
+        lr: Peak learning rate.
+
+    Raises:
+        ModuleNotFoundError: The demo's `examples` are not there.
+    """
+    from examples.glyph_clip.model import GlyphCLIP
+
+    class Trained(GlyphCLIP):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            value: Tensor = self.loss(*self(batch), self.logit_scale.exp())
+            return value
+
+    model = Trained(width=32, feature_width=64, lr=lr)
+    model.loss = loss  # type: ignore[assignment]
+    return model
+
+
 def trained_scores(
     recipe: Recipe, loss: nn.Module, *, cached: bool, ranks: int = 1
 ) -> dict[str, float]:
@@ -74,7 +96,7 @@ def trained_scores(
 
     Args:
         recipe: What to train.
-        loss: Called as `ContrastiveLoss` is.
+        loss: Called with features and scale.
         cached: Whether towers see micro-batches, by `InfCLStrategy`.
         ranks: In an initialised group.
 
@@ -83,7 +105,6 @@ def trained_scores(
     """
     from examples.glyph_clip.data import GlyphData
     from examples.glyph_clip.glyphs import TRAIN_FONTS
-    from examples.glyph_clip.model import GlyphCLIP
 
     left_out = [font for font in TRAIN_FONTS if font not in FONTS]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -93,8 +114,7 @@ def trained_scores(
         data = GlyphData(
             batch_size=recipe.batch, validation_fonts=left_out, seed=recipe.seed, progress=False
         )
-        model = GlyphCLIP(width=32, feature_width=64, lr=recipe.lr)
-        model.loss = loss  # type: ignore[assignment]
+        model = model_with(loss, recipe.lr)
         strategy: Any = "auto" if ranks == 1 else "ddp"
         if cached:
             strategy = InfCLStrategy(
