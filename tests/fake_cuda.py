@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.fake_capture import Capturing
-from tests.fake_streams import HOST, Clock, FakeEvent, FakeStream, RaceError, named
+from tests.fake_streams import HOST, Block, Clock, FakeEvent, FakeStream, RaceError, named
 
 __all__ = ["FakeCuda", "RaceError"]
 
@@ -57,17 +57,6 @@ class DeviceTensor(Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
-
-
-class _Block:
-    """Memory on the device, or pinned: who accessed it last, and when it may be given away."""
-
-    def __init__(self, owner: int, size: int, created: Clock) -> None:
-        self.owner, self.size = owner, size
-        self.written: tuple[int, int] = (owner, created[owner])
-        self.read: Clock = Counter()
-        self.recorded: set[int] = set()
-        self.free_at: float | None = None
 
 
 class FakeCuda(Capturing, TorchFunctionMode):
@@ -106,8 +95,8 @@ class FakeCuda(Capturing, TorchFunctionMode):
         self.launches: Counter[str] = Counter()
         self.streams: set[int] = set()
         self._made = 0
-        self._blocks: dict[int, _Block] = {}
-        self._leaving: list[_Block] = []  # freed, and still in use by other streams
+        self._blocks: dict[int, Block] = {}
+        self._leaving: list[Block] = []  # freed, and still in use by other streams
         self._pinned: set[int] = set()
         self._patch = pytest.MonkeyPatch()
         self._pools: dict[int, Clock] = {}
@@ -330,7 +319,7 @@ class FakeCuda(Capturing, TorchFunctionMode):
         if storage._cdata in self._blocks:
             return
         clock = self.clocks[owner]
-        block = self._blocks[storage._cdata] = _Block(owner, storage.nbytes(), clock)
+        block = self._blocks[storage._cdata] = Block(owner, storage.nbytes(), clock)
         block.read |= self._pools.get(owner, Counter())  # it may be any that was freed
         weakref.finalize(storage, self._free, storage._cdata)
         if owner != HOST:

@@ -1,4 +1,4 @@
-"""Streams and events of `FakeCuda`: queues with a clock of seconds, and vector clocks."""
+"""What `FakeCuda` is made of: streams and events, vector clocks, and blocks of memory under them."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.fake_cuda import FakeCuda
 
-__all__ = ["HOST", "Clock", "FakeEvent", "FakeStream", "RaceError", "named"]
+__all__ = ["HOST", "Block", "Clock", "FakeEvent", "FakeStream", "RaceError", "named"]
 
 HOST = -1
 Clock = Counter[int]
@@ -78,3 +78,14 @@ class FakeEvent:
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         return 1e3 * (end.at - self.at)
+
+
+class Block:
+    """Memory on the device, or pinned: who accessed it last, and when it may be given away."""
+
+    def __init__(self, owner: int, size: int, created: Clock) -> None:
+        self.owner, self.size = owner, size
+        self.written: tuple[int, int] = (owner, created[owner])
+        self.read: Clock = Counter()
+        self.recorded: set[int] = set()
+        self.free_at: float | None = None
