@@ -1,4 +1,4 @@
-"""What `FakeCuda` is made of: streams and events, vector clocks, and blocks of memory under them."""
+"""The parts of `FakeCuda`: streams and events, vector clocks, and blocks of memory."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
