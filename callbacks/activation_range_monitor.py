@@ -48,8 +48,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             (modules of one class in a list), the inputs of norms, and logits of attention.
         backward: Whether to sample gradients with respect to outputs too.
         min_headroom_bits: Warns below.
-        max_attention_logit: Warns where the largest logit of a `scaled_dot_product_attention` is
-            above. From 1024 on fp16 holds whole numbers only; runs are lost at some 10000.
+        max_attention_logit: Warns where the largest logit of an attention is above. From 1024 on
+            fp16 holds whole numbers only; runs are lost at some 10000.
         calls_per_step: Calls of a module to look at in a sampled step, the first ones. Those of
             further micro-batches are more of the same; raise it where a forward calls one module
             more often.
