@@ -14,7 +14,6 @@ from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
-from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.side_by_side import (
@@ -63,6 +62,7 @@ class InstabilityMonitor(pl.Callback):
     """
 
     needs_gradient_norm = False  # of every step, in the facts
+    save_batch = False  # of the steps of alarms, those of other monitors too
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -77,7 +77,6 @@ class InstabilityMonitor(pl.Callback):
         self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
-        self.batches: BatchKeeper | None = None  # where the batches of alarms are saved
 
     def _check(self, is_good: bool, accepted: str, **value: object) -> None:
         ((name, passed),) = value.items()
@@ -141,7 +140,7 @@ class InstabilityMonitor(pl.Callback):
         if self._is_held_back(kind, tensor, severity, step):
             return None
         self._raised[kind, tensor] = step
-        keeper = self.batches if is_known and severity != "info" else None
+        keeper = self.recorder.batches if is_known and severity != "info" else None
         alarm = Alarm(
             step=step,
             monitor=type(self).__name__,

@@ -16,7 +16,6 @@ from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
 from lightning_mp.callbacks._step.outputs import tensors_in
@@ -63,8 +62,9 @@ class SpikeGuard(InstabilityMonitor):
         rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
         rewind_lr_factor: What each rewind multiplies learning rates by, also those to come from
             schedules. Default 1.
-        save_batch: Whether alarms save the batches of their step as `bad_batches/*.pt` in the log
-            folder, 20 files at most; see `Alarm.batch_path`. Keeps the newest batches in memory.
+        save_batch: Whether alarms, also those of other monitors, save the batches of their step as
+            `bad_batches/*.pt` in the log folder, 20 files at most; see `Alarm.batch_path`. Keeps
+            the newest batches in memory.
         repeat_after_steps: Steps until an alarm of one kind about one tensor is raised again.
 
     Raises:
@@ -125,7 +125,6 @@ class SpikeGuard(InstabilityMonitor):
         self.rewinds = 0
         self._check(isinstance(save_batch, bool), "True or False", save_batch=save_batch)
         self.save_batch = save_batch
-        self.batches = BatchKeeper() if save_batch else None
         self.rewind_storage = rewind_storage
         self.rewind_lr_factor = float(rewind_lr_factor)
         self._rewinder = Rewinder(
@@ -151,8 +150,6 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._inbox = self.recorder.subscribe()
-        if self.batches is not None:
-            self.batches.start(trainer)
         self._add_windows(len(trainer.optimizers))
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
@@ -161,9 +158,6 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, _: int) -> None:
-        if self.batches is not None:
-            newest = self.recorder.newest  # of later ones no alarm has been raised yet
-            self.batches.hold(step_of(trainer), batch, 0 if newest is None else newest.step)
         if self._has_stepped:
             self._size, self._has_stepped = 0, False
         self._size += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
