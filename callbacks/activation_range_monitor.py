@@ -218,11 +218,8 @@ class ActivationRangeMonitor(SamplingMonitor):
                 self._growth.add(f"{kind}:{label}", sample.step, float(bits[at]))
             verdict = self._judge_tensor(key, label, stats, float(bits[at]))
             if verdict is not None:
-                # The rank whose data it comes from.
                 field = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
-                facts = dataclasses.replace(
-                    sample.context["facts"], rank=int(ranks[:, at, field].argmax())
-                )
+                facts = _of_worst_rank(sample, ranks[:, at, field])
                 self.say(trainer, verdict, facts, lower_scale=_lower_scale(trainer))
 
     def _judge_tensor(
@@ -263,9 +260,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             counts = sample.array[:, at, StatField.NON_FINITE]
             was_finite = self._finite.setdefault(f"buffer:{name}", not counts.any())
             if counts.any() and was_finite:
-                facts = dataclasses.replace(sample.context["facts"], rank=int(counts.argmax()))
                 verdict = Verdict("buffer_non_finite", counts.max(), 0, "error", name)
-                self.say(trainer, verdict, facts)
+                self.say(trainer, verdict, _of_worst_rank(sample, counts))
 
     def _judge_logits(
         self, trainer: pl.Trainer, sample: Readback, chosen: list[int], metrics: dict[str, float]
@@ -278,10 +274,9 @@ class ActivationRangeMonitor(SamplingMonitor):
         self.history.add_column("attention_logit", sample.step, names, largest.tolist())
         metrics["attention_logit"] = float(largest.max())
         for at in np.flatnonzero(largest > self.max_attention_logit):
-            facts = dataclasses.replace(sample.context["facts"], rank=int(ranks[:, at].argmax()))
             limit = self.max_attention_logit
             verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
-            self.say(trainer, verdict, facts)
+            self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -298,6 +293,12 @@ class ActivationRangeMonitor(SamplingMonitor):
         if new > 0:
             verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers={"total": total})
             self.say(trainer, verdict, facts)
+
+
+def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:
+    """Return the step, at the rank with the largest value, whose data it comes from."""
+    facts: StepFacts = sample.context["facts"]
+    return dataclasses.replace(facts, rank=int(values_W.argmax()))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -137,9 +137,6 @@ class InstabilityReport(InstabilityMonitor):
     def _start(self, trainer: pl.Trainer) -> None:
         self._is_started = True
         self._steps = step = step_of(trainer)
-        # What an earlier run has written beyond the step that this one goes on from.
-        for name, points in self.history.curves.items():
-            self.history.curves[name] = [point for point in points if point[0] < step]
         # In a run from the start the starts of another one mean nothing.
         self._starts = [each for each in self._starts if each["step"] < step]
         self._starts.append({"step": step, "time": now()})

@@ -22,7 +22,7 @@ from lightning_mp.callbacks._step.side_by_side import (
     state_for,
     state_key_of,
 )
-from lightning_mp.callbacks._step.training_state import learning_rate_of
+from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
@@ -97,6 +97,8 @@ class InstabilityMonitor(pl.Callback):
         check_peers(self, trainer)
         if stage == "fit":
             self.recorder = recorder_of(trainer)
+            # What is resumed from a checkpoint is loaded after this.
+            self.history.forget_from(step_of(trainer))
 
     @property
     def alarms(self) -> list[Alarm]:

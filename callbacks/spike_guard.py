@@ -281,10 +281,10 @@ class SpikeGuard(InstabilityMonitor):
 
     def _report(self, trainer: pl.Trainer, arrived: Arrived) -> Verdict | None:
         """Log a step and raise its alarms; return the event that begins with it, if any does."""
-        facts, numbers = arrived.facts, arrived.extras.get(id(self))
-        if numbers is None:
+        facts, rows = arrived.facts, arrived.extras.get(id(self))
+        if rows is None:
             return None
-        loss, norm = (SignalVerdict.from_row(row) for row in numbers.reshape(-1, len(Column)))
+        loss, norm = (SignalVerdict.from_row(row) for row in rows.reshape(-1, len(Column)))
         metrics = {"loss": loss.value, "loss_z": loss.z}
         metrics |= {"gradient_norm": norm.value, "gradient_norm_z": norm.z}
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -295,20 +295,19 @@ class SpikeGuard(InstabilityMonitor):
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,
-            is_ending=facts.is_rate_ending,
             action=self.action,
             is_spent=self.rewinds >= self.max_rewinds,
             window_steps=self.window_steps,
-            judge_after_steps=self.judge_after_steps,
             z_threshold=self.z_threshold,
-            patience=self.patience,
         )
         is_bad = {
             "non_finite_loss": not loss.is_finite,
             "spike": loss.is_spike or norm.is_spike,
             "non_finite_gradient": loss.is_finite and not norm.is_finite,
         }
-        event = None
+        event, whose = None, spike_sentences.whose(facts)
+        numbers = {"first_bad": facts.step - self.patience + 1, "patience": self.patience}
+        numbers["again"] = self.judge_after_steps
         for kind, is_so in is_bad.items():
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
@@ -316,10 +315,15 @@ class SpikeGuard(InstabilityMonitor):
                 event = spike_sentences.describe(scene, loss, norm)
                 self._newest = self.say(trainer, event, facts)
             if self._runs[key] == self.patience and kind != "spike":
-                self.say(trainer, spike_sentences.non_finite_run(scene), facts)
+                fix = "non_finite_run_rewind" if self.action == "rewind" else ""
+                count = float(self.patience)
+                run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
+                self.say(trainer, run, facts, whose=whose)
         for name, verdict in {"loss": loss, "gradient norm": norm}.items():
             if verdict.is_new_level:
-                self.say(trainer, spike_sentences.level_shift(scene, name, verdict), facts)
+                value, limit = verdict.value, verdict.limit
+                shift = Verdict("level_shift", value, limit, tensor=name, numbers=numbers)
+                self.say(trainer, shift, facts, whose=whose)
         self._judge_course(trainer, facts)
         return event
 
@@ -331,9 +335,8 @@ class SpikeGuard(InstabilityMonitor):
             None if value is None or not math.isfinite(value) else value
             for value in (facts.loss, facts.gradient_norm)
         )
-        whose = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
         for verdict in course.judge(facts.step, loss, norm):
-            self.say(trainer, verdict, facts, whose=whose)
+            self.say(trainer, verdict, facts, whose=spike_sentences.whose(facts))
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:

@@ -1,8 +1,8 @@
 """Where values that are not finite were made: the judgement on a replayed step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
@@ -64,23 +64,14 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
     ended = sorted((c for c in trace.calls if c.ended is not None), key=lambda c: c.ended or 0)
     parameter = _first_bad(trace.group("parameters"))
     if parameter is not None:
-        return Finding(
-            source="parameter",
-            name=parameter.path,
-            sentence=sentences.parameter(parameter),
-            **_numbers([parameter], parameter),
-        )
+        sentence = sentences.parameter(parameter)
+        return _found("parameter", parameter.path, sentence, [parameter], parameter)
     producer, masked = _first_producer(trace, ended, near_limit)
     if producer is not None:
         return _in_forward(trace, producer, ended, near_limit)
     entry = _first_tainted(trace.group("batch"))
     if entry is not None:
-        return Finding(
-            source="batch",
-            name=entry.path,
-            sentence=sentences.batch(entry),
-            **_numbers([entry], entry),
-        )
+        return _found("batch", entry.path, sentences.batch(entry), [entry], entry)
     return _outside(trace, ended, near_limit, masked) or _in_backward(trace, near_limit, scale)
 
 
@@ -153,14 +144,8 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
         buffer=_first_bad(_own_tensors(trace.group("buffers"), call)),
         has_submodules=bool(inside),
     )
-    return Finding(
-        source="forward",
-        name=call.name or type(trace.root).__name__,
-        sentence=sentences.with_suspects(sentence, suspects),
-        suspects=tuple(name for name, _ in suspects),
-        is_root=not call.name,
-        **_numbers(inputs, bad),
-    )
+    name = call.name or type(trace.root).__name__
+    return _found("forward", name, sentence, inputs, bad, suspects, is_root=not call.name)
 
 
 def _outside(
@@ -180,14 +165,7 @@ def _outside(
     outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
     sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
-    return Finding(
-        source="forward",
-        name=root,
-        sentence=sentences.with_suspects(sentence, suspects),
-        suspects=tuple(name for name, _ in suspects),
-        is_root=True,
-        **_numbers(outputs, bad),
-    )
+    return _found("forward", root, sentence, outputs, bad, suspects, is_root=True)
 
 
 # --- the backward --------------------------------------------------------------------------------
@@ -221,21 +199,18 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
         )
         earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
-    return Finding(
-        source="backward",
-        name=root if producer is None else producer.name or root,
-        sentence=sentences.with_suspects(sentence, suspects),
-        suspects=tuple(name for name, _ in suspects),
-        is_root=producer is None or not producer.name,
-        loss_scale=scale,
-        **_numbers(came, bad, is_gradient=True),
-    )
+    name = "" if producer is None else producer.name
+    finding = _found("backward", name or root, sentence, came, bad, suspects, is_root=not name)
+    # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
+    narrow = min((*came, bad), key=lambda s: s.limit)
+    return replace(finding, loss_scale=scale, dtype=narrow.dtype_name, limit=narrow.limit)
 
 
 def _makes_gradient(trace: Trace, call: Call) -> bool:
-    makes = _makes(trace, call, "grad_output", "grad_input")
-    is_given_finite = all(s.is_finite for s in trace.seen(call, "grad_output"))
-    return makes or (is_given_finite and _first_bad(_own_gradients(trace, call)) is not None)
+    given = trace.seen(call, "grad_output")
+    if _first_tainted(given) is None and _first_bad(trace.seen(call, "grad_input")) is not None:
+        return True
+    return _first_bad(given) is None and _first_bad(_own_gradients(trace, call)) is not None
 
 
 def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
@@ -245,21 +220,25 @@ def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
 # --- what both share -----------------------------------------------------------------------------
 
 
-def _makes(trace: Trace, call: Call, before: Role, after: Role) -> bool:
-    is_given_finite = _first_tainted(trace.seen(call, before)) is None
-    return is_given_finite and _first_bad(trace.seen(call, after)) is not None
-
-
-def _numbers(went_in: list[Seen], bad: Seen | None, is_gradient: bool = False) -> dict[str, Any]:
-    if bad is None:
-        return {}
-    # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
-    narrow = min((s for s in (*went_in, bad)), key=lambda s: s.limit) if is_gradient else bad
-    return {
-        "dtype": str(narrow.dtype).removeprefix("torch."),
-        "amax": max((s.amax for s in went_in), default=0.0),
-        "limit": narrow.limit,
-    }
+def _found(
+    source: Source,
+    name: str,
+    sentence: str,
+    went_in: list[Seen],
+    bad: Seen,
+    suspects: Sequence[tuple[str, str]] = (),
+    is_root: bool = False,
+) -> Finding:
+    return Finding(
+        source=source,
+        name=name,
+        sentence=sentences.with_suspects(sentence, suspects),
+        dtype=bad.dtype_name,
+        amax=max((s.amax for s in went_in), default=0.0),
+        limit=bad.limit,
+        suspects=tuple(suspect for suspect, _ in suspects),
+        is_root=is_root,
+    )
 
 
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:

@@ -56,6 +56,11 @@ class Seen(NamedTuple):
         return self.is_masked and self.amax == 0
 
     @property
+    def dtype_name(self) -> str:
+        """Its dtype, such as `"float16"`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def limit(self) -> float:
         """The largest number of its dtype."""
         return torch.finfo(self.dtype).max

@@ -123,17 +123,8 @@ def _pick_curves(histories: Sequence["History"]) -> dict[str, _Points]:
             if index > 0 and name in _OWN:
                 continue
             if name not in curves or len(points) > len(curves[name]):
-                curves[name] = _in_order(points)
+                curves[name] = points
     return curves
-
-
-def _in_order(points: _Points) -> _Points:
-    """Drop points that a later one of the same or a lower step has overtaken, as after a resume."""
-    kept: _Points = []
-    for step, value in reversed(points):
-        if not kept or step < kept[-1][0]:
-            kept.append((step, value))
-    return kept[::-1]
 
 
 def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
@@ -197,16 +188,11 @@ def _plain_map(
 
 
 def _cells_of(columns: list[tuple[int, list[float]]], rows: int) -> tuple[list[int], _Cells]:
-    """Return steps and cells; columns of one step, of several optimizers, become one."""
-    merged: dict[int, _Cells] = {}
-    for step, column in columns:
-        while merged and next(reversed(merged)) > step:  # overtaken, as after a resume
-            merged.popitem()
-        cells_R = merged.setdefault(step, np.full(rows, math.nan))
-        new_R = np.array(column)  # rows that came later have no value yet
-        cells_R[: len(column)] = np.where(np.isnan(new_R), cells_R[: len(column)], new_R)
-    cells_RC = np.array(list(merged.values())).reshape(len(merged), rows).T
-    return list(merged), cells_RC
+    """Return steps and cells."""
+    cells_RC = np.full((rows, len(columns)), math.nan)
+    for at, (_, column) in enumerate(columns):
+        cells_RC[: len(column), at] = column  # rows that came later have no value yet
+    return [step for step, _ in columns], cells_RC
 
 
 def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:

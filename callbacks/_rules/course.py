@@ -4,8 +4,8 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from lightning_mp.callbacks._rules.learning import Learning
 from lightning_mp.callbacks._rules.verdict import Verdict
 
 __all__ = ["CourseRule", "noise_of"]
@@ -42,7 +42,7 @@ def noise_of(values: Sequence[float]) -> float:
 
 
 @dataclass(eq=False)
-class CourseRule:
+class CourseRule(Learning):
     """Judges the course of one optimizer's loss and gradient norm, in units of the loss's noise.
 
     A window of the newest steps cannot see a steady rise, as it rises with it. So levels (medians
@@ -183,16 +183,3 @@ class CourseRule:
         """Return whether something has just been so for 32 steps; once until it is over."""
         count = self._known[what] = self._known.get(what, 0.0) + 1 if is_so else 0.0
         return count == _LASTING
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return levels, and what was learnt of the start."""
-        queues = (self._losses, self._norms, self._levels, self._norm_levels)
-        return {"known": dict(self._known), "queues": [list(queue) for queue in queues]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self._known = dict(state_dict["known"])
-        queues = (self._losses, self._norms, self._levels, self._norm_levels)
-        for queue, values in zip(queues, state_dict["queues"], strict=True):
-            queue.clear()
-            queue.extend(values)

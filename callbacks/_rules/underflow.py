@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lightning_mp.callbacks._rules.learning import Learning
+
 __all__ = ["ROUNDING", "Underflow", "UnderflowJudge"]
 
 # A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
@@ -33,7 +35,7 @@ class Underflow(NamedTuple):
 
 
 @dataclass(eq=False)
-class UnderflowJudge:
+class UnderflowJudge(Learning):
     """Tells values that vanish from values that are zero by nature.
 
     Exact zeros are usual: an embedding has them for every token that a batch lacks, and a ReLU that
@@ -120,11 +122,3 @@ class UnderflowJudge:
         """Return whether a format ends inside of a distribution."""
         is_many = zeros > self.alarm_excess and subnormals > 0
         return self.is_absolute and is_many and subnormals >= min(zeros, 0.9 * (1 - zeros))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is usual."""
-        return {"usual": {name: dict(usual) for name, usual in self._usual.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what is usual."""
-        self._usual = {name: dict(usual) for name, usual in state["usual"].items()}

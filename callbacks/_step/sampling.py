@@ -102,7 +102,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.samples = self._taken = state_dict["samples"]
+        self.samples = self._taken = state_dict.get("samples", 0)
 
 
 def pack_stats(
