@@ -81,7 +81,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         is_fine = 0 <= min_headroom_bits < 16
         accepted = "from 0 to 16, where 65504 itself has 0 bits"
         self._check(is_fine, accepted, min_headroom_bits=min_headroom_bits)
-        self._check(max_attention_logit > 0, "above 0", max_attention_logit=max_attention_logit)
+        self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
         self.backward = backward
@@ -91,7 +91,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         self._rule = UnderflowJudge(baseline_samples, 0.01, 0.05)
         self._growth = GrowthRule()
         self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
-        self._sampler = OutputSampler({}, backward=backward, max_calls=calls_per_step)
+        self._sampler = OutputSampler(modules={}, backward=backward, max_calls=calls_per_step)
         self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
 
     @override
@@ -114,9 +114,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             norms = callers = {}
             chosen = select_modules(pl_module, self.modules)
             chosen = {name: module for name, module in chosen.items() if name in eager}
-        watched = {plain_name(name): module for name, module in chosen.items()}
         self._sampler = OutputSampler(
-            watched,
+            modules={plain_name(name): module for name, module in chosen.items()},
             backward=self.backward,
             max_calls=self.calls_per_step,
             norms={plain_name(n): m for n, m in norms.items() if n in eager},
@@ -234,7 +233,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         else:
             found = None
         severity: Severity = "warning"
-        value: float
+        value: float | None
+        threshold: float | None
         # What is not finite while the loss is, at the first sample, is a mask of -inf. What goes
         # into a norm came out of something that is looked at as well.
         if stats.non_finite[label] and self._finite[where] and key.kind != "norm_input":
@@ -246,9 +246,13 @@ class ActivationRangeMonitor(SamplingMonitor):
             if overflow is not None:
                 numbers["overflow"], says = overflow, f"{key.kind}_headroom_forecast"
         elif found is not None:
-            what, severity = "underflow", "error" if found.is_alarm else "warning"
-            value, threshold = found.zero_share, found.usual_share + found.threshold
-            numbers |= {"usual": found.usual_share, "excess": found.threshold}
+            what, severity, value, threshold = (
+                "underflow",
+                found.severity,
+                found.value,
+                found.threshold,
+            )
+            numbers |= found.numbers
         else:
             return None
         kind = f"{key.kind}_{what}"

@@ -76,9 +76,8 @@ class AdamStateMonitor(SamplingMonitor):
             "min_ratio": min_ratio,
             "max_ratio": max_ratio,
         }
-        for name, value in limits.items():
-            self._check(value > 0, "above 0", **{name: value})
-            setattr(self, name, value)
+        self._check_positive(**limits)
+        vars(self).update(limits)
         self._first: list[str] = []  # tensors to name first
         self._sizes: dict[str, int] = {}
         self._unwatched: set[str] = set()  # classes of optimizers that were warned of

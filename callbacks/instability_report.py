@@ -78,8 +78,7 @@ class InstabilityReport(InstabilityMonitor):
                 f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
                 "name that ends in .html, without a folder. Pass the folder as `dirpath`."
             )
-        is_time = type(every_n_seconds) in (int, float) and every_n_seconds > 0
-        self._check(is_time, "a number above 0", every_n_seconds=every_n_seconds)
+        self._check_positive(every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
         self._check(is_fine, "an integer from 1 to 500", max_tensors=max_tensors)
         is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))

@@ -91,6 +91,17 @@ class InstabilityMonitor(pl.Callback):
             is_good = type(value) is int and value >= least
             self._check(is_good, f"an integer of at least {least}", **{name: value})
 
+    def _check_positive(self, **values: object) -> None:
+        for name, value in values.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_good = is_number and value > 0  # type: ignore[operator]
+            self._check(is_good, "a positive number", **{name: value})
+
+    def _check_one_of(self, *accepted: object, **values: object) -> None:
+        for name, value in values.items():
+            is_good = any(type(value) is type(each) and value == each for each in accepted)
+            self._check(is_good, f"one of {', '.join(map(repr, accepted))}", **{name: value})
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)

@@ -82,13 +82,10 @@ class NonFiniteLocator(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
-        is_share = not isinstance(near_limit, bool) and 0 < near_limit < 1
-        self._check(is_share, "a number between 0 and 1", near_limit=near_limit)
-        is_flag = isinstance(check_gradients, bool)
-        self._check(is_flag, "True or False", check_gradients=check_gradients)
-        is_action = action in ("warn", "stop", "raise")
-        self._check(is_action, "'warn', 'stop' or 'raise'", action=action)
-        self._check(isinstance(save_batch, bool), "True or False", save_batch=save_batch)
+        self._check_positive(near_limit=near_limit)
+        self._check(near_limit < 1, "below 1", near_limit=near_limit)
+        self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
+        self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
         self.repeated = repeated
         self.near_limit = near_limit

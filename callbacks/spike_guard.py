@@ -27,7 +27,6 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityError, InstabilityM
 
 __all__ = ["SpikeGuard"]
 
-_ACTIONS = ("warn", "skip", "stop", "raise", "rewind")
 _FLOORS = (0.05, 0.12)  # less noise counts as this much: of the loss, of the gradient norm
 
 
@@ -96,16 +95,16 @@ class SpikeGuard(InstabilityMonitor):
         repeat_after_steps: int = 1,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        accepted = f"one of {', '.join(map(repr, _ACTIONS))}"
-        self._check(action in _ACTIONS, accepted, action=action)
-        numbers = {"z_threshold": z_threshold, "rewind_memory_gb": rewind_memory_gb}
-        for name, value in numbers.items():
-            is_positive = not isinstance(value, bool) and 0 < value < math.inf
-            self._check(is_positive, "a positive number", **{name: value})
-        is_share = not isinstance(rewind_lr_factor, bool) and 0 < rewind_lr_factor <= 1
-        self._check(is_share, "above 0 and at most 1", rewind_lr_factor=rewind_lr_factor)
-        is_place = rewind_storage in ("auto", "memory", "disk")
-        self._check(is_place, "'auto', 'memory' or 'disk'", rewind_storage=rewind_storage)
+        self._check_one_of("warn", "skip", "stop", "raise", "rewind", action=action)
+        self._check_one_of("auto", "memory", "disk", rewind_storage=rewind_storage)
+        self._check_one_of(True, False, save_batch=save_batch)
+        self._check_positive(
+            z_threshold=z_threshold,
+            rewind_memory_gb=rewind_memory_gb,
+            rewind_lr_factor=rewind_lr_factor,
+        )
+        self._check(z_threshold < math.inf, "finite", z_threshold=z_threshold)
+        self._check(rewind_lr_factor <= 1, "at most 1", rewind_lr_factor=rewind_lr_factor)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
@@ -123,12 +122,11 @@ class SpikeGuard(InstabilityMonitor):
         self.patience = patience
         self.max_rewinds = max_rewinds
         self.rewinds = 0
-        self._check(isinstance(save_batch, bool), "True or False", save_batch=save_batch)
         self.save_batch = save_batch
         self.rewind_storage = rewind_storage
         self.rewind_lr_factor = float(rewind_lr_factor)
         self._rewinder = Rewinder(
-            MarkStore(dirpath=dirpath, storage=rewind_storage, memory_gb=rewind_memory_gb),
+            store=MarkStore(dirpath=dirpath, storage=rewind_storage, memory_gb=rewind_memory_gb),
             lr_factor=self.rewind_lr_factor,
             every_n_steps=checkpoint_every_n_steps,
             rewind_steps=rewind_steps,

@@ -61,7 +61,7 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
         near_limit: The share of a dtype's largest number from which on a module is a suspect.
         scale: The loss scale of the replay.
     """
-    ended = sorted((c for c in trace.calls if c.ended is not None), key=lambda c: c.ended or 0)
+    ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.group("parameters"))
     if parameter is not None:
         sentence = sentences.parameter(parameter)
@@ -118,7 +118,7 @@ def _first_producer(
 
 def _is_swallowed(trace: Trace, masked: Call, ended: list[Call]) -> bool:
     """Return whether -inf went into finite values, as by a softmax."""
-    after = (c for c in ended if (c.ended or 0) > (masked.ended or 0))
+    after = (c for c in ended if c.ended > masked.ended)
     return any(
         _first_bad(trace.seen(call, "output")) is None
         for call in after
@@ -128,13 +128,13 @@ def _is_swallowed(trace: Trace, masked: Call, ended: list[Call]) -> bool:
 
 def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
     inputs, outputs = trace.seen(call, "input"), trace.seen(call, "output")
-    before = [c for c in ended if (c.ended or 0) < (call.ended or 0)]
+    before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(_inside(call))]
     given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
     seen = trace.seen(given, "input") if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
     if given is not None:
-        before = [c for c in before if (c.ended or 0) < (given.ended or 0)]
+        before = [c for c in before if c.ended < given.ended]
     suspects = _suspects_before(trace, before, call, near_limit)
     sentence = sentences.forward(
         sentences.title_of(trace, call),
@@ -161,7 +161,7 @@ def _outside(
         return None
     root, before = type(trace.root).__name__, ended
     if bad_input is not None:
-        before = [c for c in ended if (c.ended or 0) < (bad_input.ended or 0)]
+        before = [c for c in ended if c.ended < bad_input.ended]
     outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
     sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
@@ -172,10 +172,10 @@ def _outside(
 
 
 def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
-    reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached or 0)
+    reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached)
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # A module's first gradient of an input comes after those of all modules inside it.
-    producer = min(producers, key=lambda c: c.left or c.reached or 0, default=None)
+    producer = min(producers, key=lambda c: c.left or c.reached, default=None)
     bad_outputs = [s for c in reached for s in trace.seen(c, "grad_output") if not s.is_finite]
     bad_parameters = [s for s in trace.group("gradients") if not s.is_finite]
     if producer is None and not bad_outputs and not bad_parameters:
@@ -197,7 +197,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
             is_parameter=bad in _own_gradients(trace, producer),
             scale=scale,
         )
-        earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
+        earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     name = "" if producer is None else producer.name
     finding = _found("backward", name or root, sentence, came, bad, suspects, is_root=not name)

@@ -73,16 +73,16 @@ class Call:
     Args:
         name: The module's dotted name, `""` for the root.
         module: The module.
-        ended: When the forward ended, on the clock of the trace; `None` for one that did not.
+        ended: When the forward ended, on the clock of the trace, from 1; 0 for one that did not.
         reached: When the first gradient of an output came, and `left` when one of an input did.
         tensors: What was seen, by role; each an index of the trace's tensors.
     """
 
     name: str
     module: nn.Module
-    ended: int | None = None
-    reached: int | None = None
-    left: int | None = None
+    ended: int = 0
+    reached: int = 0
+    left: int = 0
     tensors: dict[Role, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
@@ -169,10 +169,10 @@ class Trace:
         def hook(gradient: Tensor) -> None:
             call.tensors[role] += self._take(iter([(path, gradient)]))
             now = self._tick()
-            if role == "grad_output" and call.reached is None:
-                call.reached = now
-            if role == "grad_input" and call.left is None:
-                call.left = now
+            if role == "grad_output":
+                call.reached = call.reached or now
+            if role == "grad_input":
+                call.left = call.left or now
 
         tensor.register_hook(hook)
 

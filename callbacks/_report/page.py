@@ -212,11 +212,17 @@ def _place(alarm: dict[str, Any]) -> str:
 
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     curves, run = data["curves"], data["run"]
-    others = [name for name in curves if name not in _TIME_LINES]
-    lines = [
-        {"title": title, "unit": unit, "axis": axis, "curve": curves.get(name), "name": name}
-        for name, (title, unit, axis) in _TIME_LINES.items()
-    ]
+    others = {
+        name: (_sentence(name), "share" if name.endswith("share") else "number", "auto")
+        for name in sorted(set(curves) - set(_TIME_LINES))
+    }
+    lines, more = (
+        [
+            {"title": title, "unit": unit, "axis": axis, "curve": curves.get(name), "name": name}
+            for name, (title, unit, axis) in each.items()
+        ]
+        for each in (_TIME_LINES, others)
+    )
     absent = {
         "loss": "No loss has been recorded.",
         "gradient_norm": "No gradient norm has been recorded.",
@@ -227,16 +233,6 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         absent["skipped"] = "Without a loss scale, no step is skipped for overflow."
     elif run["steps"]:
         absent["loss_scale"] = "No loss scale has been recorded."
-    more = [
-        {
-            "title": _sentence(name),
-            "unit": "share" if name.endswith("share") else "number",
-            "axis": "auto",
-            "curve": curves[name],
-            "name": name,
-        }
-        for name in sorted(others)
-    ]
     alarms = [
         [a["step"], a["severity"], f"{a['kind']}: {a['message']}"[:90]] for a in data["alarms"]
     ]

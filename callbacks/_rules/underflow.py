@@ -1,37 +1,16 @@
 """When zeros among values mean that a format is too small for them, and when they do not."""
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_mp.callbacks._rules.learning import Learning
+from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 
-__all__ = ["ROUNDING", "Underflow", "UnderflowJudge"]
+__all__ = ["ROUNDING", "UnderflowJudge"]
 
 # A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
 # is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
 ROUNDING = 2.0**-9
-
-
-class Underflow(NamedTuple):
-    """What is wrong with a tensor.
-
-    Args:
-        name: The tensor.
-        zero_share: Exact zeros as a share of its values.
-        usual_share: The largest share that was seen at the start.
-        threshold: The excess over it that was passed.
-        is_alarm: Whether it is the higher of the two thresholds.
-        subnormal_share: What is left, but below the normal range of the format.
-        is_absolute: Whether it is wrong whatever was usual.
-    """
-
-    name: str
-    zero_share: float
-    usual_share: float
-    threshold: float
-    is_alarm: bool
-    subnormal_share: float
-    is_absolute: bool = False
 
 
 @dataclass(eq=False)
@@ -74,8 +53,8 @@ class UnderflowJudge(Learning):
         *,
         is_gone: bool = False,
         is_rounding: bool = False,
-    ) -> Underflow | None:
-        """Take a sample of a tensor in, and return what is wrong with it.
+    ) -> Verdict | None:
+        """Take a sample of a tensor in, and return what is wrong with it: `says` how it was found.
 
         Args:
             name: The tensor.
@@ -95,12 +74,14 @@ class UnderflowJudge(Learning):
         )
         highest = usual["highest"]
         if was_cut and usual["was_cut"]:
-            limit = self.alarm_excess
-            return Underflow(name, zero_share, highest, limit, True, subnormal_share, True)
+            words = {"usual": highest, "excess": self.alarm_excess, "subnormal": subnormal_share}
+            at_once = Verdict("underflow", zero_share, self.alarm_excess, "error", name, "_at_once")
+            return replace(at_once, numbers=words)
         if usual["samples"] <= self.baseline_samples:
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
             return None
+        severity: Severity = "error"
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
@@ -110,13 +91,13 @@ class UnderflowJudge(Learning):
         has_stopped = steady == 1 > usual["highest"]
         if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
-        if excess > self.alarm_excess:
-            limit = self.alarm_excess
-            return Underflow(name, zero_share, highest, limit, True, subnormal_share)
-        if len(newest) == 4 and sum(newest[2:]) > sum(newest[:2]):
-            limit = self.warn_excess
-            return Underflow(name, zero_share, highest, limit, False, subnormal_share)
-        return None
+        limit = self.alarm_excess
+        if excess <= limit:
+            if len(newest) < 4 or sum(newest[2:]) <= sum(newest[:2]):
+                return None
+            limit, severity = self.warn_excess, "warning"
+        words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
+        return Verdict("underflow", zero_share, highest + limit, severity, name, numbers=words)
 
     def _is_cut(self, zeros: float, subnormals: float) -> bool:
         """Return whether a format ends inside of a distribution."""

@@ -135,7 +135,7 @@ def test_outputs_of_any_shape_are_seen(wrap: Any) -> None:
             return wrap(2 * x)
 
     module, x = Wrapping(), torch.tensor([1.0, -8.0, 0.0])
-    sampler = OutputSampler({"m": module}, backward=False, max_calls=2)
+    sampler = OutputSampler(modules={"m": module}, backward=False, max_calls=2)
     sampler.start()
     module(x)
     module(x * 2)
