@@ -18,7 +18,7 @@ from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
-from lightning_mp.callbacks._step.outputs import tensors_in
+from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper

@@ -19,7 +19,8 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
 from lightning_mp.callbacks._step.gradients import parameter_names
-from lightning_mp.callbacks._step.outputs import eager_modules, tensors_in
+from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, plain_name, step_of
 from lightning_mp.numerics.async_readback import Readback

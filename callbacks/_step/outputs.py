@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._step.attention import AttentionMode
+from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules", "tensors_in"]
+__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
 
 class OutputKey(NamedTuple):
@@ -152,20 +152,3 @@ def blocks_in(root: nn.Module) -> Iterator[nn.Module]:
             members = list(module.children())
             count = Counter(type(member) for member in members)
             yield from (m for m in members if count[type(m)] > 1 and any(m.children()))
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, dicts, and dataclasses such as a `ModelOutput`."""
-    if isinstance(output, Tensor):
-        yield output
-    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
-        for name in output.__dataclass_fields__:
-            yield from tensors_in(getattr(output, name, None))
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
-    else:
-        yield from (leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor))
