@@ -147,7 +147,6 @@ class GradientUnderflowMonitor(SamplingMonitor):
         says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
         verdict = replace(
             found,
-            kind="gradient_underflow",
             says=says + found.says,
             fix=_remedy(name, _passes_through_fp16(trainer)),
             tensor=name,

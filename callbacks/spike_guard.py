@@ -13,7 +13,12 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules import spike_sentences
 from lightning_mp.callbacks._rules.course import CourseRule
-from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
+from lightning_mp.callbacks._rules.robust_window import (
+    Column,
+    RobustWindow,
+    SignalVerdict,
+    is_slight,
+)
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
@@ -179,9 +184,9 @@ class SpikeGuard(InstabilityMonitor):
         if signals is None or now is None:
             return  # `training_step` returned None
         self._add_windows(now.optimizer + 1)
-        report = self._windows[now.optimizer].judge(
-            signals.values, signals.judged, self._spread(trainer)
-        )
+        window = self._windows[now.optimizer]
+        report = window.judge(signals.values, signals.judged, self._spread(trainer))
+        report[0, Column.IS_SPIKE] *= ~is_slight(report[0], report[1], window.highest_k[0])
         self.recorder.send_along(self, report.flatten())
         is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
         if self.action == "skip":

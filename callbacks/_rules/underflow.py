@@ -1,6 +1,6 @@
 """When zeros among values mean that a format is too small for them, and when they do not."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_mp.callbacks._rules.learning import Learning
@@ -75,8 +75,10 @@ class UnderflowJudge(Learning):
         highest = usual["highest"]
         if was_cut and usual["was_cut"]:
             words = {"usual": highest, "excess": self.alarm_excess, "subnormal": subnormal_share}
-            at_once = Verdict("underflow", zero_share, self.alarm_excess, "error", name, "_at_once")
-            return replace(at_once, numbers=words)
+            limit, says = self.alarm_excess, "_at_once"
+            return Verdict(
+                "gradient_underflow", zero_share, limit, "error", name, says, numbers=words
+            )
         if usual["samples"] <= self.baseline_samples:
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
@@ -97,7 +99,8 @@ class UnderflowJudge(Learning):
                 return None
             limit, severity = self.warn_excess, "warning"
         words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
-        return Verdict("underflow", zero_share, highest + limit, severity, name, numbers=words)
+        limit += highest
+        return Verdict("gradient_underflow", zero_share, limit, severity, name, numbers=words)
 
     def _is_cut(self, zeros: float, subnormals: float) -> bool:
         """Return whether a format ends inside of a distribution."""
