@@ -124,7 +124,6 @@ class InstabilityMonitor(pl.Callback):
         remedy: str,
         *,
         facts: StepFacts | None = None,
-        step: int | None = None,
         severity: Severity = "warning",
         tensor: str | None = None,
         value: float | None = None,
@@ -138,7 +137,6 @@ class InstabilityMonitor(pl.Callback):
             message: What was seen: tensor, number and threshold, with a full stop at its end.
             remedy: What to set, as a sentence.
             facts: The step that it happened in; the one under way if `None`.
-            step: The number of that step, where nothing else is known of it.
             severity: `"info"` for what was done; nothing is warned of.
             tensor: The parameter or module.
             value: What was measured.
@@ -148,14 +146,12 @@ class InstabilityMonitor(pl.Callback):
             The alarm, `None` where it was held back.
         """
         facts = self._step_of(trainer, facts)
-        is_known = step is None or step == facts.step
-        step = facts.step if step is None else step
-        if self._is_held_back(kind, tensor, severity, step):
+        if self._is_held_back(kind, tensor, severity, facts.step):
             return None
-        self._raised[kind, tensor] = step
-        keeper = self.recorder.batches if is_known and severity != "info" else None
+        self._raised[kind, tensor] = facts.step
+        keeper = self.recorder.batches if severity != "info" else None
         alarm = Alarm(
-            step=step,
+            step=facts.step,
             monitor=type(self).__name__,
             kind=kind,
             severity=severity,
@@ -164,9 +160,9 @@ class InstabilityMonitor(pl.Callback):
             tensor=tensor,
             value=value,
             threshold=threshold,
-            epoch=facts.epoch if is_known else None,
-            batch_idx=facts.batch_idx if is_known else None,
-            rank=facts.rank if is_known else None,
+            epoch=facts.epoch,
+            batch_idx=facts.batch_idx,
+            rank=facts.rank,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
         saved = f"Its batch is in `{alarm.batch_path}`." if alarm.batch_path else ""
@@ -176,7 +172,8 @@ class InstabilityMonitor(pl.Callback):
         if severity != "info":
             rank_zero_warn(alarm.message, category=InstabilityWarning)
         is_plottable = value is not None and math.isfinite(value)
-        self.log_metrics(trainer, {f"instability/{kind}": value if is_plottable else 1.0}, step)
+        metrics = {f"instability/{kind}": value if is_plottable else 1.0}
+        self.log_metrics(trainer, metrics, facts.step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InstabilityMonitor):
                 callback.on_alarm(trainer, alarm)

@@ -22,6 +22,8 @@ _MAX_CURVES, _MAX_POINTS = 40, 1500
 _MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
 _MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
 _NON_FINITE = "_not_finite"
+# Of an alarm.
+_SHOWN = ("step", "epoch", "batch_idx", "rank", "monitor", "kind", "severity", "remedy", "tensor")
 _OWN = ("loss", "loss_scale", "skipped")
 
 _Cells = npt.NDArray[np.float64]
@@ -91,17 +93,11 @@ def _alarm(alarm: "Alarm") -> dict[str, Any]:
     message = alarm.message.removeprefix(f"{alarm.place}: ")
     if alarm.remedy:
         message = message.removesuffix(alarm.remedy)
+    fields = {name: getattr(alarm, name) for name in _SHOWN} | {"message": message.strip()}
+    most = dict.fromkeys(("message", "remedy"), _MAX_MESSAGE)
     return {
-        "step": alarm.step,
-        "epoch": alarm.epoch,
-        "batch_idx": alarm.batch_idx,
-        "rank": alarm.rank,
-        "monitor": _cut(alarm.monitor, _MAX_NAME),
-        "kind": _cut(alarm.kind, _MAX_NAME),
-        "severity": alarm.severity,
-        "message": _cut(message.strip(), _MAX_MESSAGE),
-        "remedy": _cut(alarm.remedy, _MAX_MESSAGE),
-        "tensor": _cut(alarm.tensor, _MAX_NAME) if alarm.tensor else None,
+        name: _cut(value, most.get(name, _MAX_NAME)) if isinstance(value, str) else value
+        for name, value in fields.items()
     }
 
 

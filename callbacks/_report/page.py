@@ -32,6 +32,10 @@ MAP_TITLES = {
 }
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 _SHOWN_ALARMS = 20
+_NO_MAPS = (
+    '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
+    "AdamStateMonitor record them.</p>"
+)
 _WIDE = ' class="wide"'
 
 
@@ -63,7 +67,7 @@ def report_page(data: dict[str, Any]) -> str:
             '<div id="charts"></div></section>',
             _alarms(data),
             '<section id="tensors"><h2>Tensors by steps</h2><div id="heatmaps">'
-            f"{_without_maps(data)}</div></section>",
+            f"{'' if data['maps'] else _NO_MAPS}</div></section>",
             "</main>",
             f'<script type="application/json" id="data">{_json(_chart_data(data))}</script>',
             f"<script>{script}</script>\n</body>\n</html>\n",
@@ -106,6 +110,7 @@ def _count(number: int, noun: str) -> str:
 
 def _head(data: dict[str, Any]) -> str:
     run, counts = data["run"], data["counts"]
+    monitors = ", ".join(run["monitors"]) or "none beside this report"
     level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
     how = run["end"]["how"]
     lines = [
@@ -128,7 +133,7 @@ def _head(data: dict[str, Any]) -> str:
     lines += [
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
         f"<dd>{escape(value)}</dd></div>"
-        for label, value in [*_times(run), *run["facts"], _monitors(run)]
+        for label, value in [*_times(run), *run["facts"], ("Monitors", monitors)]
     ]
     return "\n".join([*lines, "</dl>\n</header>"])
 
@@ -145,10 +150,6 @@ def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
     times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]
     return [*times, ("Ended", ended)]
-
-
-def _monitors(run: dict[str, Any]) -> tuple[str, str]:
-    return "Monitors", ", ".join(run["monitors"]) or "none beside this report"
 
 
 # --- alarms --------------------------------------------------------------------------------------
@@ -258,12 +259,3 @@ def _map_title(name: str) -> str:
 def _sentence(name: str) -> str:
     text = name.replace("_", " ")
     return text[:1].upper() + text[1:]
-
-
-def _without_maps(data: dict[str, Any]) -> str:
-    if data["maps"]:
-        return ""
-    return (
-        '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
-        "AdamStateMonitor record them.</p>"
-    )
