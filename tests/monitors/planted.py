@@ -25,7 +25,7 @@ class Planted:
         settings: What it fails with.
         precision: Makes the precision plugin of the failing run.
         monitor: The class that must find it; `ANY_MONITOR` where any may.
-        kind: Of the alarm; `None` while its rule is not built.
+        kind: Of the alarm; `None` where there are several ways to see it.
         tensors: Names of which the alarm must have one; none for a failure of the whole.
         from_step: The step at which the failure is planted; no monitor may say a word before.
         by_step: The last step at which it may be found; `from_step` where it must be at once.
@@ -35,7 +35,6 @@ class Planted:
         cured_precision: The same as a precision plugin, where it is one.
         callbacks: The same as callbacks, where it is some.
         options: The same as options of the Trainer.
-        missing: The rule that today's monitors lack to find it in time.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Planted:
     cured_precision: Callable[[], Any] | None = None
     callbacks: Callable[[], list[pl.Callback]] = list
     options: dict[str, Any] = field(default_factory=dict)
-    missing: str = ""
 
     def fail(self) -> Outcome:
         """Train without the remedy."""

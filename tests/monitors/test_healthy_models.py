@@ -7,7 +7,6 @@ judged;
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,12 +28,6 @@ COVERING = {
     "hinge": "BalancedAMP",
     "short last batch": "fp32",
 }
-LOUD_IN_SHORT: dict[str, str] = {}
-LOUD_IN_LONG: dict[str, str] = {}
-# Two at a time on one machine, which rounding decides.
-NOW_AND_THEN = {
-    ("ViT", "16-mixed"): "a loss close to 0 has outliers of 30 times its median",
-}
 
 
 @functools.cache
@@ -42,20 +35,12 @@ def long(model: str, precision: str) -> Outcome:
     return healthy_run(model, precision, SWEEP_STEPS)
 
 
-def case(reasons: dict[str, str], model: str, *more: str) -> Any:
-    rare = NOW_AND_THEN.get((model, *more))
-    reason = reasons.get(model, rare)
-    mark = pytest.mark.xfail(strict=rare is None, raises=AssertionError, reason=reason)
-    marks = [mark] if reason else []
-    return pytest.param(model, *more, marks=marks, id="-".join([model, *more]))
-
-
 def test_covering_choice_has_every_precision() -> None:
     assert set(COVERING.values()) == set(PRECISIONS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [case(LOUD_IN_SHORT, model) for model in COVERING])
+@pytest.mark.parametrize("model", COVERING)
 def test_short_healthy_run_learns_and_raises_no_alarm(model: str) -> None:
     outcome = healthy_run(model, COVERING[model], LEARNS_LATE.get(model, STEPS), every=10)
     if not outcome.is_healthy:
@@ -67,7 +52,7 @@ each_run = [(model, precision) for model in MODELS for precision in PRECISIONS]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("model", "precision"), [case(LOUD_IN_LONG, *run) for run in each_run])
+@pytest.mark.parametrize(("model", "precision"), each_run)
 def test_long_healthy_run_raises_at_most_one_alarm(model: str, precision: str) -> None:
     alarms = long(model, precision).alarms
     assert len(alarms) <= 1, [alarm.message for alarm in alarms]

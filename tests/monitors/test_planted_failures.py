@@ -1,7 +1,4 @@
-"""Planted failures are found in time and by name, and what cures them does.
-
-A failure that no rule sees yet is expected to fail: a rule that sees it turns its test over.
-"""
+"""Planted failures are found in time and by name, and what cures them does."""
 
 import math
 from typing import Any
@@ -36,18 +33,12 @@ LONG = {
 }
 
 
-def param(planted: Planted, *marks: pytest.MarkDecorator) -> Any:
-    is_long = [pytest.mark.sweep] * (planted.name in LONG)
-    return pytest.param(planted, id=planted.name, marks=[*marks, *is_long])
+def param(planted: Planted) -> Any:
+    marks = [pytest.mark.sweep] * (planted.name in LONG)
+    return pytest.param(planted, id=planted.name, marks=marks)
 
 
-def expected(planted: Planted) -> Any:
-    reason = f"no rule yet: {planted.missing}"
-    missing = pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
-    return param(planted, *[missing] * bool(planted.missing))
-
-
-@pytest.mark.parametrize("planted", [expected(planted) for planted in FAILURES])
+@pytest.mark.parametrize("planted", [param(planted) for planted in FAILURES])
 def test_planted_failure_ruins_the_run_and_is_found_in_time_by_its_name(planted: Planted) -> None:
     outcome = planted.fail()
     if outcome.is_healthy:
