@@ -17,6 +17,7 @@ from lightning_mp.contrastive.backends import (
     Backend,
     Directions,
     ExchangeName,
+    TileChoice,
     TileDtype,
     check_choices,
 )
@@ -320,22 +321,13 @@ class ContrastiveLoss(GroupModule):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._options, "exchange": self.exchange}
+        options = {**self._tiles()._asdict(), "exchange": self.exchange}
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {
-            "backend": self.backend,
-            "tile_dtype": self.tile_dtype,
-            "workspace_bytes": self.workspace_bytes,
-            "autotune": self.autotune,
-        }
-
-    def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
-        """Return the options of the tiles: those of Triton know no guides."""
-        return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
+    def _tiles(self, *, needs_torch: bool = False) -> TileChoice:
+        backend = "torch" if needs_torch else self.backend
+        return TileChoice(backend, self.tile_dtype, self.workspace_bytes, self.autotune)
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is to be an operator, which `torch.compile` can take in."""
@@ -368,7 +360,8 @@ class ContrastiveLoss(GroupModule):
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
         operate = self._operate if pairs.is_swept else loss_of_targets
-        return operate(image_bD, text_bD, scale, bias, pairs, self._options_with(pairs))
+        tiles = self._tiles(needs_torch=pairs.needs_torch)
+        return operate(image_bD, text_bD, scale, bias, pairs, tiles)
 
     @torch.compiler.disable
     def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -394,5 +387,5 @@ class ContrastiveLoss(GroupModule):
         return plan_for(
             problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
             trains_bias=not self._is_softmax, exchange=self.exchange,
-            options=self._options_with(pairs), group=self.process_group,
+            tiles=self._tiles(needs_torch=pairs.needs_torch), group=self.process_group,
         )  # fmt: skip

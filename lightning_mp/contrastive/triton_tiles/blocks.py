@@ -100,8 +100,8 @@ class KernelLogits:
 
     def trial_block(self) -> Block:
         """Return a block to try tile shapes on, of which nothing is left out."""
-        parts = (x[:_TUNED_ROWS] for x in self.logits[:2])
-        some = Logits(*parts, self.logits.scale, None)
+        rows_bD, columns_mD, scale, *_ = self.logits
+        some = Logits(rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS], scale, None)
         return next(KernelLogits(some, self.precision, self.units).blocks((_TUNED_ROWS,) * 2))
 
     def _limits(self, limits: Limits) -> tuple[Tensor, Tensor]:
