@@ -157,7 +157,8 @@ def make_plan(
         exchange: How columns travel.
         needs_grad: Whether any rank needs gradients for images, texts and scale.
         tiles_of: Makes the tiles for a workspace in bytes.
-        budget: The workspace, the same on all ranks: they have to cut alike. `None`: the tiles'.
+        budget: The workspace, the same on all ranks, which must cut the same slices. `None`: that
+            of the tiles.
         group: The process group.
     """
     rank = dist.get_rank(group)

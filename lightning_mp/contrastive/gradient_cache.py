@@ -30,7 +30,7 @@ from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
 
-_WORTH_A_WORD = 2**20  # bytes of outputs that nobody used
+_UNUSED_BYTES = 2**20  # bytes of outputs that nobody used
 
 
 @explains_arguments()
@@ -315,7 +315,7 @@ class GradientCache:
         unused = sum(replayed.unused.values())
         is_initialized = dist.is_available() and dist.is_initialized()
         is_first = not is_initialized or dist.get_rank() == 0
-        if unused < max(_WORTH_A_WORD, replayed.used_bytes) or tower in self._told_of:
+        if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._told_of:
             return
         self._told_of.add(tower)
         if is_first:

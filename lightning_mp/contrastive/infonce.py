@@ -102,12 +102,12 @@ class Plan:
 
     @property
     def wanted(self) -> tuple[bool, bool]:
-        """Whether images are to find their texts, and texts their images."""
+        """Whether the cross entropies of images count, and those of texts."""
         return self.directions != "text_to_image", self.directions != "image_to_text"
 
     @property
     def travelling(self) -> list[Tensor]:
-        """What has to come with the texts to say what is left out."""
+        """What travels with the texts, to tell which pairs are left out."""
         ids = [] if self.ids_b is None else [self.ids_b]
         return ids if self.limits is None else [*ids, *self.limits.travelling]
 
@@ -134,7 +134,7 @@ class Plan:
         others = visit.columns[1:]
         ids = None if self.ids_b is None else Ids(self.ids_b[: len(image_bD)], others.pop(0))
         limits = None if self.limits is None else self.limits.at(others)
-        # What texts there are beside the images' own have no row.
+        # Texts beyond the images' own have no row.
         own, matched = visit.positive_rows, len(image_bD) if self.matched is None else self.matched
         rows = slice(min(own.start, matched), min(own.stop, matched))
         fresh = (is_first, True)
@@ -161,7 +161,7 @@ class Swept(NamedTuple):
         weight_b: What the positives' cotangents are, times `-2B`.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
         block_mD: The texts of all ranks, where they came at once and the backward will need them.
-        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
+        statistics_5: The values of `LossStatistics`; `None` where no rank wants them.
     """
 
     loss: Tensor
@@ -180,7 +180,7 @@ class Negatives(NamedTuple):
         row_lse_b: Log-sum-exps of the rows.
         column_lse_Rn: Parts of those of the columns, see `Home.parts`.
         block_mD: As in `Swept`.
-        maxima: Their largest logits, if anybody wants them.
+        maxima: Their largest logits, if a rank wants them.
     """
 
     row_lse_b: Tensor

@@ -25,7 +25,7 @@ __all__ = ["Planned", "plan_for"]
 
 
 class Planned(NamedTuple):
-    """What a loss goes on with.
+    """What a loss computes with.
 
     Args:
         image_bD: In the order of their pairs, as the texts.
@@ -57,7 +57,7 @@ def plan_for(
     tiles: TileChoice,
     group: dist.ProcessGroup | None,
 ) -> Planned:
-    """Agree with all ranks of a group, or with oneself.
+    """Agree with all ranks of a group on a plan; one process makes its own.
 
     Args:
         problem: What is wrong with the arguments of this rank, if anything is.

@@ -4,8 +4,8 @@ Shapes:
     B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
     m: columns that are visiting. D: feature width. W: ranks.
 
-With `S = scale * image @ text.T + bias`, every pair adds `softplus(-S_ii)` or, if it is none,
-`softplus(S_ij)`. What a pair contributes depends on its own logit alone, so that loss and
+With `S = scale * image @ text.T + bias`, every pair adds `softplus(-S_ii)`, and what is no pair
+`softplus(S_ij)`. What each contributes depends on its own logit alone, so that loss and
 gradients come from one sweep:
 
     dL/dS_ij = sigmoid(S_ij) / B    for i != j,        dL/dS_ii = -sigmoid(-S_ii) / B,
@@ -47,7 +47,7 @@ class SigmoidSwept(NamedTuple):
 
     Args:
         totals: Loss, gradients of bias and scale, over all ranks.
-        d_image_bD: `B dL/dS text`; `None` where nobody asks.
+        d_image_bD: `B dL/dS text`; `None` if not wanted.
         d_text_nD: `B dL/dS.T image`; likewise.
     """
 

@@ -44,7 +44,7 @@ class TargetedSwept(NamedTuple):
 
     Args:
         loss: In the accumulation dtype of the features.
-        unit: What the gradients are to be multiplied by, beside the cotangent.
+        unit: What the gradients are to be multiplied by, besides the cotangent.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
         row_lse_b: What stands for the rows' log-sum-exps in the second sweep.
         column_lse: For the columns', as `Exchange.publish` returned it.
@@ -53,7 +53,7 @@ class TargetedSwept(NamedTuple):
         d_scale: Likewise.
         d_negatives_bkD: Likewise.
         block_mD: See `infonce.Swept`, as the next.
-        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
+        statistics_5: The values of `LossStatistics`; `None` where no rank wants them.
     """
 
     loss: Tensor
@@ -179,7 +179,7 @@ def _differentiated(
     with torch.set_grad_enabled(any(needs)):
         part = task.loss(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
-    # Negatives of which there are none have no part in the loss.
+    # With no negatives of an image (k = 0), theirs have no part in the loss.
     has_graph = part.requires_grad
     found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if has_graph else ())
     gradients = [next(found, None) if need else None for need in needs]

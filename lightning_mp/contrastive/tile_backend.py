@@ -40,7 +40,7 @@ class Ids(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Above which similarity a pair is left out of its row's sum, and of its column's.
+    """The similarities above which a pair is left out of its row's sum, and of its column's.
 
     Args:
         rows_b: Of the rows, in the state dtype.
@@ -56,7 +56,7 @@ class Limits(NamedTuple):
 
     @property
     def travelling(self) -> list[Tensor]:
-        """What has to come with the columns."""
+        """What travels with the columns."""
         guides = self.column_guides_mG
         return [self.columns_m] if guides is None else [self.columns_m, guides]
 
@@ -167,7 +167,7 @@ class PairTerms(NamedTuple):
     """What pairs make of the log-sum-exps of their negatives.
 
     Args:
-        row_lse_b: Log-sum-exps of the rows with their positives; infinite if they look for nothing.
+        row_lse_b: Log-sum-exps of the rows with their positives; infinite where they do not count.
         published: This rank's part of the loss and the columns', as `Exchange.publish` takes them.
         weight_b: `-2B` times the positives' cotangents.
     """
@@ -181,7 +181,7 @@ class Finished(NamedTuple):
     """Gradients in the dtype of the features, as a mean over ranks wants them.
 
     Args:
-        d_rows_bD: Of the images; `None` where nobody asked.
+        d_rows_bD: Of the images; `None` if not wanted.
         d_columns_nD: Of the texts, likewise.
         d_scale: This rank's part of the scale's, in the state dtype; likewise.
     """
@@ -203,7 +203,7 @@ class TileBackend(Protocol):
         ...
 
     def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
-        """Return what `Maxima` may be off by: times `|scale|` and both norms, and in any case.
+        """Return the error of `Maxima`: a factor of `|scale|` and both norms, and a constant.
 
         Args:
             width: D.
@@ -240,7 +240,7 @@ class TileBackend(Protocol):
             row_neg_b: Log-sum-exps of the negatives of the rows.
             column_neg_Rn: Parts of those of the columns, whose exponentials add up.
             pos_b: The pairs' logits.
-            wanted: Whether rows look for their columns, and columns for their rows.
+            wanted: Whether the cross entropies of rows count, and those of columns.
             terms: Cross entropies that the loss is the mean of.
         """
         ...

@@ -31,7 +31,7 @@ def tensor_moments(
 ) -> Tensor:
     """Return the moments of a tensor, without waiting for its device.
 
-    In float64, as the fourth power of a gradient of 1e-12 is no number of fp32.
+    In float64, as the fourth power of a gradient of 1e-12 underflows in fp32.
 
     Args:
         tensor: Of any floating dtype; of a DTensor its local shard, of a sparse one what is stored.

@@ -47,7 +47,7 @@ ATAN2_B = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptions:
-    """How a step is made, whatever makes it.
+    """The options of a step, whichever code takes it.
 
     Args:
         lr: The learning rate; a tensor of one element may live on any device.

@@ -337,7 +337,7 @@ def add_lse(
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
         split_scale: Use both values of `log2_scale`.
-        maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
+        maxima: Largest logits of the block's rows and columns to raise; `None` if not wanted.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
         limits: Products above which rows and columns leave a pair out, fp32; not with `maxima`.
         fresh: Whether the log-sum-exps of rows and of columns hold nothing yet.

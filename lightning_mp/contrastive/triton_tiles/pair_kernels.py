@@ -182,11 +182,11 @@ def terms_kernel(
 
     Args:
         row_neg: (b,) in float64, as all. column_neg: (parts, n). pos: (b,).
-        row_lse: (b,). column_lse: (n,); infinite for what looks for nothing.
+        row_lse: (b,). column_lse: (n,); infinite for what has no term.
         weight: (b,): `-2B` times the positives' cotangents.
         sums: (programs,): what the pairs of a program add to the loss.
         terms: Cross entropies that the loss is the mean of.
-        BY_ROW: Rows look for their columns. BY_COLUMN: Columns look for their rows.
+        BY_ROW: The cross entropies of rows count. BY_COLUMN: Those of columns do.
         PARTS: Parts that are added up at a time.
     """
     index = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
