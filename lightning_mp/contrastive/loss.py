@@ -99,8 +99,8 @@ class ContrastiveLoss(GroupModule):
     **Several ranks**: batch sizes may differ. The value is the loss of the global batch, on every
     rank. Feature gradients come out W times too large and the scale's as the total, so that the
     *mean* over ranks that DDP and FSDP take gives exactly the gradient of one process with the
-    whole batch. All ranks of the group must call forward and backward in the same order. Besides the
-    features a rank holds at most `8 b D` values of four bytes and the workspace.
+    whole batch. All ranks of the group must call forward and backward in the same order. Besides
+    the features a rank holds at most `8 b D` values of four bytes and the workspace.
 
     `logit_bias` shifts all logits by the same amount, which softmax ignores: its gradient is 0.
 

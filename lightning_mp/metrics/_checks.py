@@ -7,22 +7,9 @@ from torch import Tensor
 
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["check_count", "check_features", "check_ids", "check_top_k", "check_value"]
+__all__ = ["check_features", "check_ids", "check_top_k", "check_value"]
 
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def check_count(metric: str, name: str, value: object) -> None:
-    """Refuse what is not a positive integer.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
-    if type(value) is not int or value < 1:
-        raise ValueError(
-            f"Passed `{metric}({name}={value!r})`. `{name}` must be a positive integer, such as "
-            f"`{name}={2**26 if name == 'workspace_bytes' else 1000}`."
-        )
 
 
 def check_top_k(metric: str, top_k: object) -> None:

@@ -15,9 +15,8 @@ from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_count, explains_arguments
 from lightning_mp.metrics._checks import (
-    check_count,
     check_features,
     check_ids,
     check_top_k,

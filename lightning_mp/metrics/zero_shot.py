@@ -14,8 +14,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_mp._arguments import explains_arguments
-from lightning_mp.metrics._checks import check_count, check_top_k, check_value
+from lightning_mp._arguments import check_count, explains_arguments
+from lightning_mp.metrics._checks import check_top_k, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
@@ -99,7 +99,7 @@ class ZeroShotAccuracy(Metric):
     ) -> None:
         super().__init__(**kwargs)
         name = "ZeroShotAccuracy"
-        check_count(name, "num_classes", num_classes)
+        check_count(name, "num_classes", num_classes, fix="Pass how many classes there are.")
         check_count(name, "workspace_bytes", workspace_bytes)
         check_top_k(name, top_k)
         check_value(name, value, [*(f"top{k}" for k in top_k), "images"])
