@@ -39,7 +39,7 @@ from lightning_mp.contrastive.tile_backend import (
     Prepared,
     TileBackend,
 )
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = [
@@ -208,16 +208,12 @@ class InfoNCE(torch.autograd.Function):
         return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
-        with torch.no_grad():
-            d_inputs = differentiate(
-                cotangent, image_bD, text_nD, scale, bias, Swept(*swept), ctx.plan
-            )
-        if torch.is_grad_enabled():  # `create_graph=True`
-            return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
-        return (*d_inputs, None)
+        inputs = (image_bD, text_nD, scale, bias)
+        return (*differentiate(cotangent, *inputs, Swept(*swept), ctx.plan), None)
 
 
 def sweep(

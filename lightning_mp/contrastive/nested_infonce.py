@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_mp.contrastive.exchange import HEADER, Visit
 from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan
 from lightning_mp.contrastive.tile_backend import Kept
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -107,12 +107,10 @@ class NestedInfoNCE(torch.autograd.Function):
         return loss.to(accumulation_dtype(image_bD.dtype))
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
-        with torch.no_grad():
-            d_inputs = _differentiate(cotangent, ctx.plan, ctx.prefixes, *ctx.saved_tensors)
-        if torch.is_grad_enabled():  # `create_graph=True`
-            d_inputs = tuple(refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE))
+        d_inputs = _differentiate(cotangent, ctx.plan, ctx.prefixes, *ctx.saved_tensors)
         return (*d_inputs, None, None)
 
 

@@ -23,7 +23,7 @@ from lightning_mp.contrastive.exchange import Visit
 from lightning_mp.contrastive.infonce import Plan, not_differentiable
 from lightning_mp.contrastive.statistics import MaximaSweep, measure
 from lightning_mp.contrastive.tile_backend import Maxima
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -73,17 +73,13 @@ class SigmoidPairs(torch.autograd.Function):
         return loss, not_differentiable(ctx, statistics_5)
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
         scale, bias, *swept = ctx.saved_tensors
         pairs, world_size = ctx.plan.global_pairs, ctx.plan.exchange.world_size
-        with torch.no_grad():
-            d_inputs = differentiate(
-                cotangent, scale, bias, SigmoidSwept(*swept), pairs, world_size, ctx.dtype
-            )
-        if torch.is_grad_enabled():  # `create_graph=True`
-            return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
-        return (*d_inputs, None)
+        sizes = (pairs, world_size, ctx.dtype)
+        return (*differentiate(cotangent, scale, bias, SigmoidSwept(*swept), *sizes), None)
 
 
 def differentiate(

@@ -32,7 +32,7 @@ from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.contrastive.statistics import measure, softmax_probabilities
 from lightning_mp.contrastive.targets import Task, make_task
 from lightning_mp.contrastive.tile_backend import Maxima
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -95,15 +95,12 @@ class TargetedInfoNCE(torch.autograd.Function):
         return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns, and add the gradients of the task."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
-        with torch.no_grad():
-            d_inputs = differentiate_targets(
-                cotangent, image_bD, text_nD, scale, bias, TargetedSwept(*swept), ctx.plan
-            )
-        if torch.is_grad_enabled():  # `create_graph=True`
-            d_inputs = refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE)
+        inputs = (image_bD, text_nD, scale, bias)
+        d_inputs = differentiate_targets(cotangent, *inputs, TargetedSwept(*swept), ctx.plan)
         return (*d_inputs, None, None)
 
 
