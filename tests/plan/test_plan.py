@@ -157,6 +157,23 @@ def test_model_by_name_has_the_bytes_that_the_paper_table_counts(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["BalancedAMP", "PureFP16"])
+def test_open_clips_model_has_the_size_of_transformers(precision: str) -> None:
+    for package in ("open_clip", "transformers"):
+        pytest.importorskip(package)
+    from lightning_mp.plan.sources import subject_of_model
+
+    settings = {"precision": precision, "micro_batch": 128, "offload": False, "loader_batches": 1}
+    theirs, same = (subject_of_model(name, **settings) for name in ("ViT-B-32", "ViT-B/32"))  # type: ignore[arg-type]
+    assert (theirs.parameters, theirs.width) == (same.parameters, same.width)
+    assert theirs.pair_bytes == same.pair_bytes
+    # They compute the same products; what each keeps is up to its code.
+    assert theirs.flops_per_pair == pytest.approx(same.flops_per_pair, rel=0.01)
+    assert all(tower.saved_per_pair > 2**20 for tower in theirs.towers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_plan_of_a_config_prints_tables_advice_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
