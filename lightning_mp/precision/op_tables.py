@@ -249,7 +249,9 @@ def follow_changes_of_torch() -> None:
     questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     answers = dict.fromkeys(questions, _nobody_overrides)
     for module in (nn.functional, torch._tensor, torch.autograd):
-        _namespace(module.__name__).update({**vars(module), **answers})
+        namespace = _namespace(module.__name__)  # updated twice a step: no dict is made for it
+        namespace.update(vars(module))
+        namespace.update(answers)
 
 
 @lru_cache(maxsize=8)

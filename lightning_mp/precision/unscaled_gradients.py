@@ -66,8 +66,10 @@ class UnscaledGradients:
             ratio: New scale / old scale.
             parameters: Those of all optimizers.
         """
+        if ratio == 1:
+            return
         gradients = _gradients(set(parameters) - self._parameters)
-        if ratio != 1 and gradients:
+        if gradients:
             torch._foreach_mul_(gradients, ratio)
 
     def clear(self) -> None:

@@ -32,16 +32,14 @@ class _Use(torch.autograd.Function):
     """Hands out the copies of parameters, and hands their gradients to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        copies = tensors[len(tensors) // 2 :]  # the first half are their parameters
         # They share memory and version counter, so that writes and stale graphs show.
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # The engine casts them to the dtype of the parameters.
-        return (*gradients, *(None for _ in gradients))
+        return (None, *gradients)  # the engine casts them to the dtype of the parameters
 
 
 class _Copy:
@@ -50,6 +48,7 @@ class _Copy:
     def __init__(self, parameter: nn.Parameter, half: torch.dtype, forget: Any) -> None:
         self.owner = weakref.ref(parameter, forget)
         self.half = torch.empty_like(parameter, dtype=half, requires_grad=False)
+        self.device_type = parameter.device.type
         self.stamp: tuple[int, int] | None = None
 
     def fits(self, parameter: nn.Parameter) -> bool:
@@ -59,9 +58,10 @@ class _Copy:
 class _Swapped(NamedTuple):
     """An entry of a module's `_parameters` while the module computes."""
 
-    owner: nn.Module
+    module: nn.Module
     name: str
     parameter: nn.Parameter
+    copy: _Copy
     stand_in: Tensor
     version: int
 
@@ -93,6 +93,7 @@ class WorkingCopies:
         self._compiled: dict[nn.Module, Any] = {}
         self._kept: set[nn.Module] = set()
         self._refreshes = 0
+        self._is_probing = True
         self._is_attached = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
@@ -187,7 +188,7 @@ class WorkingCopies:
     @contextlib.contextmanager
     def in_place(self, *modules: nn.Module) -> Iterator[None]:
         """Put copies into the `_parameters` of modules, where autocast is on."""
-        swapped = self._swap(modules)
+        swapped = self._swap(each for each in modules if not self._is_left_alone(each))
         try:
             yield
         finally:
@@ -199,61 +200,62 @@ class WorkingCopies:
             return []
         with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
             entries = [entry for module in modules for entry in self._entries(module)]
-            stand_ins = {p: self._up_to_date(module, p) for module, _, p in entries}
+            stand_ins = {id(p): copy.half for _, _, p, copy in entries}
             if torch.is_grad_enabled():  # one node for all, tied weights once
-                trained = [p for p in stand_ins if p.requires_grad]
-                uses = _Use.apply(*trained, *(stand_ins[p] for p in trained)) if trained else ()
-                stand_ins.update(zip(trained, uses, strict=True))
-            for module, name, parameter in entries:
-                module._parameters[name] = stand_ins[parameter]  # type: ignore[assignment]
-            return [_Swapped(*entry, s := stand_ins[entry[2]], s._version) for entry in entries]
+                trained = {id(p): p for _, _, p, _ in entries if p.requires_grad}
+                if trained:
+                    uses = _Use.apply([stand_ins[key] for key in trained], *trained.values())
+                    stand_ins.update(zip(trained, uses, strict=True))
+            swapped = []
+            for module, name, p, copy in entries:
+                stand_in = stand_ins[id(p)]
+                module._parameters[name] = stand_in  # type: ignore[assignment]
+                swapped.append(_Swapped(module, name, p, copy, stand_in, stand_in._version))
+            return swapped
 
-    def _entries(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield what is to be replaced: fp32 weights, where autocast is on."""
-        if self._is_left_alone(module):
-            return
+    def _entries(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, _Copy]]:
+        """Return what is to be replaced: fp32 weights, where autocast is on."""
+        entries: list[tuple[nn.Module, str, nn.Parameter, _Copy]] = []
+        if module in self._kept:
+            return entries
         for name, p in module._parameters.items():
-            # Entries that stand for something else, as in `torch.func.functional_call`, stay.
-            if not isinstance(p, nn.Parameter) or is_lazy(p):
+            # This runs for every layer: what has an up to date copy needs no second look.
+            copy = self._copies.get(id(p))
+            if p is None or (copy is None or copy.stamp != _stamp(p)) and not _can_be_half(p):
                 continue
-            if p.dtype != torch.float32 or p.dim() == 0:
-                continue
-            if torch.is_autocast_enabled(p.device.type):
-                yield module, name, p
-
-    def _up_to_date(self, module: nn.Module, parameter: nn.Parameter) -> Tensor:
-        copy = self.copy_of(parameter)
-        if self._is_probing(module) and _differs(parameter, copy):
-            self.refresh([parameter])  # else a write to `p.data` looked like one to the copy
-        return copy
+            copy = self._up_to_date(p)
+            if self._is_probing and module.training and _differs(p, copy.half):
+                self.refresh([p])  # else a write to `p.data` looked like one to the copy
+            if torch.is_autocast_enabled(copy.device_type):
+                entries.append((module, name, p, copy))
+        return entries
 
     def _put_back(self, swapped: list[_Swapped]) -> None:
-        for each in swapped:  # all of them first: what follows may warn, and so raise
-            if each.owner._parameters.get(each.name) is each.stand_in:
-                each.owner._parameters[each.name] = each.parameter
+        for module, name, parameter, _, stand_in, _ in swapped:  # all first: what follows may raise
+            if module._parameters.get(name) is stand_in:
+                module._parameters[name] = parameter
         with torch._C.DisableTorchFunction():
             for each in swapped:
-                if each.owner._parameters.get(each.name) is each.parameter:
+                if each.module._parameters.get(each.name) is each.parameter:
                     self._look_for_writes(each)
 
     def _look_for_writes(self, swapped: _Swapped) -> None:
         """Take over what a forward has written into its weights, if that can be seen."""
-        module, name, parameter, stand_in, version = swapped
-        memory = self._copies[id(parameter)].half.data_ptr()
-        if stand_in._version != version or stand_in.data_ptr() != memory:
+        module, name, parameter, copy, stand_in, version = swapped
+        if stand_in._version != version or stand_in.data_ptr() != copy.half.data_ptr():
             self._take_write(parameter, stand_in)
-        elif self._is_probing(module) and _differs(parameter, stand_in):
+        elif self._is_probing and module.training and _differs(parameter, stand_in):
             self._take_write(parameter, stand_in)
             self._keep(module, name)
 
     # --- the copies ------------------------------------------------------------------------------
 
-    def copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the half copy of a parameter, up to date as far as version counters tell."""
+    def _up_to_date(self, parameter: nn.Parameter) -> _Copy:
+        """Return the copy of a parameter, made anew where its version or address says so."""
         copy = self._copies.get(id(parameter))
         stamp = _stamp(parameter)
         if copy is not None and copy.stamp == stamp:
-            return copy.half
+            return copy
         # Copies that are made while validating must serve training too.
         with torch.inference_mode(False), torch.no_grad():
             if copy is None or not copy.fits(parameter):
@@ -262,7 +264,7 @@ class WorkingCopies:
                 self._copies[key] = copy
             copy.half.copy_(parameter)
             copy.stamp = stamp
-        return copy.half
+        return copy
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Bring copies up to date, whatever has been written: one multi-tensor copy.
@@ -274,6 +276,7 @@ class WorkingCopies:
         if parameters is None:
             copies = list(self._copies.values())
             self._refreshes += 1
+            self._is_probing = self._refreshes & (self._refreshes - 1) == 0
         else:
             found = (self._copies.get(id(p)) for p in parameters)
             copies = [copy for copy in found if copy is not None]
@@ -286,10 +289,6 @@ class WorkingCopies:
             copy.stamp = _stamp(parameter)
 
     # --- writes into the copies ------------------------------------------------------------------
-
-    def _is_probing(self, module: nn.Module) -> bool:
-        is_power_of_two = self._refreshes & (self._refreshes - 1) == 0
-        return module.training and is_power_of_two
 
     @torch.no_grad()
     def _take_write(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
@@ -310,6 +309,12 @@ class WorkingCopies:
             "own fp32 weights from now on, cast at every use. Write under `torch.no_grad()`, or "
             f"name it in `fp32_modules`, such as `fp32_modules=['norm', '{type(module).__name__}']`"
         )
+
+
+def _can_be_half(entry: Tensor) -> bool:
+    # Entries that stand for something else, as in `torch.func.functional_call`, stay.
+    is_weight = isinstance(entry, nn.Parameter) and not is_lazy(entry)
+    return is_weight and entry.dtype == torch.float32 and entry.dim() > 0
 
 
 def _is_compiled(module: nn.Module) -> bool:

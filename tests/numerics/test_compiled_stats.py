@@ -52,8 +52,8 @@ def _launch(request: Request) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compile]:
-    with compiler(_launch) as compile_:
+def compiled(pytestconfig: pytest.Config) -> Iterator[Compile]:
+    with compiler(pytestconfig, _launch) as compile_:
         yield compile_
 
 

@@ -36,10 +36,15 @@ class _Probe(NamedTuple):
     arch: int = 80
 
 
-def test_probe_compiles_for_the_first_capability_and_stores_one_value() -> None:
+def test_probe_compiles_for_the_first_capability_and_stores_one_value(
+    pytestconfig: pytest.Config,
+) -> None:
     from tests.contrastive.triton_tiles.compiling import compiler
 
-    with compiler(lambda _: triton_support._launch_probe(torch.device("cpu"))) as compiled:
+    def launch(_: object) -> None:
+        triton_support._launch_probe(torch.device("cpu"))
+
+    with compiler(pytestconfig, launch) as compiled:
         kernel = compiled(_Probe())
     assert kernel.count("STG") == 1
     assert not kernel.is_spilled

@@ -85,8 +85,8 @@ Compile = Callable[[Request], Compiled]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compile]:
-    with compiler(launch) as compile_:
+def compiled(pytestconfig: pytest.Config) -> Iterator[Compile]:
+    with compiler(pytestconfig, launch) as compile_:
         yield compile_
 
 

@@ -51,8 +51,8 @@ CASES = [
     *((name, f"{half} O2") for name in ("adagrad", "fused adamw") for half in ("fp16", "bf16")),
     *((name, setting) for name in OPTIMIZERS for setting in PURE if name != "adamw"),
 ]
-# Each plugin and half once, and an optimizer that takes the scaler; `make sweep` has the others.
-GATE = [("sgd", "fp16 O2"), ("sgd", "pure bf16"), ("fused adamw", "pure fp16")]
+# Each plugin once, in a half, and by SGD: Adam hides a wrong scale. `make sweep` has the others.
+GATE = [("sgd", "fp16 O2"), ("sgd", "pure bf16")]
 
 
 def case(optimizer: str, setting: str) -> Any:

@@ -90,13 +90,15 @@ class Model(TinyCLIP):
 
     def on_train_start(self) -> None:
         self.counting = Scatters()
-        self.counting.__enter__()
+        if self.global_rank == 0:  # all reduce as often, and to look at each operation takes long
+            self.counting.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.counts.append(self.counting.count)
 
     def on_train_end(self) -> None:
-        self.counting.__exit__(None, None, None)
+        if self.global_rank == 0:
+            self.counting.__exit__(None, None, None)
         full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
         self.end = torch.cat([p.detach().double().flatten() for p in full])
 

@@ -4,17 +4,25 @@ The launchers themselves are run, on CPU tensors and with a driver that knows no
 of an architecture, up to the point where Triton would compile. So a kernel is specialised here
 (alignment, divisibility, descriptors, options) as it is on a device. The machine code is read with
 the tools that are in Triton's wheel.
+
+What was read is kept in pytest's cache, under all that can change it: the sources of a kernel and
+of what it calls, how it is specialised, the target, Triton, and this file. So a change compiles the
+kernels that it can break, and two workers compile none twice.
 """
 
 import contextlib
 import functools
+import hashlib
 import io
+import os
+import pickle
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +32,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from lightning_mp.contrastive.tile_backend import Ids, Maxima
 from lightning_mp.contrastive.triton_tiles.configs import TileConfig
@@ -157,33 +166,50 @@ class Chip:
 
 
 @contextlib.contextmanager
-def compiler(launch: Callable[[Any], None] | None = None) -> Iterator[Callable[[Any], Compiled]]:
+def compiler(
+    config: pytest.Config, launch: Callable[[Any], None] | None = None
+) -> Iterator[Callable[[Any], Compiled]]:
     """Set Triton up to compile for devices that are not there: the body of a module's fixture.
 
     A kernel whose launcher does not ask for fused multiply-adds gets none, which is what Triton
     does from 3.10 on; 3.9 warns of it.
 
     Args:
+        config: Of this run of pytest, whose cache keeps what was read.
         launch: Launches the kernels of a request, those of a sweep by default.
 
     Yields:
         What compiles a request, once, and remembers the result. A request names the `kernel`, and
         the chip in `arch` or `config.arch`.
     """
+    kept = config.cache.mkdir("compiled_kernels")
     with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", cache)
         patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
         patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-        yield functools.cache(functools.partial(_compile, launch=launch or _launch))
+        yield functools.cache(functools.partial(_recall, kept=kept, launch=launch or _launch))
 
 
-def _compile(request: Any, launch: Callable[[Any], None]) -> Compiled:
+def _recall(request: Any, kept: Path, launch: Callable[[Any], None]) -> Compiled:
+    """Read what was kept of a kernel, or compile it and keep what is read."""
     function, found = _specialisation(request, launch)
     source = ASTSource(function, found["signature"], found["constants"], found["configs"][0])
+    target = _target(_arch_of(request))
     names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
     options = {name: found[name] for name in names}
+    key = (triton_key(), source.hash(), target, options, Path(__file__).read_text())
+    path = kept / f"{hashlib.sha256(repr(key).encode()).hexdigest()}"
+    if not path.exists():
+        unique = path.with_suffix(f".{os.getpid()}")  # another worker may write the same
+        unique.write_bytes(pickle.dumps(_compile(source, target, options)))
+        unique.replace(path)
+    compiled: Compiled = pickle.loads(path.read_bytes())
+    return compiled
+
+
+def _compile(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Compiled:
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        kernel = triton.compile(source, _target(_arch_of(request)), options)
+        kernel = triton.compile(source, target, options)
     cubin = kernel.asm["cubin"]
     resources = _read(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resources)}
@@ -193,7 +219,7 @@ def _compile(request: Any, launch: Callable[[Any], None]) -> Compiled:
         threads=kernel.metadata.num_warps * _WARP,
         local_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=kernel.metadata.shared,
-        fuses=found["enable_fp_fusion"],
+        fuses=options["enable_fp_fusion"],
         instructions=Counter(_INSTRUCTION.findall(listing)),
         atomics=tuple(_ATOMIC_PTX.findall(kernel.asm["ptx"])),
         complaints=tuple(_COMPLAINT.findall(log.getvalue())),

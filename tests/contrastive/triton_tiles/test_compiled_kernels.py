@@ -212,8 +212,8 @@ tiles, kernels = requests(TILES), requests(TILES + MERGES + RELATED + SIGMOIDS +
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compile]:
-    with compiler() as compile_:
+def compiled(pytestconfig: pytest.Config) -> Iterator[Compile]:
+    with compiler(pytestconfig) as compile_:
         yield compile_
 
 

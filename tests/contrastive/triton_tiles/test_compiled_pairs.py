@@ -56,8 +56,8 @@ def _launch(request: Request) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Callable[[Request], Compiled]]:
-    with compiler(_launch) as compile_:
+def compiled(pytestconfig: pytest.Config) -> Iterator[Callable[[Request], Compiled]]:
+    with compiler(pytestconfig, _launch) as compile_:
         yield compile_
 
 

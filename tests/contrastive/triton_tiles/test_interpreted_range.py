@@ -158,21 +158,22 @@ def _outliers(dtype: torch.dtype, row: int | None, column: int | None) -> Shard:
 
 
 @pytest.mark.parametrize(
-    ("row", "column", "expected"),
+    ("row", "column", "expected", "dtype", "arch"),
     [
-        (None, None, [[0, 0, 0], [0, 0, 0]]),
-        (None, 130, [[0, 1, 0], [0, 1, 0]]),
-        (5, None, [[1, 1, 1], [0, 0, 0]]),
-        (192, 256, [[0, 0, 1], [1, 1, 1]]),
+        (None, None, [[0, 0, 0], [0, 0, 0]], FP32, 80),
+        (None, 130, [[0, 1, 0], [0, 1, 0]], BF16, 90),
+        (5, None, [[1, 1, 1], [0, 0, 0]], FP32, 80),
+        (192, 256, [[0, 0, 1], [1, 1, 1]], BF16, 90),
+        (192, 256, [[0, 0, 1], [1, 1, 1]], FP32, 80),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)], ids=str)
 def test_rows_and_columns_of_plain_and_redone_tiles_equal_float64(
-    dtype: torch.dtype,
-    arch: int,
     row: int | None,
     column: int | None,
     expected: list[list[int]],
+    dtype: torch.dtype,
+    arch: int,
     redone: _Redone,
 ) -> None:
     shard = _outliers(dtype, row, column)

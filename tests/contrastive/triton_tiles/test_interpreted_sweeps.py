@@ -124,8 +124,11 @@ def test_sweeps_repeat_bit_for_bit(dtype: torch.dtype, arch: int) -> None:
 
 
 # Of 128 x 64 in both sweeps; one block, and then of 128 x 128 or 128 x 64.
-@pytest.mark.parametrize("workspace_bytes", [1, 2**15])
-@pytest.mark.parametrize(("dtype", "diagonal"), [(BF16, 20), (FP32, -100)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "diagonal", "workspace_bytes"),
+    [(BF16, 20, 2**15), (FP32, -100, 1), (FP32, -100, 2**15)],
+    ids=str,
+)
 def test_sweeps_in_small_blocks_equal_float64_and_one_block(
     dtype: torch.dtype, diagonal: int, workspace_bytes: int
 ) -> None:
