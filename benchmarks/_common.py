@@ -58,8 +58,7 @@ def take_turns(
         runs: What to run, by name.
         rounds: How often.
         seconds_of: The time of a run, from what it found.
-        max_seconds: What all rounds of one may take together, by the time of its first; one that
-            takes long sits the last ones out. `None` is no limit.
+        max_seconds: Of all rounds of one together, by the first; who takes long sits the last out.
         title: For the progress bar.
 
     Returns:
@@ -157,12 +156,11 @@ def append_rows(
     """Add rows at the end of a CSV file; what is measured again replaces the old row.
 
     Args:
-        path: The file; made when it is not there. Columns that it has not are added, empty for
-            older rows.
-        columns: Those that it has at least.
+        path: The file; made when it is not there.
+        columns: Those that it has at least; new ones are empty for older rows.
         rows: What to add.
-        measured: Columns that a run finds out, beside the date. The others say what was measured
-            where: of rows that have all of these in common the last one stays.
+        measured: Columns that a run finds out, beside the date; of rows that have all others in
+            common the last one stays.
     """
     old: list[dict[str, str]] = []
     if path.exists():

@@ -1,5 +1,7 @@
 """The contrastive losses that are compared, each as one function of features and scale.
 
+They are given pairs of unit features and a logit scale.
+
 Shapes:
     b: batch. D: feature width. c: classes, one a row, or texts of one block.
 """
@@ -10,15 +12,22 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks._common import MIB
-from benchmarks._inputs import DTYPES, Case, Inputs, LossFunction
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+POSITIVE_COSINE = 0.2
+UNITS = 4  # of 2 b^2 D FLOP: the logits, the logits once more, and two gradients
+# Without a loss scale, the gradients of fp16 features at b = 8192 are below fp16's smallest number.
+FP16_LOSS_SCALE = 8192.0
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 BACKENDS = "triton", "torch"
 TOY = {"batch": 64, "scale": 10.0}  # before ours is timed it must have run so
@@ -33,6 +42,66 @@ TOLERANCES = {
 }
 # tf32 cuts operands to 10 bits, which shrinks a logit of 20 by up to 0.02.
 TF32_TOLERANCE = 5e-2
+
+
+def unit_pairs(
+    batch: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Draw pairs with a cosine of about 0.2 on the device; then no loss vanishes at scale 100."""
+    generator = torch.Generator(device).manual_seed(0)
+    image_bD, noise_bD = (
+        F.normalize(torch.randn(batch, width, generator=generator, device=device), dim=1)
+        for _ in range(2)
+    )
+    noise_bD.mul_((1 - POSITIVE_COSINE**2) ** 0.5).add_(image_bD, alpha=POSITIVE_COSINE)
+    return image_bD.to(dtype), F.normalize(noise_bD, dim=1).to(dtype)
+
+
+class Inputs(NamedTuple):
+    """Pairs of unit features and a scale, all of which need gradients."""
+
+    image_bD: Tensor
+    text_bD: Tensor
+    scale: Tensor
+    loss_scale: float
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What gets gradients."""
+        return self[:3]
+
+    def run(self, loss: LossFunction) -> Tensor:
+        """Run forward and backward; the gradients stay on the inputs."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        value = loss(*self.leaves)
+        value.backward(torch.full_like(value, self.loss_scale))
+        return value.detach()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: what is asked of all contenders."""
+
+    batch: int
+    width: int
+    dtype: str
+    scale: float
+    device: torch.device
+    objective: str = "softmax"
+
+    def inputs(self, storage: torch.dtype | None = None) -> Inputs:
+        """Return new leaves of the same values every time.
+
+        Args:
+            storage: Dtype to hold the features in; `None` is the dtype of the case. Either way
+                they have the values of the case's dtype.
+        """
+        dtype = DTYPES[self.dtype]
+        pairs = unit_pairs(self.batch, self.width, dtype, self.device)
+        image_bD, text_bD = (side_bD.to(storage or dtype).requires_grad_() for side_bD in pairs)
+        scale = torch.tensor(self.scale, device=self.device, requires_grad=True)
+        return Inputs(image_bD, text_bD, scale, FP16_LOSS_SCALE if dtype == torch.float16 else 1.0)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks._inputs import Inputs, LossFunction
+from benchmarks._contenders import Inputs, LossFunction
 
 # Log-sum-exps of fp32 logits near 100 are off by about 2e-5.
 TERM_TOLERANCE, MEAN_TOLERANCE = 5e-4, 1e-5

@@ -47,9 +47,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from benchmarks import _common as common  # noqa: E402
-from benchmarks._contenders import PEERS, Contender, find_contenders  # noqa: E402
+from benchmarks._contenders import DTYPES, PEERS, UNITS, Case, Contender, find_contenders  # noqa: E402
 from benchmarks._float64 import problems_of, sampled_errors  # noqa: E402
-from benchmarks._inputs import DTYPES, Case  # noqa: E402
 
 # The relative difference that storing gradients, and a softmax, in this dtype explains.
 STORAGE_TOLERANCE = {"fp32": 0.0, "bf16": 2e-2, "fp16": 4e-3}
@@ -116,7 +115,7 @@ def weigh(contender: Contender, case: Case) -> int | None:
     """Return the peak of a call beyond inputs and gradients, in bytes."""
     inputs = contender.inputs(case)
     peak = common.peak_bytes(lambda: inputs.run(contender.loss), case.device)
-    return peak and peak - inputs.gradient_bytes
+    return peak and peak - sum(leaf.nbytes for leaf in inputs.leaves)
 
 
 def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]], float]:
@@ -180,7 +179,7 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
         raise RuntimeError(f"{contenders[0].name} {failures[contenders[0].name]}.")
     rows = []
     for name, seconds in spreads.items():
-        flops = case.flop / statistics.median(seconds)
+        flops = UNITS * 2.0 * case.batch**2 * case.width / statistics.median(seconds)
         found = {
             **common.time_columns(seconds),
             "time_ratio": common.median_ratio(seconds, ours),

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,22 +74,14 @@ _WAITS = ("_local_scalar_dense", "item", "equal", "is_nonzero")
 
 @dataclass
 class Counts:
-    """What one rank's host does for one loss, forward and backward.
+    """What one rank's host does for one loss, forward and backward."""
 
-    Attributes:
-        ops: Operations of torch that work on the device.
-        kernels: Launches of Triton.
-        products: Gradient products, for cuBLAS.
-        collectives: By the names of c10d's operators; the one for the facts is not among them.
-        waits: Operations that bring a value to the host.
-        peak_bytes: The most that tensors made inside have taken at a time.
-    """
-
-    ops: int = 0
-    kernels: int = 0
-    products: int = 0
-    waits: int = 0
-    peak_bytes: int = 0
+    ops: int = 0  # of torch that work on the device
+    kernels: int = 0  # launches of Triton
+    products: int = 0  # of gradients, for cuBLAS
+    waits: int = 0  # operations that bring a value to the host
+    peak_bytes: int = 0  # the most that tensors made inside have taken at a time
+    # By the names of c10d's operators; the one for the facts is not among them.
     collectives: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -107,8 +100,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self.counts = counts
-        self._seen: set[int] = set()
-        self._live = 0
+        self._live: dict[int, int] = {}  # bytes of storages
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         result = function(*args, **(kwargs or {}))
@@ -125,33 +117,12 @@ class _Counter(TorchDispatchMode):
             self.counts.ops += 1
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._remember(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live:
+                    self._live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, storage._cdata)
+        self.counts.peak_bytes = max(self.counts.peak_bytes, sum(self._live.values()))
         return result
-
-    def _remember(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self._live += size
-            self.counts.peak_bytes = max(self.counts.peak_bytes, self._live)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self._live -= size
-
-
-class _Kernel:
-    """Stands in for a Triton kernel: takes its launches and does nothing."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._counts.kernels += 1
 
 
 @contextlib.contextmanager
@@ -161,6 +132,10 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
     def product(*args: Any) -> None:
         counts.products += 1
 
+    def launch(*args: Any, **kwargs: Any) -> None:
+        counts.kernels += 1
+
+    kernel = defaultdict(lambda: launch)  # by any grid
     kernels = {
         lse_kernels: ("lse_kernel", "merge_kernel"),
         softmax_kernels: ("softmax_kernel",),
@@ -172,7 +147,7 @@ def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for module, names in kernels.items():
                 for name in names:
-                    stack.enter_context(mock.patch.object(module, name, _Kernel(counts)))
+                    stack.enter_context(mock.patch.object(module, name, kernel))
             stack.enter_context(mock.patch.object(workspace, "add_product", product))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", return_value=4096))
             stack.enter_context(FakeTensorMode())
@@ -217,14 +192,10 @@ def saved_by_keeping(kept_bytes: int, products: int, width: int) -> float:
 
 def _print_kept() -> None:
     widths = (512, 768, 1024)
-    rows = [
-        [
-            name,
-            *(f"{100 * saved_by_keeping(*kept, width):.0f}%" for width in widths),
-            f"{math.isqrt(DEFAULT_WORKSPACE_BYTES // kept[0]):,}",
-        ]
-        for name, kept in KEPT.items()
-    ]
+    rows = []
+    for name, kept in KEPT.items():
+        saved = (f"{saved_by_keeping(*kept, width):.0%}" for width in widths)
+        rows.append([name, *saved, f"{math.isqrt(DEFAULT_WORKSPACE_BYTES // kept[0]):,}"])
     header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
     print(format_table(header, rows))
     print(
@@ -237,19 +208,15 @@ def main(args: Sequence[str] | None = None) -> None:
     """Count, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--width", type=int, default=768)
-    options = parser.parse_args(args)
+    width = parser.parse_args(args).width
     rows = []
-    for world_size, batch in CASES:
-        flop = 4 * 2 * world_size * batch**2 * options.width
-        for exchange in ("ring", "slices"):
-            n = count([batch] * world_size, options.width, exchange)
-            rows.append(
-                [
-                    f"{world_size} x {batch}", exchange, str(n.ops), str(n.kernels),
-                    str(n.products), str(n.sent), str(n.waits),
-                    f"{1e3 * n.host_seconds:.2f}", f"{1e3 * flop / FLOP_A_SECOND:.2f}",
-                ]  # fmt: skip
-            )  # fmt: skip
+    for (world_size, batch), exchange in itertools.product(CASES, ("ring", "slices")):
+        flop = 4 * 2 * world_size * batch**2 * width
+        n = count([batch] * world_size, width, exchange)
+        counts = n.ops, n.kernels, n.products, n.sent, n.waits
+        times = n.host_seconds, flop / FLOP_A_SECOND
+        cells = [*map(str, counts), *(f"{1e3 * seconds:.2f}" for seconds in times)]
+        rows.append([f"{world_size} x {batch}", exchange, *cells])
     header = ["ranks x pairs", "exchange", "torch ops", "Triton", "products", "collectives"]
     header += ["device waits", "host ms (computed)", "products ms (computed)"]
     print(format_table(header, rows))

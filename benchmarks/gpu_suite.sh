@@ -65,7 +65,7 @@ gpu_tests() {
 }
 
 list_steps() {
-  step smoke 120 "$(tests tests/benchmarks/test_gpu_benchmarks.py)"
+  step smoke 60 "$(tests tests/benchmarks/test_gpu_benchmarks.py)"
   step kernels 300 benchmarks/compile_ahead.py
   step tests 530 "$(tests "$(gpu_tests)")"
   step nccl 300 "$(tests tests/contrastive/test_nccl.py)"

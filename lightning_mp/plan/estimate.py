@@ -13,9 +13,17 @@ from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
 from lightning_mp.plan.subject import Subject
 
-__all__ = ["METHODS", "OURS", "Machine", "Memory", "Method", "Rate", "Seconds", "largest", "memory"]
-
-OURS = "lightning-mp"
+__all__ = [
+    "METHODS",
+    "Machine",
+    "Memory",
+    "Method",
+    "Rate",
+    "Seconds",
+    "exchanged",
+    "largest",
+    "memory",
+]
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ METHODS = (
     Method("dense (CLIP)", _dense, formulas.CLIP_PRODUCTS),
     Method("local (OpenCLIP)", _local, formulas.CLIP_PRODUCTS),
     Method("Inf-CL", _inf_cl, formulas.INF_CL_PRODUCTS),
-    Method(OURS, _ours, formulas.OUR_PRODUCTS),
+    Method("lightning-mp", _ours, formulas.OUR_PRODUCTS),
 )
 """The first is plain DDP; all others have gradient caching, as in the paper."""
 
@@ -180,6 +188,26 @@ def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, in
     )
 
 
+def exchanged(
+    method: Method, batch: int, subject: Subject, machine: Machine
+) -> tuple[float, float]:
+    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs meanwhile.
+
+    Args:
+        method: One of `METHODS`.
+        batch: Global batch B.
+        subject: The model and its data.
+        machine: Where it is to run.
+    """
+    ranks, width = machine.gpus, subject.width
+    # CLIP's dense loss is computed whole on every rank.
+    shared = 1 if method.loss is _dense else ranks
+    return (
+        formulas.exchange_bytes(batch / ranks, ranks, width, subject.feature_itemsize),
+        formulas.loss_flops(batch, shared, width, method.products),
+    )
+
+
 @dataclass(frozen=True)
 class Rate:
     """How fast a rank is.
@@ -218,16 +246,10 @@ class Seconds:
             machine: Where it is to run.
             rate: Of one rank.
         """
-        # CLIP's dense loss is computed whole on every rank.
-        shared = 1 if method.loss is _dense else machine.gpus
-        flops = formulas.loss_flops(batch, shared, subject.width, method.products)
-        rank_batch = batch / machine.gpus
-        sent = formulas.exchange_bytes(
-            rank_batch, machine.gpus, subject.width, subject.feature_itemsize
-        )
+        sent, flops = exchanged(method, batch, subject, machine)
         replay = 1.0 if method.cached else 0.75  # one forward of four units less
         return cls(
-            towers=replay * rank_batch / rate.pairs_per_second,
+            towers=replay * batch / machine.gpus / rate.pairs_per_second,
             loss=flops / rate.flops_per_second,
             exchange=sent / rate.bytes_per_second,
         )

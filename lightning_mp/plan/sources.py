@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_mp.contrastive._cache.towers import find_tower
 from lightning_mp.plan.precisions import PRECISIONS
@@ -105,7 +105,17 @@ def _of_open_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
     import open_clip
 
     config = open_clip.get_model_config(name)
-    model = open_clip.create_model(name, pretrained=None)
+    # It moves what it made to a device, which torch refuses tensors of `FakeTensorMode`.
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = open_clip.create_model(name, pretrained=None, device="meta")
+    for module in model.modules():
+        for key, value in module._parameters.items():
+            if value is not None:
+                blank = torch.empty(value.shape, dtype=value.dtype)
+                module._parameters[key] = nn.Parameter(blank, requires_grad=value.requires_grad)
+        for key, value in module._buffers.items():
+            if value is not None:
+                module._buffers[key] = torch.empty(value.shape, dtype=value.dtype)
     size, tokens = config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
     return model, ("encode_image", "encode_text"), size, tokens
 

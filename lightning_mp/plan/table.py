@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lightning_mp.plan.estimate import (
     METHODS,
-    OURS,
     Machine,
     Rate,
     Seconds,
+    exchanged,
     largest,
     memory,
 )
@@ -90,6 +91,11 @@ def plan_lines(
         f"{machine.ranks_per_node} rank(s), {machine.workers} workers each, loader batches a "
         f"step: {subject.loader_batches}, {size(subject.pair_bytes)} a pair"
     )
+    sent, flops = exchanged(METHODS[-1], batch, subject, machine)
+    yield (
+        f"Exchange: a rank sends {size(sent)} a step, by ring or by slices, beside "
+        f"{flops / 1e9:,.0f} GFLOP of the loss: {flops / max(sent, 1):,.0f} FLOP a byte"
+    )
     if rate is not None:
         yield ""
         yield from aligned([_TIME_HEAD, *_times(subject, machine, batch, rate, pairs)])
@@ -140,42 +146,38 @@ def _times(
 
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:
-    """Return one sentence: whether the batch fits, and if not, what to change."""
-    method = next(method for method in METHODS if method.name == OURS)
-    need = memory(method, batch, subject, machine)
-    by_device, by_host = largest(method, subject, machine)
-    if need.peak > machine.gpu_bytes:
-        if not subject.offload and need.peak - need.data <= machine.gpu_bytes:
-            return (
-                f"{batch:,} pairs need {size(need.peak)} a GPU, {size(need.data)} of it data: pass "
-                '`InfCLStrategy(offload="host")`.'
-            )
+    """Return one sentence: whether the batch fits, and if not, all that has to change."""
+    asked = needed = memory(METHODS[-1], batch, subject, machine)
+    passed, changed = [], subject
+    if asked.peak > machine.gpu_bytes and not subject.offload:
+        changed = replace(changed, offload=True)
+        passed.append('offload="host"')
+        needed = memory(METHODS[-1], batch, changed, machine)
+    by_device, by_host = largest(METHODS[-1], changed, machine)
+    if needed.peak > machine.gpu_bytes:
         return (
-            f"{batch:,} pairs need {size(need.peak)} a GPU of {size(machine.gpu_bytes)}: take a "
-            f"batch of {by_device:,}, a smaller micro-batch, or more GPUs."
+            f"{batch:,} pairs need {size(needed.peak)} a GPU of {size(machine.gpu_bytes)}"
+            f"{', with their data on the host' if changed.offload else ''}: take a batch of "
+            f"{by_device:,}, a smaller micro-batch, or more GPUs."
         )
-    if need.host > machine.host_bytes:
-        batches = subject.loader_batches
-        while batches < batch and _host(subject, machine, batch, batches) > machine.host_bytes:
-            batches *= 2
-        if batches < batch:
-            return (
-                f"{batch:,} pairs fit the GPUs, but the loaders' workers would hold "
-                f"{size(need.host)} of a host of {size(machine.host_bytes)}: pass "
-                f"`InfCLStrategy(loader_batches_per_step={batches})`."
-            )
+    if needed.host > machine.host_bytes:
+        while changed.loader_batches < batch and needed.host > machine.host_bytes:
+            changed = replace(changed, loader_batches=2 * changed.loader_batches)
+            needed = memory(METHODS[-1], batch, changed, machine)
+        passed.append(f"loader_batches_per_step={changed.loader_batches}")
+    if needed.host > machine.host_bytes:
         return (
             f"{batch:,} pairs fit the GPUs, but not the hosts: take a batch of {by_host:,}, more "
             "nodes, or images as uint8, a quarter of fp32."
         )
+    if passed:
+        return (
+            f"{batch:,} pairs need {size(asked.peak)} of {size(machine.gpu_bytes)} a GPU, "
+            f"{size(asked.data)} of it data, and {size(asked.host)} of "
+            f"{size(machine.host_bytes)} a node: pass `InfCLStrategy({', '.join(passed)})`."
+        )
     return (
-        f"{batch:,} pairs fit: {size(need.peak)} of {size(machine.gpu_bytes)} a GPU and "
-        f"{size(need.host)} of {size(machine.host_bytes)} a node; the largest batch is "
+        f"{batch:,} pairs fit: {size(needed.peak)} of {size(machine.gpu_bytes)} a GPU and "
+        f"{size(needed.host)} of {size(machine.host_bytes)} a node; the largest batch is "
         f"{min(by_device, by_host):,}."
     )
-
-
-def _host(subject: Subject, machine: Machine, batch: int, loader_batches: int) -> float:
-    from dataclasses import replace
-
-    return memory(METHODS[-1], batch, replace(subject, loader_batches=loader_batches), machine).host

@@ -42,10 +42,10 @@ def draw(count: int, edge: int, *, seed: int) -> tuple[Tensor, Tensor]:
     label_N = torch.randint(len(CHARACTERS), (count,), generator=random)
     font_N = torch.randint(len(_FONTS), (count,), generator=random)
     amount_N4 = torch.rand(count, 4, generator=random) * 2 - 1
-    angle_N = amount_N4[:, 0] * math.radians(20)
-    cos_N, sin_N = angle_N.cos() * (1.1 + 0.3 * amount_N4[:, 1]), angle_N.sin()
-    map_N23 = torch.stack([cos_N, -sin_N, amount_N4[:, 2] * 0.2], 1).unsqueeze(1)
-    below_N23 = torch.stack([sin_N, cos_N, amount_N4[:, 3] * 0.2], 1).unsqueeze(1)
+    angle_N = amount_N4[:, 0] * math.radians(10)
+    cos_N, sin_N = angle_N.cos() * (1.1 + 0.15 * amount_N4[:, 1]), angle_N.sin()
+    map_N23 = torch.stack([cos_N, -sin_N, amount_N4[:, 2] * 0.1], 1).unsqueeze(1)
+    below_N23 = torch.stack([sin_N, cos_N, amount_N4[:, 3] * 0.1], 1).unsqueeze(1)
     grid = F.affine_grid(
         torch.cat([map_N23, below_N23], 1), [count, 1, edge, edge], align_corners=False
     )

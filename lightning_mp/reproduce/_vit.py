@@ -51,7 +51,7 @@ class ViTSize:
 
 
 SIZES = {
-    "characters": ViTSize(patch=4, width=64, depth=4, heads=4),  # see `_characters.py`
+    "characters": ViTSize(patch=4, width=32, depth=2, heads=2),  # see `_characters.py`
     "tiny": ViTSize(patch=8, width=64, depth=2, heads=2),  # for rehearsals
     "thin": ViTSize(patch=8, width=64, depth=24, heads=2),  # most of its time is the host's
     "S16": ViTSize(patch=16, width=384, depth=12, heads=6),

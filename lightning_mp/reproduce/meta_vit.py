@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,6 +98,7 @@ class Scene:
             twice as many on a GPU.
         batch: Images of a rank and step.
         steps: Of a training.
+        lr: The learning rate of AdamW.
         device: Its type.
     """
 
@@ -105,15 +106,17 @@ class Scene:
     edges: tuple[int, int]
     batch: int
     steps: int
+    lr: float
     device: str
 
     @classmethod
     def here(cls, *, fast: bool) -> Scene:
         """Return the one for this machine."""
         if torch.cuda.is_available() and not fast:
-            return cls(SIZES["H16"], (224, 256), 64, 60, "cuda")
-        size = ViTSize(patch=4, width=32, depth=1, heads=2) if fast else SIZES["characters"]
-        return cls(size, (28, 32), 4 if fast else 32, 2 if fast else 150, "cpu")
+            return cls(SIZES["H16"], (224, 256), 64, 60, 1e-3, "cuda")
+        # A CPU takes some 0.1 s for a step in fp16: all rungs take minutes, and each has learned.
+        size = replace(SIZES["characters"], depth=1) if fast else SIZES["characters"]
+        return cls(size, (28, 32), 4 if fast else 32, 2 if fast else 300, 3e-3, "cpu")
 
     def edge(self, rung: Rung) -> int:
         """Return the edge of a rung's images."""
@@ -159,7 +162,7 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
     device, ranks = torch.device(scene.device), _ranks()
     torch.manual_seed(seed)
     with device:
-        classifier = _Sharding(scene.model(rung), lr=1e-3, optimizer=rung.optimizer)
+        classifier = _Sharding(scene.model(rung), lr=scene.lr, optimizer=rung.optimizer)
     backend = "nccl" if device.type == "cuda" else "gloo"
     strategy: pl.strategies.Strategy = DDPStrategy(process_group_backend=backend)
     if "FSDP" in rung.precision:
@@ -248,12 +251,18 @@ def ladder(out: Output) -> None:
         column = "peak_mib" if on_cpu else "images_a_second"
         left.barh(names[::-1], [float(row[column]) for row in rows[::-1]])  # type: ignore[arg-type]
         left.set(xlabel="peak MiB of a step" if on_cpu else "images a second")
-        for name, found in losses.items():
+        for index, (name, found) in enumerate(losses.items()):
             width = max(1, len(found) // 25)
             means = [statistics.mean(found[i : i + width]) for i in range(0, len(found), width)]
-            right.plot(range(0, len(found), width), means, label=name)
-        right.set(xlabel="step", ylabel="loss")
+            steps = range(width, len(found) + 1, width)
+            right.plot(steps, means[: len(steps)], label=name, linewidth=_width(index, losses))
+        right.set(xlabel="step", ylabel=f"loss, mean of {width} steps")
         right.legend(fontsize="x-small")
+
+
+def _width(index: int, lines: Sized) -> float:
+    """Return the width of a line, so that what is drawn over it with the same values hides none."""
+    return 1 + 4 * (1 - (index + 1) / len(lines))
 
 
 def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
@@ -291,18 +300,21 @@ def chips(out: Output) -> None:
             sent = 2 * 4 * share if "FSDP" not in rung.precision else (2 * 2 + 4) * share
             row = {"rung": rung.name, "chips": count, "tflops_a_chip": None}
             rows.append({**row, "mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED})
-    verdict = "no verdict: ranks share the cores of a CPU" if on_cpu else "measured"
+    verdict = "no verdict: ranks share a CPU" if on_cpu else "each rank on its own"
     out.table("chips", rows, f"Throughput by chips ({verdict}), and bytes by formula")
     with out.picture("chips", 2, "Scaling") as (left, right):
-        for rung in rungs:
+        for index, rung in enumerate(rungs):
             own = [row for row in rows if row["rung"] == rung.name]
             for axes, column in ((left, "tflops_a_chip"), (right, "mib_sent_a_step")):
                 points = [(row["chips"], row[column]) for row in own if row[column] is not None]
-                axes.plot(*zip(*points, strict=True), "o-", label=rung.name)
-        left.set(title=f"TFLOP/s a chip ({verdict})", xlabel="chips", ylim=(0, None))
-        right.set(title="MiB that a chip sends a step (computed)", xlabel="chips")
+                style = {"label": rung.name, "linewidth": _width(index, rungs)}
+                axes.plot(*zip(*points, strict=True), "o-", **style)
+        left.set(title=f"measured; {verdict}", ylabel="TFLOP/s a chip", ylim=(0, None))
+        right.set(title="computed", ylabel="MiB that a chip sends a step")
         for axes in (left, right):
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set(xlabel="chips")
             axes.legend()
 
 

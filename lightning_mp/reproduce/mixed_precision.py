@@ -236,9 +236,8 @@ def t5(out: Output) -> None:
                 label = "with InfClamp" if clamped else "without"
                 shares = [r["tokens_lost"] for r in points]
                 axes.plot([r["wo_times"] for r in points], shares, style, label=label)
-            axes.set(
-                title=mode, xlabel="wo times", ylabel="share of tokens lost", ylim=(-0.05, 1.05)
-            )
+            axes.set(title=mode, ylabel="share of tokens lost", ylim=(-0.05, 1.05))
+            axes.set_xlabel("weights of the first block's `wo`, times")
             axes.set_xscale("log", base=2)
             axes.legend()
 
@@ -319,8 +318,8 @@ def zeros(out: Output) -> None:
         panels[0].axhline(0.05, color="tab:red", linestyle=":", label="5%: failure is near")
         panels[0].set(xlabel="step", ylabel="share of zero gradients")
         panels[1].set(xlabel="step", ylabel="loss", yscale="log")
-        for axes in panels:
-            axes.legend()
+        panels[0].legend(loc="lower left", bbox_to_anchor=(0, 0.12))  # between the lines
+        panels[1].legend()
 
 
 PARTS: dict[str, Callable[[Output], None]] = {

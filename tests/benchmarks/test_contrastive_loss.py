@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from benchmarks import _common as common
-from benchmarks._contenders import Contender, dense_formula, find_contenders, sigmoid_formula
-from benchmarks._inputs import Case, unit_pairs
+from benchmarks._contenders import (
+    Case,
+    Contender,
+    dense_formula,
+    find_contenders,
+    sigmoid_formula,
+    unit_pairs,
+)
 from benchmarks.contrastive_loss import check, main, too_slow, verdict_of, weigh
 from tests.benchmarks.rehearsing import QUICK, read
 from tests.reference.contrastive import dense_sigmoid_loss, relative_error

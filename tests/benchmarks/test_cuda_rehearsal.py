@@ -9,8 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import _common, _contenders
-from benchmarks._contenders import autocast_bf16, dense_formula
-from benchmarks._inputs import Case
+from benchmarks._contenders import Case, autocast_bf16, dense_formula
 from benchmarks.contrastive_loss import main
 from tests.benchmarks.rehearsing import read
 from tests.reference.contrastive import relative_error

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks._contenders import find_contenders
+from benchmarks._contenders import Case, Inputs, find_contenders
 from benchmarks._float64 import errors_of, log_sum_exps, problems_of, sampled_errors
-from benchmarks._inputs import Case, Inputs
 
 CASE = Case(batch=97, width=24, dtype="fp32", scale=20.0, device=torch.device("cpu"))
 

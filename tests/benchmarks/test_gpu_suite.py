@@ -86,6 +86,7 @@ def test_no_step_is_long_and_dtypes_come_before_extras(tmp_path):
     assert all(limit < LONGEST_STEP for limit, _ in steps.values())
     names = list(steps)
     assert names[0] == "smoke"
+    assert steps["smoke"][0] == 60
     assert steps["smoke"][1].endswith("tests/benchmarks/test_gpu_benchmarks.py")
     assert names.index("loss-fp32") < names.index("loss-512")
     assert names.index("loss-fp16") < names.index("loss-1024")

@@ -103,6 +103,8 @@ def test_largest_batch_of_each_method_just_fits() -> None:
 @pytest.mark.parametrize(("gpu", "host", "batch", "said"), [
     (80, 1000, 8192, "8,192 pairs fit: "),
     (30, 10_000, 400_000, 'InfCLStrategy(offload="host")'),
+    (30, 1000, 400_000, 'InfCLStrategy(offload="host", loader_batches_per_step=8)'),
+    (5, 10_000, 4_000_000, "with their data on the host: take a batch of "),
     (80, 100, 65_536, "InfCLStrategy(loader_batches_per_step=16)"),
     (80, 10, 65_536, "images as uint8"),
     (2, 1000, 8192, "a smaller micro-batch, or more GPUs"),
@@ -155,6 +157,23 @@ def test_model_by_name_has_the_bytes_that_the_paper_table_counts(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["BalancedAMP", "PureFP16"])
+def test_open_clips_model_has_the_size_of_transformers(precision: str) -> None:
+    for package in ("open_clip", "transformers"):
+        pytest.importorskip(package)
+    from lightning_mp.plan.sources import subject_of_model
+
+    settings = {"precision": precision, "micro_batch": 128, "offload": False, "loader_batches": 1}
+    theirs, same = (subject_of_model(name, **settings) for name in ("ViT-B-32", "ViT-B/32"))  # type: ignore[arg-type]
+    assert (theirs.parameters, theirs.width) == (same.parameters, same.width)
+    assert theirs.pair_bytes == same.pair_bytes
+    # They compute the same products; what each keeps is up to its code.
+    assert theirs.flops_per_pair == pytest.approx(same.flops_per_pair, rel=0.01)
+    assert all(tower.saved_per_pair > 2**20 for tower in theirs.towers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_plan_of_a_config_prints_tables_advice_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +187,12 @@ def test_plan_of_a_config_prints_tables_advice_and_a_picture(
     # 16,384 pairs a rank at 1,000 a second; without a replay three quarters of it.
     assert re.search(r"lightning-mp +16\.4 ", printed)
     assert re.search(r"dense, towers at once +12\.3 ", printed)
+    # Of 16,384 pairs, 63 times: texts twice in fp32, their gradients, two sums.
+    width = int(re.search(r"feature width (\d+)", printed)[1])  # type: ignore[index]
+    sent = 63 * 2**14 * (3 * width * 4 + 16) / GIB
+    gflop = 4 * 2 * 2**40 / 64 * width / 1e9
+    assert f"sends {sent:,.1f} GiB a step" in printed
+    assert f"beside {gflop:,.0f} GFLOP of the loss" in printed
     assert "Advice: 1,048,576 pairs fit" in printed
     assert picture.stat().st_size > 10_000
 

@@ -177,5 +177,13 @@ def test_all_parts_run_and_label_what_they_say(
                 COMPUTED,
                 PRINTED,
             }
+    by_level = {
+        (row["level"], int(row["ranks"])): row
+        for row in _rows(folder / "table4.csv")
+        if row["kind"] == MEASURED
+    }
+    assert list(by_level) == [(level, n) for n in levels.RANKS for level in levels.LEVELS]
+    trained = {ranks for (_, ranks), row in by_level.items() if row["top1"]}
+    assert trained == {levels.RANKS[-1]}
     for name in ("figure1", "figure4", "figure5"):
         assert (folder / f"{name}.png").stat().st_size > 10_000
