@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.callbacks._step.nested import named_tensors
 from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
 
@@ -180,8 +181,7 @@ class Trace:
         kept = [(path, t) for path, t in kept if not t.is_meta]
         if not kept:
             return []
-        # Of a DTensor, the shard that this rank holds.
-        values = [t.to_local() if hasattr(t, "to_local") else t for _, t in kept]
+        values = [local_shard(t) for _, t in kept]
         amax = tensor_stats(values)[:, StatField.AMAX].float()
         counts = count_non_finite(values).to(amax)
         first = len(self._named)

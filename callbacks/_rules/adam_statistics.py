@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.numerics.shards import local_shard
+
 __all__ = ["AdamField", "adam_statistics", "has_second_moments", "quantized_states"]
 
 _BLOCK = 2**16
@@ -108,9 +110,9 @@ def _row(
     unscale: float | Tensor,
 ) -> Tensor:
     wide = torch.float32 if parameter.device.type == "mps" else torch.float64
-    if "exp_avg_sq" not in state or not _local(gradient).numel():
+    if "exp_avg_sq" not in state or not local_shard(gradient).numel():
         return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
-    tensors = [_local(t) for t in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+    tensors = [local_shard(t) for t in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
     if tensors[1].is_sparse:
         tensors[1] = tensors[1].to_dense()
     step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
@@ -159,8 +161,3 @@ def _block_sums(
         second_moment,
     ]
     return torch.stack([each.to(torch.float32) for each in sums])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the shard that this rank holds of a DTensor, other tensors as they are."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks._step.training_state import gather_ranks, is_sharded, plain_name
+from lightning_mp.numerics.shards import local_shard
 
 __all__ = ["NamedTensors", "Signals", "gradients_of", "measure", "parameter_names"]
 
@@ -126,7 +126,8 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp32 norm of each; half gradients are summed in fp32."""
-    local = [_local(gradient) for gradient in gradients]
+    shards = map(local_shard, gradients)
+    local = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards]
     norms: dict[int, Tensor] = {}
     for dtype in {gradient.dtype for gradient in local}:
         rows = [row for row, gradient in enumerate(local) if gradient.dtype == dtype]
@@ -150,9 +151,3 @@ def _in_order(gradient: Tensor) -> Tensor:
     """Return all values in the order of memory, copied only where there are gaps."""
     order = sorted(range(gradient.ndim), key=gradient.stride, reverse=True)
     return gradient.permute(order).reshape(-1)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    if isinstance(gradient, DTensor):
-        return gradient.to_local()
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
