@@ -72,8 +72,8 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             copies micro-batches to the device as towers need them. What `training_step` itself
             does with the batch is then done on the CPU.
         prefetch: Micro-batches to copy ahead with `offload="host"`.
-            Copies run beside the towers from 2 on; `max(prefetch + 1, 2)` are on the device at
-            most.
+            From 2 on copies overlap with the towers; at most `max(prefetch + 1, 2)` are on the
+            device.
         rows: Names of arguments of towers that have one row, or element, for each of the batch,
             where that cannot be told by their shapes.
         whole: Names of arguments that all rows share, such as a prompt with as many rows as the

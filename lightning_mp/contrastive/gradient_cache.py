@@ -30,7 +30,7 @@ from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
 
-_UNUSED_BYTES = 2**20  # bytes of outputs that nobody used
+_UNUSED_BYTES = 2**20  # of outputs that were not used, from which on a warning says so
 
 
 @explains_arguments()
@@ -57,8 +57,8 @@ class GradientCache:
 
     Args:
         micro_batch_size: Rows that a tower sees at a time. As large as memory allows is fastest; it
-            does not change the gradients. `"auto"`: what there is memory for, found in the first
-            call of each tower by running its first rows more often, and agreed by all ranks, which
+            does not change the gradients. `"auto"`: as many as memory holds, found in the first
+            call of each tower by running its first rows, and agreed by all ranks, which
             must call towers in the same order. On CUDA 2, 4, 8 ... rows until memory runs out,
             with room left for gradients, two states of Adam, features and the loss.
         activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
@@ -66,8 +66,8 @@ class GradientCache:
         device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
             `None` leaves them where they are.
         prefetch: Micro-batches to copy ahead when arguments are on the host.
-            Copies run beside the towers from 2 on; `max(prefetch + 1, 2)` are on the device at
-            most.
+            From 2 on copies overlap with the towers; at most `max(prefetch + 1, 2)` are on the
+            device.
         rows: Names of arguments of towers that have one row, or element, for each of the batch,
             where that cannot be told by their shapes.
         whole: Names of arguments that all rows share, such as a prompt with as many rows as the

@@ -279,11 +279,11 @@ def differentiate(
     return d_image_bD, d_text_nD, d_scale, d_bias
 
 
-def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
-    """Return memory for what the backward need not work out again; empty if there is none."""
+def memory_for_tiles(image_bD: Tensor, plan: Plan, sweeps: int = 1) -> Tensor:
+    """Return memory for what the backwards of some sweeps need not work out again; may be empty."""
     size, (b, _) = 0, image_bD.shape
     if plan.trains and plan.limits is None:
-        columns = plan.exchange.global_batch_size
+        columns = sweeps * plan.exchange.global_batch_size
         size = plan.tiles.kept_values(b, columns, image_bD.dtype, image_bD.device)
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
 

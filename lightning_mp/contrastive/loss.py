@@ -297,7 +297,7 @@ class ContrastiveLoss(GroupModule):
             logit_scale: One value.
             logit_bias: One value, or `None`.
             output_dict: Return a dictionary, as open_clip's losses do.
-            statistics: Return `LossStatistics` beside it.
+            statistics: Return `LossStatistics` with it.
             ids: What each text shows, integers of shape (n,); those of the images come first.
                 `duplicates` says what equal ids mean, on any ranks.
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import HEADER, Visit
-from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan
-from lightning_mp.contrastive.tile_backend import Kept
+from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan, memory_for_tiles
+from lightning_mp.contrastive.tile_backend import Kept, Prepared
 from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
@@ -86,15 +86,18 @@ class NestedInfoNCE(torch.autograd.Function):
     ) -> Tensor:
         """Sweep once over all columns for the log-sum-exps of the negatives of every prefix."""
         with torch.autocast(image_bD.device.type, enabled=False):
-            kept = _memory_for_tiles(image_bD, plan, len(prefixes))
-            row_neg_bk, column_neg_nk = _sweep(image_bD, text_nD, scale, kept, plan, prefixes)
-            loss, row_lses, column_lses, weights = row_neg_bk.new_zeros(()), [], [], []
+            kept = memory_for_tiles(image_bD, plan, len(prefixes))
+            prepared = [
+                plan.tiles.prepare(p.of(image_bD).features_nd, p.of(text_nD).features_nd, scale)
+                for p in prefixes
+            ]
+            lses = _sweep(image_bD, text_nD, scale, kept, plan, prefixes, prepared)
+            loss, row_lses, column_lses, weights = lses[0].new_zeros(()), [], [], []
             for index, prefix in enumerate(prefixes):
-                images, texts = (prefix.of(x).features_nd for x in (image_bD, text_nD))
-                pos_b = row_dots(images, texts[: len(images)], row_neg_bk.dtype)
-                pos_b.mul_(scale.to(pos_b.dtype).reshape(()))
-                row_b, column_n = (x[:, index].contiguous() for x in (row_neg_bk, column_neg_nk))
-                terms = plan.tiles.pair_terms(row_b, column_n[None], pos_b, plan.wanted, plan.terms)
+                row_b, column_n = (x[:, index].contiguous() for x in lses)
+                terms = plan.tiles.pair_terms(
+                    row_b, column_n[None], prepared[index].pos_b, plan.wanted, plan.terms
+                )
                 loss = loss + prefix.weight * terms.published[0]
                 row_lses.append(terms.row_lse_b)
                 column_lses.append(terms.published[HEADER:])
@@ -114,14 +117,6 @@ class NestedInfoNCE(torch.autograd.Function):
         return (*d_inputs, None, None)
 
 
-def _memory_for_tiles(image_bD: Tensor, plan: Plan, count: int) -> Tensor:
-    """Return memory for tiles of all prefixes that the backward need not work out again."""
-    columns = count * plan.exchange.global_batch_size if plan.trains else 0
-    size = plan.tiles.kept_values(len(image_bD), columns, image_bD.dtype, image_bD.device)
-    dtype = accumulation_dtype(image_bD.dtype)
-    return image_bD.new_empty(size if plan.trains else 0, dtype=dtype)
-
-
 def _sweep(
     image_bD: Tensor,
     text_nD: Tensor,
@@ -129,6 +124,7 @@ def _sweep(
     memory: Tensor,
     plan: Plan,
     prefixes: tuple[Prefix, ...],
+    prepared: list[Prepared],
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns, (b, k), (n, k)."""
     state = state_dtype(image_bD.device)
@@ -139,10 +135,10 @@ def _sweep(
     def sweep_block(visit: Visit, is_first: bool) -> None:
         text_mD = visit.columns[0]
         part_km = row_neg_kb.new_empty(len(prefixes), len(text_mD))
-        for prefix, image_bd, *sums in zip(prefixes, images, row_neg_kb, part_km, strict=True):
-            text_md = prefix.of(text_mD).features_nd
+        for index, prefix in enumerate(prefixes):
+            image_bd, text_md = images[index], prefix.of(text_mD).features_nd
             logits = plan.logits(visit, image_bd, text_md, scale, kept, is_first=is_first)
-            plan.tiles.lse_sweep(logits, *sums)
+            plan.tiles.lse_sweep(logits, row_neg_kb[index], part_km[index], prepared[index])
         column_neg.add(part_km.T.contiguous())
 
     for index, visit in enumerate(plan.exchange.visit([text_nD, *plan.travelling])):

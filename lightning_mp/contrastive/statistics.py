@@ -19,7 +19,7 @@ __all__ = ["LossStatistics", "MaximaSweep", "measure", "softmax_probabilities"]
 
 
 class LossStatistics(NamedTuple):
-    r"""What `loss_fn(..., statistics=True)` returns beside the loss, over all ranks' pairs.
+    r"""What `loss_fn(..., statistics=True)` returns with the loss, over all ranks' pairs.
 
     To measure accuracy in training one would multiply all pairs once more; the loss has multiplied
     them already. Each is a 0-d tensor without a gradient, the same on every rank, and nothing waits

@@ -62,7 +62,7 @@ def check_features(image_features: Tensor, text_features: Tensor) -> None:
         raise ValueError(
             f"Passed image features of width {image.shape[1]}, {image.dtype} on {image.device} and "
             f"text features of width {text.shape[1]}, {text.dtype} on {text.device}. "
-            "`ContrastiveRecall` needs the same of both: project to one width, or use `.to()`."
+            "`ContrastiveRecall` needs these to be equal: project to one width, or use `.to()`."
         )
 
 

@@ -57,8 +57,9 @@ class ContrastiveRecall(Metric):
       stays a candidate: distractors are allowed. The first such `compute()` warns how many. If no
       query at all has a match, the ids are wrong and it raises.
     * **Repeats**: to give W ranks as much, `DistributedSampler` repeats up to W - 1 samples. Each
-      would be a query twice and a rival twice, which moves recall by up to W / N. With keys beside
-      the ids, what was seen before is left out. Without keys nothing tells a repeat: it counts.
+      would be a query twice and a rival twice, which moves recall by up to W / N. With keys in
+      addition to the ids, what was seen before is left out. Without keys a repeat cannot be
+      told, and counts.
     * **Non-finite features never help**: a NaN or inf row is ahead of every match when it is a
       candidate. A query with no finite score to any match gets rank M + 1 and is a hit at no k.
 
@@ -71,7 +72,7 @@ class ContrastiveRecall(Metric):
         value: Name of the one value that `compute()` returns instead of all, such as
             `"image_to_text_recall@1"`: for `self.log(name, metric)` and `MetricTracker`, which take
             no dict. `higher_is_better` is then known.
-        workspace_bytes: Bound on what the tiles of `compute()` take beside the gathered features
+        workspace_bytes: Bound on what the tiles of `compute()` take besides the gathered features
             and one rank a query, in bytes; the default is 64 MiB. It changes no result.
         **kwargs: Passed to `torchmetrics.Metric`.
 

@@ -175,7 +175,7 @@ class SafeAdamW(Optimizer):
         """Step all parameters that have a gradient.
 
         Args:
-            closure: Computes the loss and the gradients anew.
+            closure: Computes the loss and the gradients again.
 
         Returns:
             What `closure` returned, or `None`.
