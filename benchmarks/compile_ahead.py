@@ -31,6 +31,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
+from lightning_mp.contrastive.tile_backend import Logits  # noqa: E402
 from lightning_mp.contrastive.triton_tiles import TritonTiles  # noqa: E402
 from lightning_mp.contrastive.triton_tiles.configs import _ARCHS  # noqa: E402
 from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
@@ -97,11 +98,12 @@ def sweeps(arch: int) -> None:
             rows, columns = (torch.zeros(ROWS, width, dtype=dtype) for _ in range(2))
             scale, lses = torch.tensor(100.0), torch.zeros(2, ROWS, dtype=torch.float64)
             prepared = tiles.prepare(rows, columns, scale)
-            tiles.lse_sweep(rows, columns, scale, *lses, 0, prepared=prepared)
+            logits = Logits(rows, columns, scale, 0)
+            tiles.lse_sweep(logits, *lses, prepared=prepared)
             for wanted in ((True, True), (True, False), (False, True)):
                 terms = tiles.pair_terms(lses[0], lses[1:], prepared.pos_b, wanted, ROWS)
             # The gradient products are cuBLAS'.
-            tiles.grad_sweep(rows, columns, scale, *lses, None, None, 0)
+            tiles.grad_sweep(logits, *lses, None, None)
             gradients = torch.zeros(2, ROWS, width)
             for d_rows, d_columns in (gradients, (gradients[0], None), (None, gradients[1])):
                 tiles.finish(

@@ -48,8 +48,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             (modules of one class in a list), the inputs of norms, and logits of attention.
         backward: Whether to sample gradients with respect to outputs too.
         min_headroom_bits: Warns below.
-        max_attention_logit: Warns where the largest logit of a `scaled_dot_product_attention` is
-            above. From 1024 on fp16 holds whole numbers only; runs are lost at some 10000.
+        max_attention_logit: Warns where the largest logit of an attention is above. From 1024 on
+            fp16 holds whole numbers only; runs are lost at some 10000.
         calls_per_step: Calls of a module to look at in a sampled step, the first ones. Those of
             further micro-batches are more of the same; raise it where a forward calls one module
             more often.
@@ -81,7 +81,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         is_fine = 0 <= min_headroom_bits < 16
         accepted = "from 0 to 16, where 65504 itself has 0 bits"
         self._check(is_fine, accepted, min_headroom_bits=min_headroom_bits)
-        self._check(max_attention_logit > 0, "above 0", max_attention_logit=max_attention_logit)
+        self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
         self.backward = backward
@@ -91,7 +91,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         self._rule = UnderflowJudge(baseline_samples, 0.01, 0.05)
         self._growth = GrowthRule()
         self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
-        self._sampler = OutputSampler({}, backward=backward, max_calls=calls_per_step)
+        self._sampler = OutputSampler(modules={}, backward=backward, max_calls=calls_per_step)
         self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
 
     @override
@@ -114,9 +114,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             norms = callers = {}
             chosen = select_modules(pl_module, self.modules)
             chosen = {name: module for name, module in chosen.items() if name in eager}
-        watched = {plain_name(name): module for name, module in chosen.items()}
         self._sampler = OutputSampler(
-            watched,
+            modules={plain_name(name): module for name, module in chosen.items()},
             backward=self.backward,
             max_calls=self.calls_per_step,
             norms={plain_name(n): m for n, m in norms.items() if n in eager},
@@ -218,11 +217,8 @@ class ActivationRangeMonitor(SamplingMonitor):
                 self._growth.add(f"{kind}:{label}", sample.step, float(bits[at]))
             verdict = self._judge_tensor(key, label, stats, float(bits[at]))
             if verdict is not None:
-                # The rank whose data it comes from.
                 field = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
-                facts = dataclasses.replace(
-                    sample.context["facts"], rank=int(ranks[:, at, field].argmax())
-                )
+                facts = _of_worst_rank(sample, ranks[:, at, field])
                 self.say(trainer, verdict, facts, lower_scale=_lower_scale(trainer))
 
     def _judge_tensor(
@@ -237,7 +233,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         else:
             found = None
         severity: Severity = "warning"
-        value: float
+        value: float | None
+        threshold: float | None
         # What is not finite while the loss is, at the first sample, is a mask of -inf. What goes
         # into a norm came out of something that is looked at as well.
         if stats.non_finite[label] and self._finite[where] and key.kind != "norm_input":
@@ -249,9 +246,13 @@ class ActivationRangeMonitor(SamplingMonitor):
             if overflow is not None:
                 numbers["overflow"], says = overflow, f"{key.kind}_headroom_forecast"
         elif found is not None:
-            what, severity = "underflow", "error" if found.is_alarm else "warning"
-            value, threshold = found.zero_share, found.usual_share + found.threshold
-            numbers |= {"usual": found.usual_share, "excess": found.threshold}
+            what, severity, value, threshold = (
+                "underflow",
+                found.severity,
+                found.value,
+                found.threshold,
+            )
+            numbers |= found.numbers
         else:
             return None
         kind = f"{key.kind}_{what}"
@@ -263,9 +264,8 @@ class ActivationRangeMonitor(SamplingMonitor):
             counts = sample.array[:, at, StatField.NON_FINITE]
             was_finite = self._finite.setdefault(f"buffer:{name}", not counts.any())
             if counts.any() and was_finite:
-                facts = dataclasses.replace(sample.context["facts"], rank=int(counts.argmax()))
                 verdict = Verdict("buffer_non_finite", counts.max(), 0, "error", name)
-                self.say(trainer, verdict, facts)
+                self.say(trainer, verdict, _of_worst_rank(sample, counts))
 
     def _judge_logits(
         self, trainer: pl.Trainer, sample: Readback, chosen: list[int], metrics: dict[str, float]
@@ -278,10 +278,9 @@ class ActivationRangeMonitor(SamplingMonitor):
         self.history.add_column("attention_logit", sample.step, names, largest.tolist())
         metrics["attention_logit"] = float(largest.max())
         for at in np.flatnonzero(largest > self.max_attention_logit):
-            facts = dataclasses.replace(sample.context["facts"], rank=int(ranks[:, at].argmax()))
             limit = self.max_attention_logit
             verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
-            self.say(trainer, verdict, facts)
+            self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -298,6 +297,12 @@ class ActivationRangeMonitor(SamplingMonitor):
         if new > 0:
             verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers={"total": total})
             self.say(trainer, verdict, facts)
+
+
+def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:
+    """Return the step, at the rank with the largest value, whose data it comes from."""
+    facts: StepFacts = sample.context["facts"]
+    return dataclasses.replace(facts, rank=int(values_W.argmax()))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -69,31 +69,19 @@ class AdamStateMonitor(SamplingMonitor):
             baseline_samples=baseline_samples,
             repeat_after_steps=repeat_after_steps,
         )
-        limits = {
+        limits: dict[str, Any] = {
             "max_update_rms": max_update_rms,
             "max_below_epsilon": max_below_epsilon,
             "zero_run_steps": zero_run_steps,
             "min_ratio": min_ratio,
             "max_ratio": max_ratio,
         }
-        for name, value in limits.items():
-            self._check(value > 0, "above 0", **{name: value})
-        self.max_update_rms = max_update_rms
-        self.max_below_epsilon = max_below_epsilon
-        self.zero_run_steps = zero_run_steps
-        self.min_ratio = min_ratio
-        self.max_ratio = max_ratio
+        self._check_positive(**limits)
+        vars(self).update(limits)
         self._first: list[str] = []  # tensors to name first
         self._sizes: dict[str, int] = {}
         self._unwatched: set[str] = set()  # classes of optimizers that were warned of
-        self._rule = AdamStateRule(
-            baseline_samples=baseline_samples,
-            max_update_rms=max_update_rms,
-            max_below_epsilon=max_below_epsilon,
-            zero_run_steps=zero_run_steps,
-            min_ratio=min_ratio,
-            max_ratio=max_ratio,
-        )
+        self._rule = AdamStateRule(baseline_samples=baseline_samples, **limits)
         self._extra_samples = 0
 
     @override

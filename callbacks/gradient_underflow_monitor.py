@@ -1,6 +1,7 @@
 """`GradientUnderflowMonitor`: sees gradients vanish hours before training stops to learn."""
 
 import functools
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.underflow import ROUNDING, Underflow, UnderflowJudge
+from lightning_mp.callbacks._rules.underflow import ROUNDING, UnderflowJudge
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
@@ -136,28 +137,20 @@ class GradientUnderflowMonitor(SamplingMonitor):
             for at, (name, share) in enumerate(stats.zero_share.items())
         ]
         found = [v for v in verdicts if v is not None]
-        found.sort(key=lambda v: v.zero_share - v.usual_share, reverse=True)
+        found.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
         for underflow in found[:3]:  # the worst name the place; all would only repeat it
             self._say(trainer, sample, underflow, len(found))
 
-    def _say(self, trainer: pl.Trainer, sample: Readback, found: Underflow, count: int) -> None:
-        name, scale = found.name.partition(":")[2], sample.context["scale"]
+    def _say(self, trainer: pl.Trainer, sample: Readback, found: Verdict, count: int) -> None:
+        name, scale = str(found.tensor).partition(":")[2], sample.context["scale"]
         start = torch.finfo(torch.float16).max if scale is None else scale * 64
         says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
-        verdict = Verdict(
-            kind="gradient_underflow",
-            says=says + "_at_once" * found.is_absolute,
+        verdict = replace(
+            found,
+            says=says + found.says,
             fix=_remedy(name, _passes_through_fp16(trainer)),
-            severity="error" if found.is_alarm else "warning",
             tensor=name,
-            value=found.zero_share,
-            threshold=found.threshold + (0 if found.is_absolute else found.usual_share),
-            numbers={
-                "usual": found.usual_share,
-                "excess": found.threshold,
-                "count": count,
-                "subnormal": found.subnormal_share,
-            },
+            numbers={**found.numbers, "count": count},
         )
         owner = name.rpartition(".")[0]
         higher = 2 ** int(np.log2(start))

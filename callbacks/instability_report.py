@@ -78,8 +78,7 @@ class InstabilityReport(InstabilityMonitor):
                 f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
                 "name that ends in .html, without a folder. Pass the folder as `dirpath`."
             )
-        is_time = type(every_n_seconds) in (int, float) and every_n_seconds > 0
-        self._check(is_time, "a number above 0", every_n_seconds=every_n_seconds)
+        self._check_positive(every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
         self._check(is_fine, "an integer from 1 to 500", max_tensors=max_tensors)
         is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
@@ -137,9 +136,6 @@ class InstabilityReport(InstabilityMonitor):
     def _start(self, trainer: pl.Trainer) -> None:
         self._is_started = True
         self._steps = step = step_of(trainer)
-        # What an earlier run has written beyond the step that this one goes on from.
-        for name, points in self.history.curves.items():
-            self.history.curves[name] = [point for point in points if point[0] < step]
         # In a run from the start the starts of another one mean nothing.
         self._starts = [each for each in self._starts if each["step"] < step]
         self._starts.append({"step": step, "time": now()})

@@ -49,11 +49,10 @@ class LossScaleMonitor(InstabilityMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        is_share = 0 < max_skip_rate < 1
-        self._check(is_share, "between 0 and 1", max_skip_rate=max_skip_rate)
+        self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
+        self._check(max_skip_rate < 1, "below 1", max_skip_rate=max_skip_rate)
         self._check_at_least(1, window_steps=window_steps)
         self._check_at_least(0, calibration_steps=calibration_steps)
-        self._check(min_scale > 0, "above 0", min_scale=min_scale)
         self.max_skip_rate = max_skip_rate
         self.window_steps = window_steps
         self.calibration_steps = calibration_steps

@@ -14,7 +14,6 @@ from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
-from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.side_by_side import (
@@ -23,7 +22,7 @@ from lightning_mp.callbacks._step.side_by_side import (
     state_for,
     state_key_of,
 )
-from lightning_mp.callbacks._step.training_state import learning_rate_of
+from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
@@ -63,6 +62,7 @@ class InstabilityMonitor(pl.Callback):
     """
 
     needs_gradient_norm = False  # of every step, in the facts
+    save_batch = False  # of the steps of alarms, those of other monitors too
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -77,7 +77,6 @@ class InstabilityMonitor(pl.Callback):
         self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
-        self.batches: BatchKeeper | None = None  # where the batches of alarms are saved
 
     def _check(self, is_good: bool, accepted: str, **value: object) -> None:
         ((name, passed),) = value.items()
@@ -92,12 +91,25 @@ class InstabilityMonitor(pl.Callback):
             is_good = type(value) is int and value >= least
             self._check(is_good, f"an integer of at least {least}", **{name: value})
 
+    def _check_positive(self, **values: object) -> None:
+        for name, value in values.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_good = is_number and value > 0  # type: ignore[operator]
+            self._check(is_good, "a positive number", **{name: value})
+
+    def _check_one_of(self, *accepted: object, **values: object) -> None:
+        for name, value in values.items():
+            is_good = any(type(value) is type(each) and value == each for each in accepted)
+            self._check(is_good, f"one of {', '.join(map(repr, accepted))}", **{name: value})
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)
         check_peers(self, trainer)
         if stage == "fit":
             self.recorder = recorder_of(trainer)
+            # What is resumed from a checkpoint is loaded after this.
+            self.history.forget_from(step_of(trainer))
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -112,7 +124,6 @@ class InstabilityMonitor(pl.Callback):
         remedy: str,
         *,
         facts: StepFacts | None = None,
-        step: int | None = None,
         severity: Severity = "warning",
         tensor: str | None = None,
         value: float | None = None,
@@ -126,7 +137,6 @@ class InstabilityMonitor(pl.Callback):
             message: What was seen: tensor, number and threshold, with a full stop at its end.
             remedy: What to set, as a sentence.
             facts: The step that it happened in; the one under way if `None`.
-            step: The number of that step, where nothing else is known of it.
             severity: `"info"` for what was done; nothing is warned of.
             tensor: The parameter or module.
             value: What was measured.
@@ -136,14 +146,12 @@ class InstabilityMonitor(pl.Callback):
             The alarm, `None` where it was held back.
         """
         facts = self._step_of(trainer, facts)
-        is_known = step is None or step == facts.step
-        step = facts.step if step is None else step
-        if self._is_held_back(kind, tensor, severity, step):
+        if self._is_held_back(kind, tensor, severity, facts.step):
             return None
-        self._raised[kind, tensor] = step
-        keeper = self.batches if is_known and severity != "info" else None
+        self._raised[kind, tensor] = facts.step
+        keeper = self.recorder.batches if severity != "info" else None
         alarm = Alarm(
-            step=step,
+            step=facts.step,
             monitor=type(self).__name__,
             kind=kind,
             severity=severity,
@@ -152,9 +160,9 @@ class InstabilityMonitor(pl.Callback):
             tensor=tensor,
             value=value,
             threshold=threshold,
-            epoch=facts.epoch if is_known else None,
-            batch_idx=facts.batch_idx if is_known else None,
-            rank=facts.rank if is_known else None,
+            epoch=facts.epoch,
+            batch_idx=facts.batch_idx,
+            rank=facts.rank,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
         saved = f"Its batch is in `{alarm.batch_path}`." if alarm.batch_path else ""
@@ -164,7 +172,8 @@ class InstabilityMonitor(pl.Callback):
         if severity != "info":
             rank_zero_warn(alarm.message, category=InstabilityWarning)
         is_plottable = value is not None and math.isfinite(value)
-        self.log_metrics(trainer, {f"instability/{kind}": value if is_plottable else 1.0}, step)
+        metrics = {f"instability/{kind}": value if is_plottable else 1.0}
+        self.log_metrics(trainer, metrics, facts.step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InstabilityMonitor):
                 callback.on_alarm(trainer, alarm)

@@ -14,7 +14,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
-from lightning_mp.callbacks._step.batches import BatchKeeper, copy_containers
+from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
@@ -59,8 +59,9 @@ class NonFiniteLocator(InstabilityMonitor):
             losses, for which the host waits for each backward.
         action: `"warn"`, `"stop"` training before the step, or `"raise"` an `InstabilityError`.
         max_replays: Steps to replay in a run; afterwards the callback does nothing.
-        save_batch: Whether alarms save the batches of their step as `bad_batches/*.pt` in the log
-            folder, 20 files at most; see `Alarm.batch_path`. Keeps the newest batches in memory.
+        save_batch: Whether alarms, also those of other monitors, save the batches of their step as
+            `bad_batches/*.pt` in the log folder, 20 files at most; see `Alarm.batch_path`. Keeps
+            the newest batches in memory.
         repeat_after_steps: Steps until the same alarm may be raised again.
 
     Raises:
@@ -81,15 +82,11 @@ class NonFiniteLocator(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
-        is_share = not isinstance(near_limit, bool) and 0 < near_limit < 1
-        self._check(is_share, "a number between 0 and 1", near_limit=near_limit)
-        is_flag = isinstance(check_gradients, bool)
-        self._check(is_flag, "True or False", check_gradients=check_gradients)
-        is_action = action in ("warn", "stop", "raise")
-        self._check(is_action, "'warn', 'stop' or 'raise'", action=action)
-        self._check(isinstance(save_batch, bool), "True or False", save_batch=save_batch)
+        self._check_positive(near_limit=near_limit)
+        self._check(near_limit < 1, "below 1", near_limit=near_limit)
+        self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
+        self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
-        self.batches = BatchKeeper() if save_batch else None
         self.repeated = repeated
         self.near_limit = near_limit
         self.check_gradients = self.needs_gradient_norm = check_gradients
@@ -110,8 +107,6 @@ class NonFiniteLocator(InstabilityMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
         self._generators = own_generators(pl_module)
-        if self.batches is not None:
-            self.batches.start(trainer)
         if self.action == "stop":
             self._skipper.attach(trainer)
 
@@ -127,9 +122,6 @@ class NonFiniteLocator(InstabilityMonitor):
             scale = loss_scale_of(trainer)
             scale = scale.clone() if isinstance(scale, Tensor) else scale
             self._step = _Step(facts, scale)
-        if self.batches is not None:
-            oldest = self._unjudged or self._step
-            self.batches.hold(facts.step, batch, oldest.facts.step)
         rng = RngState(trainer.strategy.root_device, generators=self._generators)
         self._step.records.append(Record(copy_containers(batch), batch_idx, rng))
 

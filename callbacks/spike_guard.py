@@ -13,13 +13,17 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules import spike_sentences
 from lightning_mp.callbacks._rules.course import CourseRule
-from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
+from lightning_mp.callbacks._rules.robust_window import (
+    Column,
+    RobustWindow,
+    SignalVerdict,
+    is_slight,
+)
 from lightning_mp.callbacks._rules.spike_sentences import Scene
 from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
-from lightning_mp.callbacks._step.outputs import tensors_in
+from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
@@ -28,7 +32,6 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityError, InstabilityM
 
 __all__ = ["SpikeGuard"]
 
-_ACTIONS = ("warn", "skip", "stop", "raise", "rewind")
 _FLOORS = (0.05, 0.12)  # less noise counts as this much: of the loss, of the gradient norm
 
 
@@ -63,8 +66,9 @@ class SpikeGuard(InstabilityMonitor):
         rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
         rewind_lr_factor: What each rewind multiplies learning rates by, also those to come from
             schedules. Default 1.
-        save_batch: Whether alarms save the batches of their step as `bad_batches/*.pt` in the log
-            folder, 20 files at most; see `Alarm.batch_path`. Keeps the newest batches in memory.
+        save_batch: Whether alarms, also those of other monitors, save the batches of their step as
+            `bad_batches/*.pt` in the log folder, 20 files at most; see `Alarm.batch_path`. Keeps
+            the newest batches in memory.
         repeat_after_steps: Steps until an alarm of one kind about one tensor is raised again.
 
     Raises:
@@ -96,16 +100,16 @@ class SpikeGuard(InstabilityMonitor):
         repeat_after_steps: int = 1,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        accepted = f"one of {', '.join(map(repr, _ACTIONS))}"
-        self._check(action in _ACTIONS, accepted, action=action)
-        numbers = {"z_threshold": z_threshold, "rewind_memory_gb": rewind_memory_gb}
-        for name, value in numbers.items():
-            is_positive = not isinstance(value, bool) and 0 < value < math.inf
-            self._check(is_positive, "a positive number", **{name: value})
-        is_share = not isinstance(rewind_lr_factor, bool) and 0 < rewind_lr_factor <= 1
-        self._check(is_share, "above 0 and at most 1", rewind_lr_factor=rewind_lr_factor)
-        is_place = rewind_storage in ("auto", "memory", "disk")
-        self._check(is_place, "'auto', 'memory' or 'disk'", rewind_storage=rewind_storage)
+        self._check_one_of("warn", "skip", "stop", "raise", "rewind", action=action)
+        self._check_one_of("auto", "memory", "disk", rewind_storage=rewind_storage)
+        self._check_one_of(True, False, save_batch=save_batch)
+        self._check_positive(
+            z_threshold=z_threshold,
+            rewind_memory_gb=rewind_memory_gb,
+            rewind_lr_factor=rewind_lr_factor,
+        )
+        self._check(z_threshold < math.inf, "finite", z_threshold=z_threshold)
+        self._check(rewind_lr_factor <= 1, "at most 1", rewind_lr_factor=rewind_lr_factor)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
@@ -123,13 +127,11 @@ class SpikeGuard(InstabilityMonitor):
         self.patience = patience
         self.max_rewinds = max_rewinds
         self.rewinds = 0
-        self._check(isinstance(save_batch, bool), "True or False", save_batch=save_batch)
         self.save_batch = save_batch
-        self.batches = BatchKeeper() if save_batch else None
         self.rewind_storage = rewind_storage
         self.rewind_lr_factor = float(rewind_lr_factor)
         self._rewinder = Rewinder(
-            MarkStore(dirpath=dirpath, storage=rewind_storage, memory_gb=rewind_memory_gb),
+            store=MarkStore(dirpath=dirpath, storage=rewind_storage, memory_gb=rewind_memory_gb),
             lr_factor=self.rewind_lr_factor,
             every_n_steps=checkpoint_every_n_steps,
             rewind_steps=rewind_steps,
@@ -151,8 +153,6 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._inbox = self.recorder.subscribe()
-        if self.batches is not None:
-            self.batches.start(trainer)
         self._add_windows(len(trainer.optimizers))
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
@@ -161,9 +161,6 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, _: int) -> None:
-        if self.batches is not None:
-            newest = self.recorder.newest  # of later ones no alarm has been raised yet
-            self.batches.hold(step_of(trainer), batch, 0 if newest is None else newest.step)
         if self._has_stepped:
             self._size, self._has_stepped = 0, False
         self._size += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
@@ -187,9 +184,9 @@ class SpikeGuard(InstabilityMonitor):
         if signals is None or now is None:
             return  # `training_step` returned None
         self._add_windows(now.optimizer + 1)
-        report = self._windows[now.optimizer].judge(
-            signals.values, signals.judged, self._spread(trainer)
-        )
+        window = self._windows[now.optimizer]
+        report = window.judge(signals.values, signals.judged, self._spread(trainer))
+        report[0, Column.IS_SPIKE] *= ~is_slight(report[0], report[1], window.highest_k[0])
         self.recorder.send_along(self, report.flatten())
         is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
         if self.action == "skip":
@@ -287,10 +284,10 @@ class SpikeGuard(InstabilityMonitor):
 
     def _report(self, trainer: pl.Trainer, arrived: Arrived) -> Verdict | None:
         """Log a step and raise its alarms; return the event that begins with it, if any does."""
-        facts, numbers = arrived.facts, arrived.extras.get(id(self))
-        if numbers is None:
+        facts, rows = arrived.facts, arrived.extras.get(id(self))
+        if rows is None:
             return None
-        loss, norm = (SignalVerdict.from_row(row) for row in numbers.reshape(-1, len(Column)))
+        loss, norm = (SignalVerdict.from_row(row) for row in rows.reshape(-1, len(Column)))
         metrics = {"loss": loss.value, "loss_z": loss.z}
         metrics |= {"gradient_norm": norm.value, "gradient_norm_z": norm.z}
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -301,20 +298,19 @@ class SpikeGuard(InstabilityMonitor):
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,
-            is_ending=facts.is_rate_ending,
             action=self.action,
             is_spent=self.rewinds >= self.max_rewinds,
             window_steps=self.window_steps,
-            judge_after_steps=self.judge_after_steps,
             z_threshold=self.z_threshold,
-            patience=self.patience,
         )
         is_bad = {
             "non_finite_loss": not loss.is_finite,
             "spike": loss.is_spike or norm.is_spike,
             "non_finite_gradient": loss.is_finite and not norm.is_finite,
         }
-        event = None
+        event, whose = None, spike_sentences.whose(facts)
+        numbers = {"first_bad": facts.step - self.patience + 1, "patience": self.patience}
+        numbers["again"] = self.judge_after_steps
         for kind, is_so in is_bad.items():
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
@@ -322,10 +318,15 @@ class SpikeGuard(InstabilityMonitor):
                 event = spike_sentences.describe(scene, loss, norm)
                 self._newest = self.say(trainer, event, facts)
             if self._runs[key] == self.patience and kind != "spike":
-                self.say(trainer, spike_sentences.non_finite_run(scene), facts)
+                fix = "non_finite_run_rewind" if self.action == "rewind" else ""
+                count = float(self.patience)
+                run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
+                self.say(trainer, run, facts, whose=whose)
         for name, verdict in {"loss": loss, "gradient norm": norm}.items():
             if verdict.is_new_level:
-                self.say(trainer, spike_sentences.level_shift(scene, name, verdict), facts)
+                value, limit = verdict.value, verdict.limit
+                shift = Verdict("level_shift", value, limit, tensor=name, numbers=numbers)
+                self.say(trainer, shift, facts, whose=whose)
         self._judge_course(trainer, facts)
         return event
 
@@ -337,9 +338,8 @@ class SpikeGuard(InstabilityMonitor):
             None if value is None or not math.isfinite(value) else value
             for value in (facts.loss, facts.gradient_norm)
         )
-        whose = f" of optimizer {facts.optimizer}" if facts.optimizer else ""
         for verdict in course.judge(facts.step, loss, norm):
-            self.say(trainer, verdict, facts, whose=whose)
+            self.say(trainer, verdict, facts, whose=spike_sentences.whose(facts))
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:

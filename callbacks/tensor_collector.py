@@ -1,6 +1,5 @@
 """`TensorCollector`: writes down what chosen tensors look like, step by step."""
 
-import contextlib
 import fnmatch
 import io
 import re
@@ -20,16 +19,11 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
 from lightning_mp.callbacks._step.gradients import parameter_names
-from lightning_mp.callbacks._step.outputs import eager_modules, tensors_in
-from lightning_mp.callbacks._step.recorder import facts_of
-from lightning_mp.callbacks._step.training_state import (
-    gather_ranks,
-    is_sharded,
-    plain_name,
-    step_of,
-)
-from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.numerics.async_readback import AsyncReadback, Readback
+from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.outputs import eager_modules
+from lightning_mp.callbacks._step.sampling import SamplingMonitor
+from lightning_mp.callbacks._step.training_state import is_sharded, plain_name, step_of
+from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.moments import (
     EXPONENTS,
@@ -45,7 +39,7 @@ Kind = Literal["weights", "gradients", "optimizer_state", "outputs"]
 
 
 @explains_arguments()
-class TensorCollector(InstabilityMonitor):
+class TensorCollector(SamplingMonitor):
     """Writes norms, moments and histograms of chosen weights, gradients, states and outputs.
 
     Monitors say that something is wrong; when one of 300 tensors began to drift, say 5000 steps
@@ -84,8 +78,7 @@ class TensorCollector(InstabilityMonitor):
         dirpath: str | None = None,
         log: bool = False,
     ) -> None:
-        super().__init__()
-        self._check_at_least(1, every_n_steps=every_n_steps)
+        super().__init__(every_n_steps=every_n_steps)
         names = ["patterns of names"]
         for accepted, known, value in (
             (names, None, {"include": include}),
@@ -100,7 +93,6 @@ class TensorCollector(InstabilityMonitor):
         self.include = tuple(include)
         self.collect = tuple(collect)
         self.reductions = tuple(reductions)
-        self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.log = log
         self.folder: Path | None = None  # on rank zero, once a sample has been written
@@ -111,7 +103,6 @@ class TensorCollector(InstabilityMonitor):
         self._handles: list[RemovableHandle] = []
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._rows: dict[str, Tensor] = {}
-        self._readback = AsyncReadback()
 
     def _pattern(self, pattern: str) -> re.Pattern[str]:
         is_regex = pattern.startswith("re:")
@@ -162,7 +153,9 @@ class TensorCollector(InstabilityMonitor):
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
+    @override
+    def is_due(self, trainer: pl.Trainer) -> bool:
+        """Return whether to sample at the step under way; at the start no more often."""
         return step_of(trainer) % self.every_n_steps == 0
 
     def _row(self, tensor: Tensor, unscale: float | Tensor = 1.0) -> Tensor:
@@ -170,7 +163,7 @@ class TensorCollector(InstabilityMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "outputs" in self.collect and self._is_due(trainer) and not self._handles:
+        if "outputs" in self.collect and self.is_due(trainer) and not self._handles:
             for name, module in self._modules.items():
                 self._handles.append(module.register_forward_hook(self._look(name)))
 
@@ -192,7 +185,7 @@ class TensorCollector(InstabilityMonitor):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if not self._is_due(trainer):
+        if not self.is_due(trainer):
             return
         if "gradients" in self.collect:
             found = self.recorder.gradients(trainer, optimizer)
@@ -223,12 +216,12 @@ class TensorCollector(InstabilityMonitor):
                 self._rows[key] = self._row(value)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._is_due(trainer) and not trainer.fit_loop._should_accumulate():
-            self._submit(trainer)
-        self._write_all(trainer, self._readback.ready())
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.is_due(trainer) and not trainer.fit_loop._should_accumulate():
+            self._submit_rows(trainer)
+        super().on_train_batch_end(trainer, *args)
 
-    def _submit(self, trainer: pl.Trainer) -> None:
+    def _submit_rows(self, trainer: pl.Trainer) -> None:
         home = trainer.strategy.root_device
         home = torch.device("cpu") if home.type == "mps" else home  # it has no float64
         for name in self._modules if self._handles else ():
@@ -240,43 +233,40 @@ class TensorCollector(InstabilityMonitor):
         rows, self._rows = self._rows, {}
         if rows:
             table_NK = torch.stack([row.to(home, non_blocking=True) for row in rows.values()])
-            facts = self.recorder.now or facts_of(trainer)
-            self._readback.submit(facts.step, gather_ranks(table_NK), keys=list(rows), facts=facts)
+            self.submit(trainer, table_NK, gather=True, keys=list(rows))
 
     # --- files -----------------------------------------------------------------------------------
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._write_all(trainer, self._readback.drain())
+    def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._unhook()
+        super().on_exception(trainer, *args)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._unhook()
-        with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
-            self._write_all(trainer, self._readback.drain())
-
-    def _write_all(self, trainer: pl.Trainer, samples: Sequence[Readback]) -> None:
-        for sample in samples if trainer.is_global_zero else ():
-            keys, facts = sample.context["keys"], sample.context["facts"]
-            ranks_WNK = torch.from_numpy(sample.array)
-            merged_NK = merge_moments(ranks_WNK)
-            if not is_sharded(trainer):  # all ranks hold the same weights, gradients and states
-                same = torch.tensor([not key.startswith("outputs/") for key in keys])
-                merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
-            arrays = reduced(merged_NK, self.reductions)
-            if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
-                where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
-                self._write(facts.step, {"names": np.array(keys), **where, **counts, **arrays})
-            if self.log:
-                metrics = {
-                    f"{key}/{name}": float(value)
-                    for name, values in arrays.items()
-                    if name != "histogram"
-                    for key, value in zip(keys, values, strict=True)
-                    if np.isfinite(value)
-                }
-                self.log_metrics(trainer, metrics, facts.step)
+    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
+        """Write a sample down, on rank zero."""
+        if not trainer.is_global_zero:
+            return
+        keys, facts = sample.context["keys"], sample.context["facts"]
+        ranks_WNK = torch.from_numpy(sample.array)
+        merged_NK = merge_moments(ranks_WNK)
+        if not is_sharded(trainer):  # all ranks hold the same weights, gradients and states
+            same = torch.tensor([not key.startswith("outputs/") for key in keys])
+            merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
+        arrays = reduced(merged_NK, self.reductions)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
+            where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
+            self._write(facts.step, {"names": np.array(keys), **where, **counts, **arrays})
+        if self.log:
+            metrics = {
+                f"{key}/{name}": float(value)
+                for name, values in arrays.items()
+                if name != "histogram"
+                for key, value in zip(keys, values, strict=True)
+                if np.isfinite(value)
+            }
+            self.log_metrics(trainer, metrics, facts.step)
 
     def _write(self, step: int, arrays: dict[str, Any]) -> None:
         if "histogram" in arrays:

@@ -1,4 +1,4 @@
-"""Says of an argument that a constructor does not take what it is called, and what is near."""
+"""Says what is wrong with an argument: one that a constructor does not take, or a bad count."""
 
 import difflib
 import functools
@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-__all__ = ["explains_arguments", "nearest"]
+__all__ = ["check_count", "explains_arguments", "nearest"]
 
 _Class = TypeVar("_Class", bound=type)
 _Parameters = Sequence[inspect.Parameter]
@@ -15,6 +15,35 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60  # characters; an argument may be a whole model
+
+
+def check_count(
+    owner: str,
+    name: str,
+    value: object,
+    least: int = 1,
+    *,
+    other: str = "",
+    fix: str = "Leave it out to get the default.",
+) -> None:
+    """Refuse what is no integer, or too small a one.
+
+    Args:
+        owner: The class that it was passed to.
+        name: Of the argument.
+        value: What was passed.
+        least: The smallest that is accepted.
+        other: What else is, such as `"'auto' or "`.
+        fix: What to do instead.
+
+    Raises:
+        ValueError: With what is accepted.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"Passed `{owner}({name}={value!r})`. `{name}` must be {other}an integer of at least "
+            f"{least}. {fix}"
+        )
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

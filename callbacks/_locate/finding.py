@@ -1,8 +1,8 @@
 """Where values that are not finite were made: the judgement on a replayed step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
@@ -61,26 +61,17 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
         near_limit: The share of a dtype's largest number from which on a module is a suspect.
         scale: The loss scale of the replay.
     """
-    ended = sorted((c for c in trace.calls if c.ended is not None), key=lambda c: c.ended or 0)
+    ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.group("parameters"))
     if parameter is not None:
-        return Finding(
-            source="parameter",
-            name=parameter.path,
-            sentence=sentences.parameter(parameter),
-            **_numbers([parameter], parameter),
-        )
+        sentence = sentences.parameter(parameter)
+        return _found("parameter", parameter.path, sentence, [parameter], parameter)
     producer, masked = _first_producer(trace, ended, near_limit)
     if producer is not None:
         return _in_forward(trace, producer, ended, near_limit)
     entry = _first_tainted(trace.group("batch"))
     if entry is not None:
-        return Finding(
-            source="batch",
-            name=entry.path,
-            sentence=sentences.batch(entry),
-            **_numbers([entry], entry),
-        )
+        return _found("batch", entry.path, sentences.batch(entry), [entry], entry)
     return _outside(trace, ended, near_limit, masked) or _in_backward(trace, near_limit, scale)
 
 
@@ -127,7 +118,7 @@ def _first_producer(
 
 def _is_swallowed(trace: Trace, masked: Call, ended: list[Call]) -> bool:
     """Return whether -inf went into finite values, as by a softmax."""
-    after = (c for c in ended if (c.ended or 0) > (masked.ended or 0))
+    after = (c for c in ended if c.ended > masked.ended)
     return any(
         _first_bad(trace.seen(call, "output")) is None
         for call in after
@@ -137,13 +128,13 @@ def _is_swallowed(trace: Trace, masked: Call, ended: list[Call]) -> bool:
 
 def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
     inputs, outputs = trace.seen(call, "input"), trace.seen(call, "output")
-    before = [c for c in ended if (c.ended or 0) < (call.ended or 0)]
+    before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(_inside(call))]
     given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
     seen = trace.seen(given, "input") if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
     if given is not None:
-        before = [c for c in before if (c.ended or 0) < (given.ended or 0)]
+        before = [c for c in before if c.ended < given.ended]
     suspects = _suspects_before(trace, before, call, near_limit)
     sentence = sentences.forward(
         sentences.title_of(trace, call),
@@ -153,14 +144,8 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
         buffer=_first_bad(_own_tensors(trace.group("buffers"), call)),
         has_submodules=bool(inside),
     )
-    return Finding(
-        source="forward",
-        name=call.name or type(trace.root).__name__,
-        sentence=sentences.with_suspects(sentence, suspects),
-        suspects=tuple(name for name, _ in suspects),
-        is_root=not call.name,
-        **_numbers(inputs, bad),
-    )
+    name = call.name or type(trace.root).__name__
+    return _found("forward", name, sentence, inputs, bad, suspects, is_root=not call.name)
 
 
 def _outside(
@@ -176,28 +161,21 @@ def _outside(
         return None
     root, before = type(trace.root).__name__, ended
     if bad_input is not None:
-        before = [c for c in ended if (c.ended or 0) < (bad_input.ended or 0)]
+        before = [c for c in ended if c.ended < bad_input.ended]
     outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
     sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
-    return Finding(
-        source="forward",
-        name=root,
-        sentence=sentences.with_suspects(sentence, suspects),
-        suspects=tuple(name for name, _ in suspects),
-        is_root=True,
-        **_numbers(outputs, bad),
-    )
+    return _found("forward", root, sentence, outputs, bad, suspects, is_root=True)
 
 
 # --- the backward --------------------------------------------------------------------------------
 
 
 def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
-    reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached or 0)
+    reached = sorted((c for c in trace.calls if c.reached), key=lambda c: c.reached)
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # A module's first gradient of an input comes after those of all modules inside it.
-    producer = min(producers, key=lambda c: c.left or c.reached or 0, default=None)
+    producer = min(producers, key=lambda c: c.left or c.reached, default=None)
     bad_outputs = [s for c in reached for s in trace.seen(c, "grad_output") if not s.is_finite]
     bad_parameters = [s for s in trace.group("gradients") if not s.is_finite]
     if producer is None and not bad_outputs and not bad_parameters:
@@ -219,23 +197,20 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
             is_parameter=bad in _own_gradients(trace, producer),
             scale=scale,
         )
-        earlier = [c for c in reached if (c.reached or 0) <= (producer.reached or 0)]
+        earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
-    return Finding(
-        source="backward",
-        name=root if producer is None else producer.name or root,
-        sentence=sentences.with_suspects(sentence, suspects),
-        suspects=tuple(name for name, _ in suspects),
-        is_root=producer is None or not producer.name,
-        loss_scale=scale,
-        **_numbers(came, bad, is_gradient=True),
-    )
+    name = "" if producer is None else producer.name
+    finding = _found("backward", name or root, sentence, came, bad, suspects, is_root=not name)
+    # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
+    narrow = min((*came, bad), key=lambda s: s.limit)
+    return replace(finding, loss_scale=scale, dtype=narrow.dtype_name, limit=narrow.limit)
 
 
 def _makes_gradient(trace: Trace, call: Call) -> bool:
-    makes = _makes(trace, call, "grad_output", "grad_input")
-    is_given_finite = all(s.is_finite for s in trace.seen(call, "grad_output"))
-    return makes or (is_given_finite and _first_bad(_own_gradients(trace, call)) is not None)
+    given = trace.seen(call, "grad_output")
+    if _first_tainted(given) is None and _first_bad(trace.seen(call, "grad_input")) is not None:
+        return True
+    return _first_bad(given) is None and _first_bad(_own_gradients(trace, call)) is not None
 
 
 def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
@@ -245,21 +220,25 @@ def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
 # --- what both share -----------------------------------------------------------------------------
 
 
-def _makes(trace: Trace, call: Call, before: Role, after: Role) -> bool:
-    is_given_finite = _first_tainted(trace.seen(call, before)) is None
-    return is_given_finite and _first_bad(trace.seen(call, after)) is not None
-
-
-def _numbers(went_in: list[Seen], bad: Seen | None, is_gradient: bool = False) -> dict[str, Any]:
-    if bad is None:
-        return {}
-    # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
-    narrow = min((s for s in (*went_in, bad)), key=lambda s: s.limit) if is_gradient else bad
-    return {
-        "dtype": str(narrow.dtype).removeprefix("torch."),
-        "amax": max((s.amax for s in went_in), default=0.0),
-        "limit": narrow.limit,
-    }
+def _found(
+    source: Source,
+    name: str,
+    sentence: str,
+    went_in: list[Seen],
+    bad: Seen,
+    suspects: Sequence[tuple[str, str]] = (),
+    is_root: bool = False,
+) -> Finding:
+    return Finding(
+        source=source,
+        name=name,
+        sentence=sentences.with_suspects(sentence, suspects),
+        dtype=bad.dtype_name,
+        amax=max((s.amax for s in went_in), default=0.0),
+        limit=bad.limit,
+        suspects=tuple(suspect for suspect, _ in suspects),
+        is_root=is_root,
+    )
 
 
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.trace import Trace, named_tensors
+from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers
+from lightning_mp.callbacks._step.nested import named_tensors
 from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState

@@ -1,7 +1,7 @@
 """The search for the first producer: replays of the batches of a step, on all ranks together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_mp.callbacks._locate.trace import Trace
 __all__ = ["gather_objects", "search"]
 
 _LOWERINGS = 6  # of a loss scale that is tried
+_Seen = tuple[Finding | None, float, str]
 _NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
 
 
@@ -52,21 +53,17 @@ def search(
         return 0, 0, Finding(source="failed", name="", sentence=sentences.NO_REPLAY)
     inexact = ""
     for index, record in enumerate(records):
-        trace = _try(trainer, record, scale, optimizer_steps)
-        local, words = (
-            (trace, "")
-            if isinstance(trace, Finding)
-            else (find_source(trace, near_limit, scale), _difference(trace, record))
-        )
-        del trace
-        for rank, (finding, difference) in enumerate(gather_objects(trainer, (local, words))):
+
+        def look(tried: float | None, record: Record = record) -> list[_Seen]:
+            seen = _look(trainer, record, tried, optimizer_steps, near_limit)
+            return gather_objects(trainer, seen)
+
+        for rank, (finding, _, difference) in enumerate(look(scale)):
             inexact = inexact or difference
             if finding is None:
                 continue
             if finding.source == "backward" and scale is not None:
-                rank, finding = _at_lower_scales(
-                    trainer, record, (rank, finding), optimizer_steps, near_limit
-                )
+                rank, finding = _at_lower_scales(look, rank, finding)
             return index, rank, replace(finding, sentence=finding.sentence + difference)
     sentence = sentences.nowhere(len(records)) + inexact
     return 0, 0, Finding(source="nowhere", name="", sentence=sentence)
@@ -86,11 +83,7 @@ def _difference(trace: Trace, record: Record) -> str:
 
 
 def _at_lower_scales(
-    trainer: pl.Trainer,
-    record: Record,
-    found: tuple[int, Finding],
-    optimizer_steps: int,
-    near_limit: float,
+    look: Callable[[float], list[_Seen]], rank: int, finding: Finding
 ) -> tuple[int, Finding]:
     """Tell a loss scale that is too high from a gradient that is not finite at any.
 
@@ -98,37 +91,32 @@ def _at_lower_scales(
         Rank and finding: that at a loss scale of 1 if there is one, else that of before with the
         largest power of two, or nearly so, at which gradients are finite.
     """
-
-    def run(tried: float) -> tuple[list[Finding | None], float]:
-        trace = _try(trainer, record, tried, optimizer_steps)
-        own: Finding | None
-        if isinstance(trace, Finding):
-            own, room = trace, 0.0
-        else:
-            own, room = find_source(trace, near_limit, tried), headroom(trace)
-        shared = gather_objects(trainer, (own, room))
-        return [each for each, _ in shared], float(min(room for _, room in shared))
-
-    rank, finding = found
-    findings, room = run(1.0)
-    for other, each in enumerate(findings):
-        if each is not None:
-            return other, each
+    seen = look(1.0)
+    for other, (found, _, _) in enumerate(seen):
+        if found is not None:
+            return other, found
+    room = min(room for _, room, _ in seen)
     fitting = 1.0
     while fitting * 2 <= room and fitting * 2 < (finding.loss_scale or 1.0):
         fitting *= 2
     for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
-        if fitting <= 1 or run(fitting)[1] > 0:
+        if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:
             return rank, finding.at_fitting_scale(fitting)
         fitting = max(fitting / 4, 1.0)
     return rank, finding.at_fitting_scale(1.0)
 
 
-def _try(
-    trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int
-) -> Trace | Finding:
+def _look(
+    trainer: pl.Trainer,
+    record: Record,
+    scale: float | None,
+    optimizer_steps: int,
+    near_limit: float,
+) -> _Seen:
+    """Replay a batch; return finding, `headroom`, and in which words the replay is not exact."""
     try:
-        return replay(trainer, record, scale, optimizer_steps)
+        trace = replay(trainer, record, scale, optimizer_steps)
     except Exception as error:
         # Without memory for a second backward, say: no reason to end a run that goes on without.
-        return Finding(source="failed", name="", sentence=sentences.failed(error))
+        return Finding(source="failed", name="", sentence=sentences.failed(error)), 0.0, ""
+    return find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)

@@ -138,8 +138,7 @@ def _up_to(seen: Sequence[Seen]) -> str:
     if not seen:
         return ""
     largest = max(seen, key=lambda s: s.amax / s.limit)
-    dtype = str(largest.dtype).removeprefix("torch.")
-    return f" (up to {largest.amax:.5g} in {dtype}, limit {largest.limit:g})"
+    return f" (up to {largest.amax:.5g} in {largest.dtype_name}, limit {largest.limit:g})"
 
 
 # --- remedies ------------------------------------------------------------------------------------

@@ -2,23 +2,22 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.callbacks._step.nested import named_tensors
 from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
 
-__all__ = ["Call", "Seen", "Trace", "module_path", "named_tensors"]
+__all__ = ["Call", "Seen", "Trace", "module_path"]
 
 Role = Literal["input", "output", "grad_output", "grad_input"]
-
-_DEEPEST = 8  # levels of nesting that are looked into
 
 
 class Seen(NamedTuple):
@@ -56,6 +55,11 @@ class Seen(NamedTuple):
         return self.is_masked and self.amax == 0
 
     @property
+    def dtype_name(self) -> str:
+        """Its dtype, such as `"float16"`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def limit(self) -> float:
         """The largest number of its dtype."""
         return torch.finfo(self.dtype).max
@@ -68,16 +72,16 @@ class Call:
     Args:
         name: The module's dotted name, `""` for the root.
         module: The module.
-        ended: When the forward ended, on the clock of the trace; `None` for one that did not.
+        ended: When the forward ended, on the clock of the trace, from 1; 0 for one that did not.
         reached: When the first gradient of an output came, and `left` when one of an input did.
         tensors: What was seen, by role; each an index of the trace's tensors.
     """
 
     name: str
     module: nn.Module
-    ended: int | None = None
-    reached: int | None = None
-    left: int | None = None
+    ended: int = 0
+    reached: int = 0
+    left: int = 0
     tensors: dict[Role, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
@@ -164,10 +168,10 @@ class Trace:
         def hook(gradient: Tensor) -> None:
             call.tensors[role] += self._take(iter([(path, gradient)]))
             now = self._tick()
-            if role == "grad_output" and call.reached is None:
-                call.reached = now
-            if role == "grad_input" and call.left is None:
-                call.left = now
+            if role == "grad_output":
+                call.reached = call.reached or now
+            if role == "grad_input":
+                call.left = call.left or now
 
         tensor.register_hook(hook)
 
@@ -214,35 +218,6 @@ class Trace:
 def module_path(path: str) -> str:
     """Return a module's name without what wrappers put into it, also at its end."""
     return plain_name(path + ".")[:-1] if path else path
-
-
-def named_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in tuples, lists, mappings, dataclasses, and batches that know `to`.
-
-    Args:
-        value: What a module takes or returns, or a batch.
-        path: What stands before every name.
-        depth: How deep `value` is nested.
-    """
-    if isinstance(value, Tensor):
-        yield path, value
-    elif depth < _DEEPEST:
-        for step, each in _members(value):
-            yield from named_tensors(each, path + step, depth + 1)
-
-
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):  # so are the outputs of Hugging Face models
-        yield from ((f"[{key!r}]", each) for key, each in value.items())
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None)
-        for index, each in enumerate(value):
-            yield (f".{names[index]}" if names else f"[{index}]"), each
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield f".{field.name}", getattr(value, field.name, None)
-    elif hasattr(value, "to") and not isinstance(value, nn.Module):
-        yield from ((f".{key}", each) for key, each in getattr(value, "__dict__", {}).items())
 
 
 def _views(value: Any, views: dict[int, Tensor]) -> Any:

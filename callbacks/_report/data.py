@@ -22,6 +22,8 @@ _MAX_CURVES, _MAX_POINTS = 40, 1500
 _MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
 _MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
 _NON_FINITE = "_not_finite"
+# Of an alarm.
+_SHOWN = ("step", "epoch", "batch_idx", "rank", "monitor", "kind", "severity", "remedy", "tensor")
 _OWN = ("loss", "loss_scale", "skipped")
 
 _Cells = npt.NDArray[np.float64]
@@ -91,17 +93,11 @@ def _alarm(alarm: "Alarm") -> dict[str, Any]:
     message = alarm.message.removeprefix(f"{alarm.place}: ")
     if alarm.remedy:
         message = message.removesuffix(alarm.remedy)
+    fields = {name: getattr(alarm, name) for name in _SHOWN} | {"message": message.strip()}
+    most = dict.fromkeys(("message", "remedy"), _MAX_MESSAGE)
     return {
-        "step": alarm.step,
-        "epoch": alarm.epoch,
-        "batch_idx": alarm.batch_idx,
-        "rank": alarm.rank,
-        "monitor": _cut(alarm.monitor, _MAX_NAME),
-        "kind": _cut(alarm.kind, _MAX_NAME),
-        "severity": alarm.severity,
-        "message": _cut(message.strip(), _MAX_MESSAGE),
-        "remedy": _cut(alarm.remedy, _MAX_MESSAGE),
-        "tensor": _cut(alarm.tensor, _MAX_NAME) if alarm.tensor else None,
+        name: _cut(value, most.get(name, _MAX_NAME)) if isinstance(value, str) else value
+        for name, value in fields.items()
     }
 
 
@@ -123,17 +119,8 @@ def _pick_curves(histories: Sequence["History"]) -> dict[str, _Points]:
             if index > 0 and name in _OWN:
                 continue
             if name not in curves or len(points) > len(curves[name]):
-                curves[name] = _in_order(points)
+                curves[name] = points
     return curves
-
-
-def _in_order(points: _Points) -> _Points:
-    """Drop points that a later one of the same or a lower step has overtaken, as after a resume."""
-    kept: _Points = []
-    for step, value in reversed(points):
-        if not kept or step < kept[-1][0]:
-            kept.append((step, value))
-    return kept[::-1]
 
 
 def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
@@ -197,16 +184,11 @@ def _plain_map(
 
 
 def _cells_of(columns: list[tuple[int, list[float]]], rows: int) -> tuple[list[int], _Cells]:
-    """Return steps and cells; columns of one step, of several optimizers, become one."""
-    merged: dict[int, _Cells] = {}
-    for step, column in columns:
-        while merged and next(reversed(merged)) > step:  # overtaken, as after a resume
-            merged.popitem()
-        cells_R = merged.setdefault(step, np.full(rows, math.nan))
-        new_R = np.array(column)  # rows that came later have no value yet
-        cells_R[: len(column)] = np.where(np.isnan(new_R), cells_R[: len(column)], new_R)
-    cells_RC = np.array(list(merged.values())).reshape(len(merged), rows).T
-    return list(merged), cells_RC
+    """Return steps and cells."""
+    cells_RC = np.full((rows, len(columns)), math.nan)
+    for at, (_, column) in enumerate(columns):
+        cells_RC[: len(column), at] = column  # rows that came later have no value yet
+    return [step for step, _ in columns], cells_RC
 
 
 def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:

@@ -32,6 +32,10 @@ MAP_TITLES = {
 }
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 _SHOWN_ALARMS = 20
+_NO_MAPS = (
+    '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
+    "AdamStateMonitor record them.</p>"
+)
 _WIDE = ' class="wide"'
 
 
@@ -63,7 +67,7 @@ def report_page(data: dict[str, Any]) -> str:
             '<div id="charts"></div></section>',
             _alarms(data),
             '<section id="tensors"><h2>Tensors by steps</h2><div id="heatmaps">'
-            f"{_without_maps(data)}</div></section>",
+            f"{'' if data['maps'] else _NO_MAPS}</div></section>",
             "</main>",
             f'<script type="application/json" id="data">{_json(_chart_data(data))}</script>',
             f"<script>{script}</script>\n</body>\n</html>\n",
@@ -106,6 +110,7 @@ def _count(number: int, noun: str) -> str:
 
 def _head(data: dict[str, Any]) -> str:
     run, counts = data["run"], data["counts"]
+    monitors = ", ".join(run["monitors"]) or "none beside this report"
     level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
     how = run["end"]["how"]
     lines = [
@@ -128,7 +133,7 @@ def _head(data: dict[str, Any]) -> str:
     lines += [
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
         f"<dd>{escape(value)}</dd></div>"
-        for label, value in [*_times(run), *run["facts"], _monitors(run)]
+        for label, value in [*_times(run), *run["facts"], ("Monitors", monitors)]
     ]
     return "\n".join([*lines, "</dl>\n</header>"])
 
@@ -145,10 +150,6 @@ def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
     times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]
     return [*times, ("Ended", ended)]
-
-
-def _monitors(run: dict[str, Any]) -> tuple[str, str]:
-    return "Monitors", ", ".join(run["monitors"]) or "none beside this report"
 
 
 # --- alarms --------------------------------------------------------------------------------------
@@ -212,11 +213,17 @@ def _place(alarm: dict[str, Any]) -> str:
 
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     curves, run = data["curves"], data["run"]
-    others = [name for name in curves if name not in _TIME_LINES]
-    lines = [
-        {"title": title, "unit": unit, "axis": axis, "curve": curves.get(name), "name": name}
-        for name, (title, unit, axis) in _TIME_LINES.items()
-    ]
+    others = {
+        name: (_sentence(name), "share" if name.endswith("share") else "number", "auto")
+        for name in sorted(set(curves) - set(_TIME_LINES))
+    }
+    lines, more = (
+        [
+            {"title": title, "unit": unit, "axis": axis, "curve": curves.get(name), "name": name}
+            for name, (title, unit, axis) in each.items()
+        ]
+        for each in (_TIME_LINES, others)
+    )
     absent = {
         "loss": "No loss has been recorded.",
         "gradient_norm": "No gradient norm has been recorded.",
@@ -227,16 +234,6 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         absent["skipped"] = "Without a loss scale, no step is skipped for overflow."
     elif run["steps"]:
         absent["loss_scale"] = "No loss scale has been recorded."
-    more = [
-        {
-            "title": _sentence(name),
-            "unit": "share" if name.endswith("share") else "number",
-            "axis": "auto",
-            "curve": curves[name],
-            "name": name,
-        }
-        for name in sorted(others)
-    ]
     alarms = [
         [a["step"], a["severity"], f"{a['kind']}: {a['message']}"[:90]] for a in data["alarms"]
     ]
@@ -262,12 +259,3 @@ def _map_title(name: str) -> str:
 def _sentence(name: str) -> str:
     text = name.replace("_", " ")
     return text[:1].upper() + text[1:]
-
-
-def _without_maps(data: dict[str, Any]) -> str:
-    if data["maps"]:
-        return ""
-    return (
-        '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
-        "AdamStateMonitor record them.</p>"
-    )

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import lightning
@@ -38,8 +38,9 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
     ]
     facts += [["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]]
+    batches = trainer.accumulate_grad_batches
     facts += [
-        ["Accumulation", _accumulation(trainer)],
+        ["Accumulation", "none" if batches == 1 else f"{batches} batches a step"],
         ["Clipping", _clipping(trainer)],
         ["Strategy", f"{type(trainer.strategy).__name__}, world size {trainer.world_size}"],
         ["Device", device],
@@ -50,11 +51,6 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
         ],
     ]
     return facts
-
-
-def _accumulation(trainer: pl.Trainer) -> str:
-    batches = trainer.accumulate_grad_batches
-    return "none" if batches == 1 else f"{batches} batches a step"
 
 
 def _clipping(trainer: pl.Trainer) -> str:
@@ -91,8 +87,8 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float)
 
 
-def _join(items: Iterable[tuple[str, object]] | Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={_short(value)}" for name, value in dict(items).items())
+def _join(items: Iterable[tuple[str, object]]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in items)
 
 
 def _short(value: object) -> str:

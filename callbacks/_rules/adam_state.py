@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_mp.callbacks._rules.learning import Learning
 from lightning_mp.callbacks._rules.underflow import ROUNDING
 from lightning_mp.callbacks._rules.verdict import Verdict
 
@@ -14,6 +15,24 @@ __all__ = ["AdamNumbers", "AdamStateRule"]
 _ALL = 0.99  # of a tensor: what is too much without any knowledge of what is usual
 _MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
 _ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
+
+# What is usual for a tensor.
+_UNKNOWN: dict[str, Any] = {
+    "samples": 0,
+    "rms": 0.0,  # the highest one at the start
+    "below": 0.0,  # the largest share below epsilon at the start
+    "newest": (),  # RMS values
+    "zero_from": None,  # the step from which on its gradient has been zero
+    "with": 0,  # samples with a gradient,
+    "without": 0,  # without one before this run,
+    "run": 0,  # and in it
+    "grown": 0,  # pairs of samples between which its second moment did not just fade
+    "moment": 0.0,  # the second moment at the last sample,
+    "at": 0,  # and Adam's step
+    "from": 0,  # its first step
+    "is_below": False,  # whether all of it was below epsilon in the last sample
+    "is_real": False,  # whether its gradient ever was more than rounding
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +63,7 @@ class AdamNumbers:
 
 
 @dataclass(kw_only=True, eq=False)
-class AdamStateRule:
+class AdamStateRule(Learning):
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
 
     Without a baseline: a tensor all of whose `sqrt(v_hat)` are below epsilon, twice in a row, and
@@ -72,16 +91,10 @@ class AdamStateRule:
     min_ratio: float
     max_ratio: float
     wants_more: bool = field(default=False, init=False)  # samples at once, to confirm a high RMS
-    # Of each tensor: samples, highest RMS and highest share below epsilon at the start, the newest
-    # RMS values; the step from which on its gradient has been zero, or None; samples with a
-    # gradient, without before this run, and in this run; pairs of samples that it moved between;
-    # its second moment and Adam's step at the last sample, and its first step; whether all of it
-    # was below epsilon in the last sample, and whether it ever was more than rounding.
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     _highest_rate: float = field(default=0.0, init=False)
     _last_rate: float = field(default=0.0, init=False)
-    # The step of a high RMS that waits for a second.
-    _suspects: dict[str, int] = field(default_factory=dict, init=False)
+    _suspects: dict[str, int] = field(default_factory=dict, init=False)  # step of a first high RMS
 
     def judge(
         self,
@@ -111,7 +124,8 @@ class AdamStateRule:
         verdicts: list[Verdict] = []
         high: list[Verdict] = []
         for numbers in tensors:
-            usual = self._usual_of(numbers.name, step)
+            usual = self._usual.setdefault(numbers.name, {**_UNKNOWN, "from": step})
+            usual["samples"] += 1
             verdicts += self._judge_zero_run(step, numbers, usual, beta2, is_silent)
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
             is_known = usual["samples"] > self.baseline_samples
@@ -136,21 +150,6 @@ class AdamStateRule:
         moving = [rms for rms in newest if rms > 0]
         sparse = math.sqrt(len(newest) / max(len(moving), 1))
         return max(limit * sparse, 3 * statistics.median(moving or [0.0]))
-
-    def _usual_of(self, name: str, step: int) -> dict[str, Any]:
-        empty = {"samples": 0, "rms": 0.0, "below": 0.0, "newest": [], "zero_from": None}
-        empty |= {
-            "with": 0,
-            "without": 0,
-            "run": 0,
-            "grown": 0,
-            "moment": 0.0,
-            "at": 0,
-            "from": step,
-        }
-        usual = self._usual.setdefault(name, {**empty, "is_below": False, "is_real": False})
-        usual["samples"] += 1
-        return usual
 
     def _confirm(self, step: int, high: list[Verdict], first: Collection[str]) -> list[Verdict]:
         if not high:
@@ -231,16 +230,6 @@ class AdamStateRule:
         words = {"least": self.min_ratio, "most": self.max_ratio}
         verdict = Verdict("update_to_weight", numbers.ratio, threshold, fix=fix, numbers=words)
         return [replace(verdict, tensor=numbers.name)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is usual."""
-        usual = {name: dict(values) for name, values in self._usual.items()}
-        return {"usual": usual, "rates": [self._highest_rate, self._last_rate]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what is usual."""
-        self._usual = {name: dict(values) for name, values in state["usual"].items()}
-        self._highest_rate, self._last_rate = state["rates"]
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -4,8 +4,8 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from lightning_mp.callbacks._rules.learning import Learning
 from lightning_mp.callbacks._rules.verdict import Verdict
 
 __all__ = ["CourseRule", "noise_of"]
@@ -42,7 +42,7 @@ def noise_of(values: Sequence[float]) -> float:
 
 
 @dataclass(eq=False)
-class CourseRule:
+class CourseRule(Learning):
     """Judges the course of one optimizer's loss and gradient norm, in units of the loss's noise.
 
     A window of the newest steps cannot see a steady rise, as it rises with it. So levels (medians
@@ -59,7 +59,8 @@ class CourseRule:
     Args:
         rivals: Rules of the run's other optimizers, which may train against this one (a GAN), so
             that its loss rises where they succeed. It is then a divergence only where it is ten
-            times as far up, and those of all rivals as well; and it never stalls.
+            times as far up, and those of all rivals as well; and it never stalls. An optimizer
+            without a loss of its own, as the second of one backward, is no rival.
         stalled_steps: Steps without a loss below its start that are too many.
         horizon_steps: The same where the loss has not risen either, which is only noted.
     """
@@ -114,11 +115,12 @@ class CourseRule:
         known["rise"] = max(known.get("rise", 0.0), rise)
         gained = known["start"] - known["best"]
         usual = known.get("noise", 0.0)
-        limit = max(_NOISES * usual, _LOST * gained) * (_RIVALS if self.rivals else 1.0)
+        rivals = self._true_rivals()
+        limit = max(_NOISES * usual, _LOST * gained) * (_RIVALS if rivals else 1.0)
         limit = max(limit, _NOISES_NOW * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
         numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
         known["excess"] = rise - limit
-        is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *self.rivals))
+        is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *rivals))
         is_new = self._lasts("divergence", is_lost)
         if known["divergence"] >= _LASTING:
             known["rise"] = 0.0  # what a divergence lost is no swing
@@ -137,11 +139,14 @@ class CourseRule:
             ]
         return [] if known["divergence"] else self._judge_stall(level, max(noise, usual))
 
+    def _true_rivals(self) -> list["CourseRule"]:
+        return [rule for rule in self.rivals if "start" in rule._known]
+
     def _judge_stall(self, level: float, noise: float) -> list[Verdict]:
         known = self._known
         steps, start, risen = known["steps"], known["start"], known.get("risen", 0.0)
         # A best level below the start by a step's noise is 4 errors of a level: it has learned.
-        if start - known["best"] > noise or "stalled" in known or self.rivals:
+        if start - known["best"] > noise or "stalled" in known or self._true_rivals():
             return []
         numbers = {"start": start, "steps": steps, "peak": start + risen}
         if steps >= self.stalled_steps and risen > _NOISES * noise:
@@ -166,7 +171,7 @@ class CourseRule:
         quarters = list(self._norm_levels)[:: _TREND // 4]
         is_rising = len(self._norm_levels) == _TREND and quarters == sorted(set(quarters))
         above = self._levels[-1] - known["best"] if self._levels else 0.0
-        is_best = not self.rivals and above <= known.get("noise", 0.0)
+        is_best = not self._true_rivals() and above <= known.get("noise", 0.0)
         limit = _GROWTH * known["lowest"]
         if not self._lasts("trend", level > limit and is_rising and not is_best):
             return []
@@ -178,16 +183,3 @@ class CourseRule:
         """Return whether something has just been so for 32 steps; once until it is over."""
         count = self._known[what] = self._known.get(what, 0.0) + 1 if is_so else 0.0
         return count == _LASTING
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return levels, and what was learnt of the start."""
-        queues = (self._losses, self._norms, self._levels, self._norm_levels)
-        return {"known": dict(self._known), "queues": [list(queue) for queue in queues]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self._known = dict(state_dict["known"])
-        queues = (self._losses, self._norms, self._levels, self._norm_levels)
-        for queue, values in zip(queues, state_dict["queues"], strict=True):
-            queue.clear()
-            queue.extend(values)

@@ -2,7 +2,8 @@
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
+
+from lightning_mp.callbacks._rules.learning import Learning
 
 __all__ = ["GrowthRule"]
 
@@ -13,18 +14,18 @@ _SIGNIFICANT = 6.0
 
 
 @dataclass(eq=False)
-class GrowthRule:
+class GrowthRule(Learning):
     """Forecasts from the headroom of each tensor, in bits, the step at which it has none."""
 
-    _samples: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False)
+    _growth: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False)
 
     def add(self, name: str, step: int, bits: float) -> None:
         """Take in a sample of a tensor: its headroom at a step, finite."""
-        self._samples[name] = [*self._samples.get(name, []), (step, bits)][-_NEWEST:]
+        self._growth[name] = [*self._growth.get(name, []), (step, bits)][-_NEWEST:]
 
     def overflow_step(self, name: str) -> int | None:
         """Return the step of the overflow, `None` where no trend is significant."""
-        samples = self._samples.get(name, [])
+        samples = self._growth.get(name, [])
         if len(samples) < _LEAST:
             return None
         steps, bits = zip(*samples, strict=True)
@@ -35,14 +36,3 @@ class GrowthRule:
         if not slope < -_SIGNIFICANT * error:
             return None
         return max(int(steps[-1] - bits[-1] / slope), int(steps[-1]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the samples."""
-        return {"growth": {name: list(samples) for name, samples in self._samples.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over samples."""
-        self._samples = {
-            name: [(int(s), float(b)) for s, b in samples]
-            for name, samples in state["growth"].items()
-        }

@@ -122,6 +122,14 @@ class History:
             del columns[1::2]
             self._strides["map " + name] *= 2
 
+    def forget_from(self, step: int) -> None:
+        """Drop what was recorded from a step on, which a run that goes on there records anew."""
+        for points in self.curves.values():
+            points[:] = [point for point in points if point[0] < step]
+        for heat in self.maps.values():
+            heat["columns"] = [column for column in heat["columns"] if column[0] < step]
+        self._newest = {name: newest for name, newest in self._newest.items() if newest < step}
+
     def _is_due(self, key: str) -> bool:
         seen = self._seen[key] = self._seen.get(key, -1) + 1
         return seen % self._strides.setdefault(key, 1) == 0

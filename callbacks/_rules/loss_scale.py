@@ -2,10 +2,10 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from lightning_mp.callbacks._rules.learning import Learning
 from lightning_mp.callbacks._rules.verdict import Verdict
 
 __all__ = ["LossScaleRule"]
@@ -14,7 +14,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 
 @dataclass(kw_only=True, eq=False)
-class LossScaleRule:
+class LossScaleRule(Learning):
     """Judges the loss scale after each step.
 
     Absolute legs: a skip at the lowest scale, which no lower one can cure, and a scale below
@@ -35,9 +35,10 @@ class LossScaleRule:
     skipped_steps: int = field(default=0, init=False)
     skipped_in_a_row: int = field(default=0, init=False)
     scale: float | None = field(default=None, init=False)
+    _window: deque[bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._window: deque[bool] = deque(maxlen=self.window_steps)
+        self._window = deque(maxlen=self.window_steps)
 
     @property
     def skip_rate(self) -> float:
@@ -77,14 +78,3 @@ class LossScaleRule:
             numbers["window"] = self.window_steps
             found.append(Verdict("skip_rate", self.skip_rate, self.max_skip_rate, numbers=numbers))
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return counts and window."""
-        names = ("steps", "skipped_steps", "skipped_in_a_row", "scale")
-        return {**{name: getattr(self, name) for name in names}, "window": list(self._window)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        for name in ("steps", "skipped_steps", "skipped_in_a_row", "scale"):
-            setattr(self, name, state_dict[name])
-        self._window = deque(state_dict["window"], maxlen=self.window_steps)

@@ -10,12 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "RobustWindow", "SignalVerdict"]
+__all__ = ["Column", "RobustWindow", "SignalVerdict", "is_slight"]
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
 _REACH = 2.0  # how far above the median a spike is, in distances of the highest healthy value
 _MAX_Z = 1e4  # so that a plot of z keeps its scale
+_SLIGHT = 0.1  # of what was gained since the highest level
 
 
 class Column(IntEnum):
@@ -102,6 +103,7 @@ class RobustWindow:
         self.patience = patience
         self._floors_k = torch.tensor(floors)
         self._values_kn = torch.full((len(floors), size), torch.nan)
+        self.highest_k = torch.full((len(floors),), -torch.inf)  # of all medians so far
         # Per signal: where the next value goes, how many there are, spikes in a row.
         self._next_k, self._count_k, self._streak_k = torch.zeros(
             3, len(floors), dtype=torch.long
@@ -147,9 +149,12 @@ class RobustWindow:
         is_finite_k = values_k.isfinite() | ~judged_k
         is_spike_k = is_known_k & is_finite_k & (z_k > self.z_threshold)
         limit_k = center_k + self.z_threshold * sigma_k
+        median_k = torch.where(is_positive_k, center_k.exp(), center_k)
+        known_k = torch.where(is_known_k, median_k, -torch.inf)
+        self.highest_k = torch.maximum(self.highest_k, known_k)
         columns = {
             Column.VALUE: values_k,
-            Column.MEDIAN: torch.where(is_positive_k, center_k.exp(), center_k),
+            Column.MEDIAN: median_k,
             Column.LIMIT: torch.where(is_positive_k, limit_k.exp(), limit_k),
             Column.HIGHEST: sorted_kn.gather(1, last_k1)[:, 0],
             Column.Z: torch.where(is_known_k & is_finite_k, z_k, torch.nan),
@@ -177,17 +182,37 @@ class RobustWindow:
 
     def _to(self, device: torch.device) -> None:
         if self._values_kn.device != device:
-            for name in ("_floors_k", "_values_kn", "_next_k", "_count_k", "_streak_k"):
+            names = ("_floors_k", "_values_kn", "_next_k", "_count_k", "_streak_k", "highest_k")
+            for name in names:
                 setattr(self, name, getattr(self, name).to(device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, in tensors on the CPU."""
         counts_3k = torch.stack([self._next_k, self._count_k, self._streak_k])
-        return {"values": self._values_kn.cpu(), "counts": counts_3k.cpu()}
+        values_kn, highest_k = self._values_kn.cpu(), self.highest_k.cpu()
+        return {"values": values_kn, "counts": counts_3k.cpu(), "highest": highest_k}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with another window; one of another size is left alone, and fills anew."""
         if state_dict["values"].shape == self._values_kn.shape:
             self._values_kn = state_dict["values"].clone()
             self._next_k, self._count_k, self._streak_k = state_dict["counts"].clone().unbind()
+            self.highest_k = state_dict.get("highest", self.highest_k.cpu()).clone()
             self._floors_k = self._floors_k.cpu()
+
+
+def is_slight(loss_f: Tensor, norm_f: Tensor, highest: Tensor) -> Tensor:
+    """Return whether a loss spike is of no account, as of a few odd samples at a loss close to 0.
+
+    Where a loss has come down to a thousandth, one sample of a batch of 32 that is told wrongly is
+    30 times the median, and nothing is wrong. So a spike that takes back less than a tenth of what
+    was gained is none where the gradient norm, which such a sample leaves as it is, is as usual.
+
+    Args:
+        loss_f: Row of the loss in a report.
+        norm_f: That of the gradient norm.
+        highest: The highest median of the loss so far; -inf where there is none.
+    """
+    lost, gained = loss_f[Column.VALUE] - loss_f[Column.MEDIAN], highest - loss_f[Column.MEDIAN]
+    is_usual = (norm_f[Column.IS_SPIKE] == 0) & (norm_f[Column.IS_FINITE] != 0)
+    return is_usual & (lost < _SLIGHT * gained)

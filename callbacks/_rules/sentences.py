@@ -64,6 +64,11 @@ MESSAGES = {
     "gradient_trend": "The gradient norm{whose} has risen to {value:.4g}, the median of {window} "
     "steps, {times:.1f} times {lowest:.4g} around step {lowest_step:.0f}. It rises for {span} "
     "steps, while the loss is not at its best.",
+    "level_shift": "The {tensor}{whose} was above its limit of {threshold:.4g} for {patience} "
+    "steps in a row. It is {value:.4g} now, which is taken for the new level. Spikes are called "
+    "again after {again} steps.",
+    "non_finite_run": "No step{whose} was finite for {value:.0f} steps in a row, so weights or "
+    "optimizer states are probably lost.",
     "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
     "{value:.0f}, and left out {left_out} more batches.",
     "rewind_failed": "No checkpoint to go back to could be read, so training goes on as it is.",
@@ -140,6 +145,11 @@ REMEDIES = {
     "where its gradients underflow.",
     "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
     "update_to_weight_low": "Raise the learning rate of its group, or lower epsilon.",
+    "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
+    "checkpoint before step {first_bad:.0f}.",
+    "non_finite_run": "Go back to a checkpoint before step {first_bad:.0f}, or pass "
+    "`SpikeGuard(action='rewind')`.",
+    "non_finite_run_rewind": "Go back to a checkpoint before step {first_bad:.0f}.",
     "rewind_failed": "Go back to a checkpoint of your own, and keep those of `SpikeGuard` by "
     "`rewind_storage='memory'` or on another disk by `dirpath`.",
     "rewind_lost": "Keep them by `rewind_storage='memory'` or on another disk by `dirpath`.",

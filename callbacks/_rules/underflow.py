@@ -1,39 +1,20 @@
 """When zeros among values mean that a format is too small for them, and when they do not."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["ROUNDING", "Underflow", "UnderflowJudge"]
+from lightning_mp.callbacks._rules.learning import Learning
+from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+
+__all__ = ["ROUNDING", "UnderflowJudge"]
 
 # A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
 # is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
 ROUNDING = 2.0**-9
 
 
-class Underflow(NamedTuple):
-    """What is wrong with a tensor.
-
-    Args:
-        name: The tensor.
-        zero_share: Exact zeros as a share of its values.
-        usual_share: The largest share that was seen at the start.
-        threshold: The excess over it that was passed.
-        is_alarm: Whether it is the higher of the two thresholds.
-        subnormal_share: What is left, but below the normal range of the format.
-        is_absolute: Whether it is wrong whatever was usual.
-    """
-
-    name: str
-    zero_share: float
-    usual_share: float
-    threshold: float
-    is_alarm: bool
-    subnormal_share: float
-    is_absolute: bool = False
-
-
 @dataclass(eq=False)
-class UnderflowJudge:
+class UnderflowJudge(Learning):
     """Tells values that vanish from values that are zero by nature.
 
     Exact zeros are usual: an embedding has them for every token that a batch lacks, and a ReLU that
@@ -72,8 +53,8 @@ class UnderflowJudge:
         *,
         is_gone: bool = False,
         is_rounding: bool = False,
-    ) -> Underflow | None:
-        """Take a sample of a tensor in, and return what is wrong with it.
+    ) -> Verdict | None:
+        """Take a sample of a tensor in, and return what is wrong with it: `says` how it was found.
 
         Args:
             name: The tensor.
@@ -93,12 +74,16 @@ class UnderflowJudge:
         )
         highest = usual["highest"]
         if was_cut and usual["was_cut"]:
-            limit = self.alarm_excess
-            return Underflow(name, zero_share, highest, limit, True, subnormal_share, True)
+            words = {"usual": highest, "excess": self.alarm_excess, "subnormal": subnormal_share}
+            limit, says = self.alarm_excess, "_at_once"
+            return Verdict(
+                "gradient_underflow", zero_share, limit, "error", name, says, numbers=words
+            )
         if usual["samples"] <= self.baseline_samples:
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
             return None
+        severity: Severity = "error"
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
@@ -108,23 +93,16 @@ class UnderflowJudge:
         has_stopped = steady == 1 > usual["highest"]
         if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
-        if excess > self.alarm_excess:
-            limit = self.alarm_excess
-            return Underflow(name, zero_share, highest, limit, True, subnormal_share)
-        if len(newest) == 4 and sum(newest[2:]) > sum(newest[:2]):
-            limit = self.warn_excess
-            return Underflow(name, zero_share, highest, limit, False, subnormal_share)
-        return None
+        limit = self.alarm_excess
+        if excess <= limit:
+            if len(newest) < 4 or sum(newest[2:]) <= sum(newest[:2]):
+                return None
+            limit, severity = self.warn_excess, "warning"
+        words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
+        limit += highest
+        return Verdict("gradient_underflow", zero_share, limit, severity, name, numbers=words)
 
     def _is_cut(self, zeros: float, subnormals: float) -> bool:
         """Return whether a format ends inside of a distribution."""
         is_many = zeros > self.alarm_excess and subnormals > 0
         return self.is_absolute and is_many and subnormals >= min(zeros, 0.9 * (1 - zeros))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is usual."""
-        return {"usual": {name: dict(usual) for name, usual in self._usual.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what is usual."""
-        self._usual = {name: dict(usual) for name, usual in state["usual"].items()}

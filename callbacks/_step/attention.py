@@ -1,8 +1,9 @@
-"""The largest logits of attention, seen where `scaled_dot_product_attention` is called.
+"""The largest logits of attention, seen where it is computed: fused, by torch's module, or eagerly.
 
 Legend: B batch, H heads, L queries, S keys, E width of a head.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,17 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["AttentionMode", "logits_of"]
+__all__ = ["AttentionMode", "logits_of", "projected_logits"]
 
 _SAMPLES, _QUERIES = 4, 256  # of a call: memory as for a small batch, whatever the length
 _MASKED = -1e4  # what is added to logits to take them out, in fp16 and wider
 
 
 class AttentionMode(TorchFunctionMode):
-    """Looks at each call of `F.scaled_dot_product_attention` while it is entered.
+    """Looks at each attention that is computed while it is entered.
 
-    Such a call belongs to no module whose hooks would see its logits. It is counted for the
-    innermost module that is running.
+    It is a function, and belongs to no module whose hooks would see its logits:
+    `F.scaled_dot_product_attention`; `F.multi_head_attention_forward`, behind
+    `nn.MultiheadAttention`, whose own calls no mode sees; and a softmax over the last of four
+    dimensions, as of eager attention. It is counted for the innermost module that is running.
 
     Args:
         modules: Dotted name -> module.
@@ -44,11 +47,14 @@ class AttentionMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at the arguments, and call the function as it was."""
-        if func is F.scaled_dot_product_attention and not torch.compiler.is_compiling():
+        kwargs = kwargs or {}
+        find = _FINDERS.get(func)
+        if find is not None and not torch.compiler.is_compiling():
             name = self._running()
-            if name is not None:
-                self._look(name, logits_of(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            logits = None if name is None else find(*args, **kwargs)
+            if name is not None and logits is not None:
+                self._look(name, logits)
+        return func(*args, **kwargs)
 
     def _running(self) -> str | None:
         frame = sys._getframe(2)
@@ -100,3 +106,52 @@ def logits_of(
     if attn_mask.dtype == torch.bool:
         return logits.masked_fill(~attn_mask, 0.0)
     return (logits + attn_mask).masked_fill(attn_mask <= _MASKED, 0.0)
+
+
+def projected_logits(*args: Any, **kwargs: Any) -> Tensor:
+    """Return `logits_of` what `F.multi_head_attention_forward` makes of these arguments."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    query_LBE, key_SBE = (x if x.ndim == 3 else x[:, None] for x in (given["query"], given["key"]))
+    is_apart, packed = given.get("use_separate_proj_weight"), given["in_proj_weight"]
+    weights = (given["q_proj_weight"], given["k_proj_weight"]) if is_apart else packed.chunk(3)
+    bias = given["in_proj_bias"]
+    biases = (None, None) if bias is None else bias.float().chunk(3)
+    with torch.no_grad(), torch.autocast(query_LBE.device.type, enabled=False):
+        query, key = (
+            F.linear(x.float(), weights[i].float(), biases[i])
+            .unflatten(-1, (given["num_heads"], -1))
+            .permute(1, 2, 0, 3)
+            for i, x in enumerate((query_LBE, key_SBE))
+        )
+    mask = _added(given.get("attn_mask"))
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, query.shape[:2])
+    padding = _added(given.get("key_padding_mask"))
+    if padding is not None:
+        padding = padding[..., None, None, :]
+        mask = padding if mask is None else mask + padding
+    return logits_of(query, key, key, mask)
+
+
+def _added(mask: Tensor | None) -> Tensor | None:
+    """Return what a mask of `nn.MultiheadAttention`, true where nothing is seen, adds to logits."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
+
+
+def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
+    """Return logits in fp32, 0 where they are masked; `None` for the softmax of anything else."""
+    if logits.ndim != 4 or dim not in (-1, 3):
+        return None
+    kept = logits.detach()[:_SAMPLES, :, :: -(-logits.shape[-2] // _QUERIES)].float()
+    return kept.masked_fill(kept <= _MASKED, 0.0)
+
+
+_FINDERS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    F.scaled_dot_product_attention: logits_of,
+    F.multi_head_attention_forward: projected_logits,
+    F.softmax: _of_softmax,
+    torch.softmax: _of_softmax,
+    Tensor.softmax: _of_softmax,
+}

@@ -46,17 +46,15 @@ class BatchKeeper:
 
     `torch.load(path, weights_only=False)` gives a dict of step, epoch, rank and `batches`, which
     are the micro-batches of the step, on the CPU.
+
+    Args:
+        trainer: The trainer; made on all ranks, as its folder is broadcast.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[int, list[Any]] = {}
-        self._folder = Path()
-        self._paths: dict[int, str] = {}  # what was written, by step
-
-    def start(self, trainer: pl.Trainer) -> None:
-        """Find the folder of the run; call it on all ranks."""
+    def __init__(self, trainer: pl.Trainer) -> None:
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "bad_batches"
-        self._held.clear()
+        self._held: dict[int, list[Any]] = {}
+        self._paths: dict[int, str] = {}  # what was written, by step
 
     def hold(self, step: int, batch: Any, oldest: int) -> None:
         """Keep a batch of a step, and none of steps before `oldest`."""

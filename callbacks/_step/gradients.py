@@ -127,16 +127,12 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp32 norm of each; half gradients are summed in fp32."""
     local = [_local(gradient) for gradient in gradients]
-    norms: list[Tensor | None] = [None] * len(local)
+    norms: dict[int, Tensor] = {}
     for dtype in {gradient.dtype for gradient in local}:
         rows = [row for row, gradient in enumerate(local) if gradient.dtype == dtype]
-        same = _norms_of([local[row] for row in rows])
-        for row, norm in zip(rows, same, strict=True):
-            norms[row] = norm
-    device = local[0].device
-    return torch.stack(
-        [norm.to(device, torch.float32, non_blocking=True) for norm in norms if norm is not None]
-    )
+        norms |= zip(rows, _norms_of([local[row] for row in rows]), strict=True)
+    in_order, device = (norms[row] for row in range(len(local))), local[0].device
+    return torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in in_order])
 
 
 def _norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:

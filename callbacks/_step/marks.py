@@ -69,7 +69,7 @@ class MarkStore:
         self.storage = storage
         self.memory_gb = memory_gb
         self.bytes = 0  # of the newest
-        self.is_in_memory = True
+        self.is_in_memory = storage != "disk"
         self._held: dict[str, io.BytesIO] = {}
         self._rng: dict[str, Any] = {}  # of this rank, by path
         self._folder = Path()
@@ -118,14 +118,13 @@ class MarkStore:
         if self.storage == "auto" and self.is_in_memory:
             fits = most * _bytes_of(trainer) <= self.memory_gb * 1e9 and not is_sharded(trainer)
             self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
-        if self.storage == "memory" or (self.storage == "auto" and self.is_in_memory):
+        if self.is_in_memory:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
             held = self._held[mark.path] = io.BytesIO()
             torch.save(checkpoint, held)
             self.bytes = held.tell()
         else:
-            self.is_in_memory = False
             if trainer.is_global_zero and self._lock is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(self._folder)

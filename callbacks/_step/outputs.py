@@ -2,20 +2,19 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._step.attention import AttentionMode
-from lightning_mp.callbacks._step.sampling import pack_stats
+from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import FLOAT_DTYPES
-from lightning_mp.numerics.tensor_stats import StatField
 
-__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules", "tensors_in"]
+__all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
 
 class OutputKey(NamedTuple):
@@ -33,6 +32,7 @@ class OutputKey(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(kw_only=True, eq=False)
 class OutputSampler:
     """Gathers statistics of the outputs of modules over one training step.
 
@@ -47,24 +47,15 @@ class OutputSampler:
         callers: Modules that may call attention, whose logits are looked at; none for none.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        backward: bool,
-        max_calls: int,
-        norms: Mapping[str, nn.Module] = MappingProxyType({}),
-        callers: Mapping[str, nn.Module] = MappingProxyType({}),
-    ) -> None:
-        self.modules = modules
-        self.norms = norms
-        self._attention = AttentionMode(callers, self._look_at_logits) if callers else None
-        self.backward = backward
-        self.max_calls = max_calls
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._is_inside = False  # of the mode
-        self._handles: list[RemovableHandle] = []
-        self._rows: dict[OutputKey, list[Tensor]] = {}
+    modules: Mapping[str, nn.Module]
+    backward: bool
+    max_calls: int
+    norms: Mapping[str, nn.Module] = field(default_factory=dict)
+    callers: Mapping[str, nn.Module] = field(default_factory=dict)
+    _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
+    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
+    _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
+    _mode: AttentionMode | None = field(default=None, init=False)  # that is entered
 
     @property
     def is_running(self) -> bool:
@@ -80,15 +71,15 @@ class OutputSampler:
             # Before a precision plugin casts what comes in.
             hook = self._look_ahead(name)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        if self._attention is not None and self._handles:
-            self._attention.__enter__()
-            self._is_inside = True
+        if self.callers and self._handles:
+            self._mode = AttentionMode(self.callers, self._look_at_logits)
+            self._mode.__enter__()
 
     def stop(self) -> tuple[list[OutputKey], Tensor] | None:
         """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
-        if self._attention is not None and self._is_inside:
-            self._is_inside = False
-            self._attention.__exit__(None, None, None)
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -96,7 +87,7 @@ class OutputSampler:
         rows, self._rows = self._rows, {}
         if not rows:
             return None
-        return list(rows), torch.stack([_merged(torch.cat(each)) for each in rows.values()])
+        return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
     def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_: nn.Module, __: Any, output: Any) -> None:
@@ -161,27 +152,3 @@ def blocks_in(root: nn.Module) -> Iterator[nn.Module]:
             members = list(module.children())
             count = Counter(type(member) for member in members)
             yield from (m for m in members if count[type(m)] > 1 and any(m.children()))
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, dicts, and dataclasses such as a `ModelOutput`."""
-    if isinstance(output, Tensor):
-        yield output
-    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
-        for name in output.__dataclass_fields__:
-            yield from tensors_in(getattr(output, name, None))
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
-    else:
-        yield from (leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-
-
-def _merged(rows_RK: Tensor) -> Tensor:
-    merged_K = rows_RK.sum(dim=0)
-    merged_K[StatField.AMAX] = rows_RK[:, StatField.AMAX].amax()
-    merged_K[StatField.SMALLEST] = rows_RK[:, StatField.SMALLEST].amin()
-    return merged_K

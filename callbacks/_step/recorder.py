@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_mp.callbacks._step.batches import BatchKeeper
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.gradients import (
     NamedTensors,
@@ -25,6 +26,8 @@ from lightning_mp.callbacks._step.gradients import (
 from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 from lightning_mp.precision.scaled_precision import ScaledPrecision
+
+_LATE = 2  # steps that a sample may arrive after the facts of its step
 
 __all__ = ["Arrived", "FactsRecorder", "facts_of", "recorder_of"]
 
@@ -69,6 +72,7 @@ class FactsRecorder(pl.Callback):
         self.newest_loss: Tensor | None = None  # unscaled, of the last backward
         self.skipped: bool | None = None  # the last step; `None` while only `newest` will tell
         self.signals: Signals | None = None  # of the optimizer that is about to step
+        self.batches: BatchKeeper | None = None  # where one of the callbacks has `save_batch`
         self._names: dict[int, str] = {}
         self._gradients: NamedTensors | None = None
         self._measures_norm = False
@@ -117,6 +121,8 @@ class FactsRecorder(pl.Callback):
         # Decided by what is attached, not by what has arrived so far, as all ranks must agree.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._measures_norm = any(getattr(c, "needs_gradient_norm", False) for c in callbacks)
+        if any(getattr(c, "save_batch", False) for c in callbacks):
+            self.batches = BatchKeeper(trainer)
         if isinstance(_scaler_of(trainer), torch.amp.GradScaler):
             hooks = (each.register_step_pre_hook(self._called) for each in trainer.optimizers)
             self._handles += hooks
@@ -126,6 +132,9 @@ class FactsRecorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.now = facts_of(trainer, batch_idx)
+        if self.batches is not None:
+            oldest = 0 if self.newest is None else self.newest.step - _LATE
+            self.batches.hold(self.now.step, batch, oldest)
 
     @override
     def on_before_backward(
@@ -267,6 +276,7 @@ class FactsRecorder(pl.Callback):
             self._readback.drain()
         self._loss_sum, self._loss_count = None, 0
         self.now = self.newest = self.newest_loss = self.signals = self._gradients = None
+        self.batches = None
 
 
 def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:

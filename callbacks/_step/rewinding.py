@@ -1,6 +1,6 @@
 """Goes back to a checkpoint inside `Trainer.fit`, while the data goes on."""
 
-import dataclasses
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +19,7 @@ from lightning_mp.callbacks.monitor import InstabilityMonitor
 __all__ = ["Rewinder", "scale_rates"]
 
 
+@dataclass(kw_only=True, eq=False)
 class Rewinder:
     """Keeps checkpoints of the last steps, and goes back to one of them.
 
@@ -34,27 +35,20 @@ class Rewinder:
         lr_factor: What each rewind multiplies learning rates by.
     """
 
-    def __init__(
-        self,
-        store: MarkStore,
-        *,
-        every_n_steps: int,
-        rewind_steps: int,
-        skip_batches: int,
-        lr_factor: float,
-    ) -> None:
-        self.store = store
-        self.every_n_steps = every_n_steps
-        self.rewind_steps = rewind_steps
-        self.skip_batches = skip_batches
-        self.lr_factor = lr_factor
-        self.most = -(-rewind_steps // every_n_steps) + 2  # checkpoints at a time
-        self.marks: list[Mark] = []
-        self.lost: list[Mark] = []  # could not be read
-        self._total_factor = 1.0
-        self._has_told = False
-        self._to_skip = 0  # batches, from the start of the next epoch
-        self._fetcher: _SkippingFetcher | None = None
+    store: MarkStore
+    every_n_steps: int
+    rewind_steps: int
+    skip_batches: int
+    lr_factor: float
+    marks: list[Mark] = field(default_factory=list, init=False)
+    lost: list[Mark] = field(default_factory=list, init=False)  # could not be read
+    _total_factor: float = field(default=1.0, init=False)
+    _has_told: bool = field(default=False, init=False)
+    _to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
+    _fetcher: "_SkippingFetcher | None" = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
 
     # --- taking checkpoints ----------------------------------------------------------------------
 
@@ -224,7 +218,7 @@ class Rewinder:
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on."""
         to_skip = self._to_skip if self._fetcher is None else self._fetcher.to_skip
-        marks = [dataclasses.asdict(mark) for mark in self.marks]
+        marks = [asdict(mark) for mark in self.marks]
         return {"marks": marks, "to_skip": to_skip, "lr_factor": self._total_factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

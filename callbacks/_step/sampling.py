@@ -22,7 +22,7 @@ from lightning_mp.numerics.tensor_stats import (
     tensor_stats,
 )
 
-__all__ = ["SamplingMonitor", "merge_ranks", "pack_stats"]
+__all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
 
 class SamplingMonitor(InstabilityMonitor, ABC):
@@ -102,7 +102,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.samples = self._taken = state_dict["samples"]
+        self.samples = self._taken = state_dict.get("samples", 0)
 
 
 def pack_stats(
@@ -116,9 +116,15 @@ def pack_stats(
     return torch.cat([stats_NK, numels_N.to(stats_NK.device, non_blocking=True)[:, None]], dim=1)
 
 
+def merge_rows(rows_RxK: Tensor) -> Tensor:
+    """Return what `pack_stats` would return of one tensor whose parts have these rows: [*x, K]."""
+    merged_xK = rows_RxK.sum(dim=0)
+    merged_xK[..., StatField.AMAX] = rows_RxK[..., StatField.AMAX].amax(dim=0)
+    merged_xK[..., StatField.SMALLEST] = rows_RxK[..., StatField.SMALLEST].amin(dim=0)
+    return merged_xK
+
+
 def merge_ranks(names: Sequence[str], packed_WNK: np.ndarray[Any, Any]) -> TensorStats:
     """Merge what all ranks have packed, as if they held the parts of one tensor."""
-    merged = packed_WNK.sum(axis=0)
-    merged[:, StatField.AMAX] = packed_WNK[:, :, StatField.AMAX].max(axis=0)
-    merged[:, StatField.SMALLEST] = packed_WNK[:, :, StatField.SMALLEST].min(axis=0)
+    merged = merge_rows(torch.from_numpy(packed_WNK)).numpy()
     return TensorStats(names, merged[:, -1].astype(int).tolist(), merged[:, :-1])

@@ -35,7 +35,7 @@ class StepSkipper:
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Make LR schedules wait for skipped steps; call it when training starts."""
-        if not self._asks_plugin(trainer):
+        if not isinstance(trainer.precision_plugin, ScaledPrecision):
             strategy = trainer.strategy
             strategy.lr_scheduler_configs = hold_schedules(
                 strategy.lr_scheduler_configs, lambda: self._held
@@ -126,11 +126,6 @@ class StepSkipper:
         """Take back the flag."""
         if self._flags.pop(optimizer, None) is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _asks_plugin(trainer: pl.Trainer) -> bool:
-        plugin = trainer.precision_plugin
-        return isinstance(plugin, ScaledPrecision)
 
     def detach(self) -> None:
         """Remove the hooks from optimizers."""

@@ -27,7 +27,7 @@ class _Parser(LightningArgumentParser):
 
 
 class LightningMPCLI(LightningCLI):
-    """LightningCLI for which the class names of this package will do, as in `lightning-mp`.
+    """LightningCLI that knows the classes of this package by name, as `lightning-mp` does.
 
     LightningCLI knows by name what has been imported, and asks for the module of everything else.
     Where a value may be of several classes, as in `plugins:`, its error says of each why it is not
@@ -39,8 +39,8 @@ class LightningMPCLI(LightningCLI):
         from lightning_mp import LightningMPCLI as LightningCLI
 
     Args:
-        *args: As of `LightningCLI`.
-        **kwargs: As of `LightningCLI`. With a `parser_class` of your own the two extras are gone.
+        *args: As in `LightningCLI`.
+        **kwargs: As in `LightningCLI`. A `parser_class` of your own goes without the two extras.
 
     Raises:
         SystemExit: The arguments cannot be parsed.

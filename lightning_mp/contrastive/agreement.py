@@ -14,14 +14,14 @@ Shapes:
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive.backends import ExchangeName, make_tiles
+from lightning_mp.contrastive.backends import ExchangeName, TileChoice
 from lightning_mp.contrastive.false_negatives import limits_of
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.pair_options import RULES, PairOptions
@@ -53,7 +53,7 @@ def agree(
     pairs: PairOptions | None = None,
     *,
     exchange: ExchangeName,
-    options: Mapping[str, Any],
+    tiles: TileChoice,
     group: dist.ProcessGroup | None,
 ) -> Plan:
     """Return the plan that all ranks of a group follow; each calls this once a loss.
@@ -65,7 +65,7 @@ def agree(
         bias: The logit bias, if its gradient takes work.
         pairs: What the call says of its pairs.
         exchange: How columns travel.
-        options: The keyword arguments of `make_tiles`.
+        tiles: What multiplies tiles.
         group: Whose ranks share the batch; `None` is the default group.
 
     Raises:
@@ -73,10 +73,10 @@ def agree(
     """
 
     def tiles_of(workspace_bytes: int | None) -> TileBackend:
-        chosen = {**options, "workspace_bytes": workspace_bytes}
-        return make_tiles(device=image_bD.device, dtype=image_bD.dtype, **chosen)
+        chosen = tiles._replace(workspace_bytes=workspace_bytes)
+        return chosen.tiles(image_bD.device, image_bD.dtype)
 
-    budget = tiles_of(options["workspace_bytes"]).budget(image_bD.device)
+    budget = tiles_of(tiles.workspace_bytes).budget(image_bD.device)
     needs = trained(image_bD, text_bD, scale, bias)
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     pairs = PairOptions() if pairs is None else pairs
@@ -96,22 +96,22 @@ def agree(
 def plan_of_one(
     image_bD: Tensor,
     text_bD: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
     pairs: PairOptions,
-    *,
-    options: Mapping[str, Any],
+    tiles: TileChoice,
+    needs_grad: Sequence[bool],
 ) -> Plan:
-    """Return the plan of a process that is alone; arguments are those of `agree`."""
-    tiles = make_tiles(device=image_bD.device, dtype=image_bD.dtype, **options)
-    needs = trained(image_bD, text_bD, scale, bias)
-    return Plan(
-        Ring([len(text_bD)]),
-        tiles,
-        *needs,
-        pairs=len(image_bD),
-        **_of_pairs(pairs, image_bD, text_bD, tiles),
-    )
+    """Return the plan of a process that is alone.
+
+    Args:
+        image_bD: Image features.
+        text_bD: Text features.
+        pairs: What the call says of its pairs.
+        tiles: What multiplies tiles.
+        needs_grad: Whether images, texts, and scale or bias need gradients.
+    """
+    backend = tiles.tiles(image_bD.device, image_bD.dtype)
+    of_pairs = _of_pairs(pairs, image_bD, text_bD, backend)
+    return Plan(Ring([len(text_bD)]), backend, *needs_grad, pairs=len(image_bD), **of_pairs)
 
 
 def _of_pairs(
@@ -157,7 +157,8 @@ def make_plan(
         exchange: How columns travel.
         needs_grad: Whether any rank needs gradients for images, texts and scale.
         tiles_of: Makes the tiles for a workspace in bytes.
-        budget: The workspace, the same on all ranks: they have to cut alike. `None`: the tiles'.
+        budget: The workspace, the same on all ranks, which must cut the same slices. `None`: that
+            of the tiles.
         group: The process group.
     """
     rank = dist.get_rank(group)

@@ -67,9 +67,9 @@ def _pair_problem(image_features: object, text_features: object, is_paired: bool
     if image_features.shape[0] > text_features.shape[0] and not is_paired:
         return (
             f"{shapes} Row i of one belongs to row i of the other, so there must be a text for "
-            "each image; what texts there are beside are negatives of all images. Say in "
-            "`positives` which texts belong to an image instead, or let an image with several "
-            "stand in one row for each, with the same value in `ids`."
+            "each image; further texts are negatives of all images. Say in `positives` which texts "
+            "belong to an image instead, or repeat an image in one row for each of its texts, with "
+            "the same value in `ids`."
         )
     if image_features.device != text_features.device:
         return (

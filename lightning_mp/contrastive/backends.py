@@ -2,9 +2,10 @@
 
 import functools
 import importlib.util
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from lightning_mp.contrastive.tile_backend import TileBackend
 from lightning_mp.contrastive.torch_tiles import TorchTiles
@@ -14,9 +15,9 @@ __all__ = [
     "Backend",
     "Directions",
     "ExchangeName",
+    "TileChoice",
     "TileDtype",
     "check_choices",
-    "make_tiles",
     "triton_problem",
 ]
 
@@ -56,29 +57,34 @@ def check_choices(
         )
 
 
-def make_tiles(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    workspace_bytes: int | None,
-    tile_dtype: str,
-    autotune: bool,
-) -> TileBackend:
-    """Return the tile backend for features on a device; the same object for the same arguments.
+class TileChoice(NamedTuple):
+    """The arguments of `ContrastiveLoss` that say which code multiplies tiles, and how."""
 
-    Raises:
-        ValueError: `backend="triton"` cannot run there.
-    """
-    # Triton's interpreter is for tests that ask for it: in bf16 it is wrong without repairs.
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return TorchTiles(workspace_bytes)
-    problem = triton_problem(device, dtype)
-    if backend == "auto" and problem is not None:
-        return TorchTiles(workspace_bytes)
-    if problem is not None:
-        raise ValueError(problem)
-    return _triton_tiles(workspace_bytes, tile_dtype, autotune)
+    backend: str
+    tile_dtype: str
+    workspace_bytes: int | None
+    autotune: bool
+
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> TileBackend:
+        """Return the tile backend for features on a device; equal choices get an equal one.
+
+        Raises:
+            ValueError: `backend="triton"` cannot run there.
+        """
+        # Triton's interpreter is for tests that ask for it: in bf16 it is wrong without repairs.
+        if self.backend == "torch" or (self.backend == "auto" and device.type != "cuda"):
+            return TorchTiles(self.workspace_bytes)
+        problem = triton_problem(device, dtype)
+        if self.backend == "auto" and problem is not None:
+            return TorchTiles(self.workspace_bytes)
+        if problem is not None:
+            raise ValueError(problem)
+        return _triton_tiles(self.workspace_bytes, self.tile_dtype, self.autotune)
+
+    def kept_values(self, image_bD: Tensor, n: int) -> int:
+        """Return the size of the memory for kept tiles of images and `n` texts."""
+        tiles = self.tiles(image_bD.device, image_bD.dtype)
+        return tiles.kept_values(image_bD.shape[0], n, image_bD.dtype, image_bD.device)
 
 
 def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,4 +1,4 @@
-"""Negatives that are nearer than the positive, and so hardly negatives: above which similarity.
+"""The similarity above which a negative is taken for a false one, for each image and text.
 
 Shapes:
     b: images of this rank. n: its texts. D: feature width.
@@ -29,7 +29,7 @@ def limits_of(
     Args:
         pairs: The rule, its margin, and guides if they judge.
         image_bD: The images.
-        text_nD: The texts; those beyond the images' own look for nothing, and judge nothing.
+        text_nD: The texts; those beyond the images' own have no limit.
         tiles: What works the similarities out.
     """
     if pairs.false_negatives == "keep":

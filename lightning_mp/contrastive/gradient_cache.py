@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_count, explains_arguments
 from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
 from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
 from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
@@ -30,7 +30,7 @@ from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
 
-_WORTH_A_WORD = 2**20  # bytes of outputs that nobody used
+_UNUSED_BYTES = 2**20  # bytes of outputs that nobody used
 
 
 @explains_arguments()
@@ -110,10 +110,11 @@ class GradientCache:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if micro_batch_size != "auto":
-            _check_count("micro_batch_size", micro_batch_size, 1, "'auto' or ")
+            other = "'auto' or "
+            check_count("GradientCache", "micro_batch_size", micro_batch_size, other=other)
         if activation_bytes is not None:
-            _check_count("activation_bytes", activation_bytes, 1)
-        _check_count("prefetch", prefetch, 0)
+            check_count("GradientCache", "activation_bytes", activation_bytes)
+        check_count("GradientCache", "prefetch", prefetch, 0)
         for name, names in (("rows", rows), ("whole", whole), ("leave_out", leave_out)):
             _check_names(name, names)
         if replay_tolerance is not None and not replay_tolerance >= 0:
@@ -315,7 +316,7 @@ class GradientCache:
         unused = sum(replayed.unused.values())
         is_initialized = dist.is_available() and dist.is_initialized()
         is_first = not is_initialized or dist.get_rank() == 0
-        if unused < max(_WORTH_A_WORD, replayed.used_bytes) or tower in self._told_of:
+        if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._told_of:
             return
         self._told_of.add(tower)
         if is_first:
@@ -334,14 +335,6 @@ def _check_no_transform(tower: str) -> None:
             f"Called the tower `{tower}` inside a transform of `torch.func` while its gradients "
             "are cached. A replay needs a plain backward. Call it outside of `cache.serving(...)` "
             "there, or take the gradient with `torch.autograd.grad`."
-        )
-
-
-def _check_count(name: str, value: object, least: int, other: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"Passed `GradientCache({name}={value!r})`. `{name}` must be {other}an integer of at "
-            f"least {least}. Leave it out to get the default."
         )
 
 

@@ -21,7 +21,6 @@ and `dL/dimage = scale dL/dS text`, `dL/dtext = scale dL/dS.T image`,
 see it: its gradient is exactly 0, and adding it would only cost digits.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,8 +30,16 @@ from torch import Tensor
 from lightning_mp.contrastive.backends import Directions
 from lightning_mp.contrastive.exchange import Exchange, Visit
 from lightning_mp.contrastive.statistics import MaximaSweep, measure, softmax_probabilities
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Maxima, Prepared, TileBackend
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.contrastive.tile_backend import (
+    Ids,
+    Kept,
+    Limits,
+    Logits,
+    Maxima,
+    Prepared,
+    TileBackend,
+)
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = [
@@ -47,7 +54,6 @@ __all__ = [
     "negatives_sweep",
     "not_differentiable",
     "sweep",
-    "visiting_ids",
 ]
 
 NO_SECOND_DERIVATIVE = (
@@ -96,14 +102,43 @@ class Plan:
 
     @property
     def wanted(self) -> tuple[bool, bool]:
-        """Whether images are to find their texts, and texts their images."""
+        """Whether the cross entropies of images count, and those of texts."""
         return self.directions != "text_to_image", self.directions != "image_to_text"
 
     @property
     def travelling(self) -> list[Tensor]:
-        """What has to come with the texts to say what is left out."""
+        """What travels with the texts, to tell which pairs are left out."""
         ids = [] if self.ids_b is None else [self.ids_b]
         return ids if self.limits is None else [*ids, *self.limits.travelling]
+
+    def logits(
+        self,
+        visit: Visit,
+        image_bD: Tensor,
+        text_mD: Tensor,
+        scale: Tensor,
+        kept: Kept | None = None,
+        *,
+        is_first: bool = False,
+    ) -> Logits:
+        """Return this rank's rows against visiting columns, with what is left out.
+
+        Args:
+            visit: Of the texts, and of what travels with them.
+            image_bD: The rows.
+            text_mD: The columns.
+            scale: One value.
+            kept: Memory for tiles.
+            is_first: Whether sums about the rows hold nothing yet; those about columns never do.
+        """
+        others = visit.columns[1:]
+        ids = None if self.ids_b is None else Ids(self.ids_b[: len(image_bD)], others.pop(0))
+        limits = None if self.limits is None else self.limits.at(others)
+        # Texts beyond the images' own have no row.
+        own, matched = visit.positive_rows, len(image_bD) if self.matched is None else self.matched
+        rows = slice(min(own.start, matched), min(own.stop, matched))
+        fresh = (is_first, True)
+        return Logits(image_bD, text_mD, scale, visit.diagonal, rows, ids, limits, kept, fresh)
 
     @property
     def trains(self) -> bool:
@@ -126,7 +161,7 @@ class Swept(NamedTuple):
         weight_b: What the positives' cotangents are, times `-2B`.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
         block_mD: The texts of all ranks, where they came at once and the backward will need them.
-        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
+        statistics_5: The values of `LossStatistics`; `None` where no rank wants them.
     """
 
     loss: Tensor
@@ -145,7 +180,7 @@ class Negatives(NamedTuple):
         row_lse_b: Log-sum-exps of the rows.
         column_lse_Rn: Parts of those of the columns, see `Home.parts`.
         block_mD: As in `Swept`.
-        maxima: Their largest logits, if anybody wants them.
+        maxima: Their largest logits, if a rank wants them.
     """
 
     row_lse_b: Tensor
@@ -173,16 +208,12 @@ class InfoNCE(torch.autograd.Function):
         return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
-        with torch.no_grad():
-            d_inputs = differentiate(
-                cotangent, image_bD, text_nD, scale, bias, Swept(*swept), ctx.plan
-            )
-        if torch.is_grad_enabled():  # `create_graph=True`
-            return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
-        return (*d_inputs, None)
+        inputs = (image_bD, text_nD, scale, bias)
+        return (*differentiate(cotangent, *inputs, Swept(*swept), ctx.plan), None)
 
 
 def sweep(
@@ -257,23 +288,6 @@ def memory_for_tiles(image_bD: Tensor, plan: Plan) -> Tensor:
     return image_bD.new_empty(size, dtype=accumulation_dtype(image_bD.dtype))
 
 
-def visiting_ids(plan: Plan, b: int, columns: Sequence[Tensor]) -> Ids | None:
-    """Return the ids of rows and of visiting columns, if there are any."""
-    return None if plan.ids_b is None else Ids(plan.ids_b[:b], columns[0])
-
-
-def _visiting_limits(plan: Plan, columns: Sequence[Tensor]) -> Limits | None:
-    """Return the limits of rows and of visiting columns, if there are any."""
-    return None if plan.limits is None else plan.limits.at(columns[plan.ids_b is not None :])
-
-
-def paired(visit: Visit, image_bD: Tensor, plan: Plan) -> slice:
-    """Return the rows whose positive visits; what texts there are beside has no row."""
-    own = visit.positive_rows
-    matched = len(image_bD) if plan.matched is None else plan.matched
-    return slice(min(own.start, matched), min(own.stop, matched))
-
-
 def negatives_sweep(
     image_bD: Tensor,
     text_nD: Tensor,
@@ -289,15 +303,11 @@ def negatives_sweep(
     block_mD = None
 
     def sweep_block(visit: Visit, is_first: bool) -> None:
-        text_mD, *others = visit.columns
+        text_mD = visit.columns[0]
         part_m = row_neg_b.new_empty(text_mD.shape[:1])
         maxima = None if largest is None else largest.block(text_mD)
-        plan.tiles.lse_sweep(
-            image_bD, text_mD, scale, row_neg_b, part_m,
-            visit.diagonal, paired(visit, image_bD, plan), kept,
-            visiting_ids(plan, len(image_bD), others), prepared, _visiting_limits(plan, others),
-            maxima, (is_first, True),
-        )  # fmt: skip
+        logits = plan.logits(visit, image_bD, text_mD, scale, kept, is_first=is_first)
+        plan.tiles.lse_sweep(logits, row_neg_b, part_m, prepared, maxima)
         column_neg.add(part_m)
         if largest is not None and maxima is not None:
             largest.add(maxima)
@@ -331,14 +341,10 @@ def negatives_gradients(
         return None, None
 
     def sweep_block(visit: Visit, is_first: bool) -> None:
-        text_mD, *others, column_lse_m = visit.columns
+        text_mD, column_lse_m = visit.columns[0], visit.columns[-1]
         part_mD = None if d_text is None else torch.empty_like(text_mD, dtype=dtype)
-        plan.tiles.grad_sweep(
-            image_bD, text_mD, scale, row_lse_b, column_lse_m, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD, plan), kept,
-            visiting_ids(plan, len(image_bD), others), _visiting_limits(plan, others),
-            (is_first, True),
-        )  # fmt: skip
+        logits = plan.logits(visit, image_bD, text_mD, scale, kept, is_first=is_first)
+        plan.tiles.grad_sweep(logits, row_lse_b, column_lse_m, d_image_bD, part_mD)
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 

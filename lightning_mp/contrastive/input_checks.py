@@ -1,4 +1,4 @@
-"""Warns of inputs of a contrastive loss that are no error, and hardly what was meant.
+"""Warns of inputs of a contrastive loss that are valid, but probably not what was meant.
 
 Shapes:
     b: this rank's batch. D: feature width.

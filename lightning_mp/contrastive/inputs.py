@@ -41,7 +41,7 @@ def in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_derivatives(*inputs: object) -> None:
-    """Refuse derivatives that would come out as zero without a word."""
+    """Refuse derivatives that would silently be zero."""
     is_dual = any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     )

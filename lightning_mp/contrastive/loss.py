@@ -17,6 +17,7 @@ from lightning_mp.contrastive.backends import (
     Backend,
     Directions,
     ExchangeName,
+    TileChoice,
     TileDtype,
     check_choices,
 )
@@ -66,12 +67,13 @@ class ContrastiveLoss(GroupModule):
         \qquad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
-    backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep what
-    fits half of the workspace (the rest of it past 64 MiB, on CUDA 1 GiB) until the backward: where
-    all tiles fit, three products. Triton tiles are not kept.
+    backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep as
+    many as fit in half of the workspace (in all but 32 MiB of more than 64 MiB; on CUDA in all but
+    512 MiB of more than 1 GiB) until the backward: where all fit, three products. Triton tiles are
+    not kept.
 
-    Features of two dtypes, as those of a locked tower that were kept in fp32, are taken in the
-    wider one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
+    Features of two dtypes, such as those of a locked tower kept in fp32, are taken in the wider
+    one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
 
     **Precision**: products are summed in fp32, in float64 for float64 features; log-sum-exps are
     kept in float64. The positive is kept apart from the negatives, so a pair with a loss of 1e-12
@@ -97,15 +99,15 @@ class ContrastiveLoss(GroupModule):
     **Several ranks**: batch sizes may differ. The value is the loss of the global batch, on every
     rank. Feature gradients come out W times too large and the scale's as the total, so that the
     *mean* over ranks that DDP and FSDP take gives exactly the gradient of one process with the
-    whole batch. All ranks of the group must call forward and backward in the same order. Beside the
-    features a rank holds at most `8 b D` values of four bytes and the workspace.
+    whole batch. All ranks of the group must call forward and backward in the same order. Besides
+    the features a rank holds at most `8 b D` values of four bytes and the workspace.
 
-    `logit_bias` shifts all logits alike, which softmax does not see: its gradient is exactly 0.
+    `logit_bias` shifts all logits by the same amount, which softmax ignores: its gradient is 0.
 
     **Duplicates**: where an image stands in the batch with several texts, each of these would be a
     negative of the others' rows, and a perfect embedding of two would have a loss of log 2. With
-    `ids` in the call, pairs of equal ids are left out of the sums over j, on whatever ranks they
-    are; i itself stays. The ids travel with the texts.
+    `ids` in the call, pairs of equal ids, on any ranks, are left out of the sums over j; i itself
+    stays. The ids travel with the texts.
 
     With `duplicates="multi_positive"` all pairs of equal ids are positives instead, as in
     supervised contrastive learning: `S_ii` becomes their mean, and they all stay in the sums.
@@ -120,18 +122,19 @@ class ContrastiveLoss(GroupModule):
     from the same sweep.
 
     **Weights**: with `weights` in the call L is the weighted mean of the terms, over all ranks, and
-    text i weighs as much as image i. With 0 both look for nothing, and stay negatives of others.
+    text i weighs as much as image i. With 0 neither has a term, and both stay negatives.
     A text of several images weighs as much as they do on average.
 
     **More texts than images**: the first b texts belong to the images, in order. Any number after
     them, on any ranks, are negatives of all images (hard negatives, mined for these images or not)
-    and look for no image: the sum over j of the first term goes over all texts of all ranks. With
+    and have no term: the sum over j of the first term goes over all texts of all ranks. With
     `negatives` in the call each image has k more, (b, k, D), that no other image sees.
 
-    **False negatives**: a negative that is nearer than the positive is hardly one (GISTEmbed). With
-    `false_negatives` rows leave out what is above a limit that their positive sets, and columns by
-    theirs; similarities are those of the features, or of a guide's, which takes torch's tiles. What
-    is nearer by no more than rounding, such as a copy of the positive, stays.
+    **False negatives**: a negative that is nearer than the positive is probably none (GISTEmbed).
+    With `false_negatives` a row leaves out negatives whose similarity is above a limit that its
+    positive sets, and a column likewise. Similarities are those of the features, or of a guide's,
+    which takes torch's tiles: a Triton tile would hold a second product in registers. What is
+    nearer by no more than rounding, such as a copy of the positive, stays.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -139,22 +142,22 @@ class ContrastiveLoss(GroupModule):
         backend: Code that multiplies tiles. `"torch"` runs everywhere, `"triton"` on CUDA devices
             of compute capability 8.0 or higher; `"auto"` picks Triton where it runs.
         tile_dtype: What Triton tiles multiply: `"auto"`, `"bf16"`, `"fp16"`, `"tf32"`, `"fp32"`.
-        autotune: Time the Triton tile shapes at the first call and keep the fastest. The table's
-            own choice is used without; a process may then differ from the last in rounding.
+        autotune: Time the Triton tile shapes at the first call and keep the fastest, so
+            that rounding may differ from process to process. Otherwise the table's first is used.
         exchange: How the texts of other ranks come. `"slices"`: slice t of every rank's by one
             gather, while the slice before is in use; T slices, as few as fit 5/8 of the workspace,
             mostly one. `"ring"`: a rank's at a time from neighbour to neighbour, as in Inf-CL; W
             turns, each with the kernels and the host's work of a whole sweep.
-        directions: Which of both terms count: `"image_to_text"` is the first alone, each image
+        directions: Which of the two terms count: `"image_to_text"` is the first alone, each image
             among all texts, as retrieval losses for text have it; `"text_to_image"` the second.
             L is then the mean of B terms, not of 2 B.
         duplicates: What equal `ids` mean: `"mask"` leaves them out of the negatives,
             `"multi_positive"` makes them positives.
-        label_smoothing: The part of each target, 0 to 1, that is spread evenly over all that the
-            sum over j has, as in torch's `cross_entropy`.
+        label_smoothing: The part of each target, 0 to 1, that is spread evenly over everything
+            in the sum over j, as in torch's `cross_entropy`.
         false_negatives: Which negatives are left out of a sum: `"absolute"` those more similar than
             its positive less `margin`, `"relative"` than its positive times `1 - margin`.
-        margin: See there.
+        margin: See `false_negatives`.
         local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
             each rank to its own rows; here every rank has the loss of the whole batch, from its
             own rows.
@@ -166,7 +169,7 @@ class ContrastiveLoss(GroupModule):
         use_horovod: Only False is accepted.
 
     Shapes:
-        image_features: (b, D), already normalised if they are to be.
+        image_features: (b, D), which the caller normalises where that is wanted.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
         ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
         guide_image: (b, G). guide_text: (n, G).
@@ -296,7 +299,7 @@ class ContrastiveLoss(GroupModule):
             output_dict: Return a dictionary, as open_clip's losses do.
             statistics: Return `LossStatistics` beside it.
             ids: What each text shows, integers of shape (n,); those of the images come first.
-                What equal ids mean, on whatever ranks, is `duplicates`.
+                `duplicates` says what equal ids mean, on any ranks.
             weights: What each pair counts, (b,) numbers that are not negative; without gradient.
             positives: Which of this rank's texts belong to each image, integers of shape (b,), or
                 (b, k) padded with -1. Left out, text i belongs to image i.
@@ -320,22 +323,13 @@ class ContrastiveLoss(GroupModule):
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._options, "exchange": self.exchange}
+        options = {**self._tiles()._asdict(), "exchange": self.exchange}
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {
-            "backend": self.backend,
-            "tile_dtype": self.tile_dtype,
-            "workspace_bytes": self.workspace_bytes,
-            "autotune": self.autotune,
-        }
-
-    def _options_with(self, pairs: PairOptions) -> dict[str, Any]:
-        """Return the options of the tiles: those of Triton know no guides."""
-        return {**self._options, "backend": "torch"} if pairs.needs_torch else self._options
+    def _tiles(self, *, needs_torch: bool = False) -> TileChoice:
+        backend = "torch" if needs_torch else self.backend
+        return TileChoice(backend, self.tile_dtype, self.workspace_bytes, self.autotune)
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is to be an operator, which `torch.compile` can take in."""
@@ -368,7 +362,8 @@ class ContrastiveLoss(GroupModule):
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
         operate = self._operate if pairs.is_swept else loss_of_targets
-        return operate(image_bD, text_bD, scale, bias, pairs, self._options_with(pairs))
+        tiles = self._tiles(needs_torch=pairs.needs_torch)
+        return operate(image_bD, text_bD, scale, bias, pairs, tiles)
 
     @torch.compiler.disable
     def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -394,5 +389,5 @@ class ContrastiveLoss(GroupModule):
         return plan_for(
             problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
             trains_bias=not self._is_softmax, exchange=self.exchange,
-            options=self._options_with(pairs), group=self.process_group,
+            tiles=self._tiles(needs_torch=pairs.needs_torch), group=self.process_group,
         )  # fmt: skip

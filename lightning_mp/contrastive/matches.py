@@ -177,7 +177,7 @@ def to_columns(match: Match, x_bD: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """A product with M; with the other one of both as its gradient, of the sum over all ranks."""
+    """A product with M or its transpose; the other is its gradient, of the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, match: Match, is_to_rows: bool) -> Tensor:

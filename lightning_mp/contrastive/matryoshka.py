@@ -48,9 +48,13 @@ class MatryoshkaLoss(nn.Module):
     **Work**: called once for each width, a loss would bring the texts of all ranks K times and hold
     K workspaces until the backward. Here texts travel once at full width, gradients go home once,
     and one workspace serves all. Products are those of the widths' sum: `2 b^2 \sum_k d_k` FLOPs a
-    unit, 1.42 times those of 768 alone for 768, 256 and 64. That holds for `ContrastiveLoss` called
-    with `ids` or no options; another loss, or one with `weights`, `positives`, `negatives`, label
-    smoothing or several positives, is called once for each width.
+    unit, 1.42 times those of 768 alone for 768, 256 and 64. That holds for
+    `ContrastiveLoss` called with `ids` or no options; another loss, or one with `weights`,
+    `positives`, `negatives`, label smoothing or several positives, is called once for each width.
+
+    Products are not nested, the logits of a width being those of the one before plus the product of
+    a slice. On a CPU core that would save 31% of the time at b = 4,096 and widths of 64, 128, 256
+    and 512 (a prototype in torch), and hold a tile of every width; a GPU needs other kernels.
 
     Args:
         loss: The loss of each prefix; `None` is `ContrastiveLoss()`.

@@ -20,14 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import HEADER, Visit
-from lightning_mp.contrastive.infonce import (
-    NO_SECOND_DERIVATIVE,
-    Plan,
-    paired,
-    visiting_ids,
-)
+from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan
 from lightning_mp.contrastive.tile_backend import Kept
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -112,12 +107,10 @@ class NestedInfoNCE(torch.autograd.Function):
         return loss.to(accumulation_dtype(image_bD.dtype))
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns for the gradients."""
-        with torch.no_grad():
-            d_inputs = _differentiate(cotangent, ctx.plan, ctx.prefixes, *ctx.saved_tensors)
-        if torch.is_grad_enabled():  # `create_graph=True`
-            d_inputs = tuple(refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE))
+        d_inputs = _differentiate(cotangent, ctx.plan, ctx.prefixes, *ctx.saved_tensors)
         return (*d_inputs, None, None)
 
 
@@ -138,26 +131,22 @@ def _sweep(
     prefixes: tuple[Prefix, ...],
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of the negatives of this rank's rows and columns, (b, k), (n, k)."""
-    state, b = state_dtype(image_bD.device), len(image_bD)
-    row_neg_kb = image_bD.new_full((len(prefixes), b), -torch.inf, dtype=state)
+    state = state_dtype(image_bD.device)
+    row_neg_kb = image_bD.new_empty(len(prefixes), len(image_bD), dtype=state)
     column_neg, kept = plan.exchange.home("logsumexp"), Kept(memory)
     images = [prefix.of(image_bD).features_nd for prefix in prefixes]
 
-    def sweep_block(visit: Visit) -> None:
-        text_mD, *ids_m = visit.columns
-        part_km = row_neg_kb.new_full((len(prefixes), len(text_mD)), -torch.inf)
-        for prefix, image_bd, row_neg_b, part_m in zip(
-            prefixes, images, row_neg_kb, part_km, strict=True
-        ):
-            plan.tiles.lse_sweep(
-                image_bd, prefix.of(text_mD).features_nd, scale, row_neg_b, part_m,
-                visit.diagonal, paired(visit, image_bD, plan), kept,
-                visiting_ids(plan, b, ids_m),
-            )  # fmt: skip
+    def sweep_block(visit: Visit, is_first: bool) -> None:
+        text_mD = visit.columns[0]
+        part_km = row_neg_kb.new_empty(len(prefixes), len(text_mD))
+        for prefix, image_bd, *sums in zip(prefixes, images, row_neg_kb, part_km, strict=True):
+            text_md = prefix.of(text_mD).features_nd
+            logits = plan.logits(visit, image_bd, text_md, scale, kept, is_first=is_first)
+            plan.tiles.lse_sweep(logits, *sums)
         column_neg.add(part_km.T.contiguous())
 
-    for visit in plan.exchange.visit([text_nD, *plan.travelling]):
-        sweep_block(visit)
+    for index, visit in enumerate(plan.exchange.visit([text_nD, *plan.travelling])):
+        sweep_block(visit, index == 0)
     return row_neg_kb.T, column_neg.result()
 
 
@@ -182,7 +171,7 @@ def _differentiate(
     with torch.autocast(image_bD.device.type, enabled=False):
         images = [prefix.of(image_bD) for prefix in prefixes]
         if use_image:
-            d_images = [torch.zeros_like(cut.features_nd, dtype=dtype) for cut in images]
+            d_images = [torch.empty_like(cut.features_nd, dtype=dtype) for cut in images]
         lses = (row_lse_kb, column_lse_nk)
         d_text_nD = _gradient_sweep(images, d_images, text_nD, scale, *lses, memory, plan, prefixes)
         d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if plan.image_needs_grad else None
@@ -221,25 +210,25 @@ def _gradient_sweep(
     prefixes: tuple[Prefix, ...],
 ) -> Tensor | None:
     """Add the negatives' part to the images' gradients; return that of the texts, full width."""
-    dtype, b = accumulation_dtype(text_nD.dtype), len(images[0].features_nd)
+    dtype = accumulation_dtype(text_nD.dtype)
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
     kept = Kept(memory)
 
-    def sweep_block(visit: Visit) -> None:
-        text_mD, column_lse_mk, *ids_m = visit.columns
+    def sweep_block(visit: Visit, is_first: bool) -> None:
+        text_mD, column_lse_mk = visit.columns[0], visit.columns[-1]
         total_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
         for index, prefix in enumerate(prefixes):
-            text = prefix.of(text_mD)
+            image_bd, text = images[index].features_nd, prefix.of(text_mD)
             part_md = None
             if total_mD is not None:
-                part_md = torch.zeros_like(text.features_nd, dtype=dtype)
+                part_md = torch.empty_like(text.features_nd, dtype=dtype)
             plan.tiles.grad_sweep(
-                images[index].features_nd, text.features_nd, scale, row_lse_kb[index],
+                plan.logits(visit, image_bd, text.features_nd, scale, kept, is_first=is_first),
+                row_lse_kb[index],
                 column_lse_mk[:, index].contiguous(),
-                None if d_images is None else d_images[index], part_md,
-                visit.diagonal, paired(visit, images[index].features_nd, plan), kept,
-                visiting_ids(plan, b, ids_m),
-            )  # fmt: skip
+                None if d_images is None else d_images[index],
+                part_md,
+            )
             if total_mD is not None and part_md is not None:
                 text.add_gradient(total_mD, part_md, prefix.weight)
         if d_text is not None and total_mD is not None:
@@ -247,6 +236,7 @@ def _gradient_sweep(
 
     if d_images is None and d_text is None:
         return None
-    for visit in plan.exchange.visit([text_nD, column_lse_nk, *plan.travelling]):
-        sweep_block(visit)
+    visits = plan.exchange.visit([text_nD, *plan.travelling, column_lse_nk])
+    for index, visit in enumerate(visits):
+        sweep_block(visit, index == 0)
     return None if d_text is None else d_text.result()

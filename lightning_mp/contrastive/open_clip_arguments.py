@@ -27,7 +27,7 @@ def take_open_clip(gather_with_grad: bool, world_size: int, use_horovod: bool) -
             f"Passed `ContrastiveLoss(gather_with_grad=False, world_size={world_size})`. In "
             "open_clip that makes the gradients of encoders W times too small. Here they are "
             "those of one process with the whole batch: divide the learning rate of SGD by "
-            f"{world_size}, and leave that of Adam. Pass `gather_with_grad=True` to hear no more.",
+            f"{world_size}, and keep Adam's. Pass `gather_with_grad=True` to silence this.",
             stacklevel=5,
         )
 

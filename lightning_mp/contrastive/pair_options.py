@@ -54,7 +54,7 @@ class PairOptions:
         label_smoothing: 0 to 1.
         false_negatives: What is left out.
         margin: Below the positive.
-        pairing: What the positives come to, once they have been read.
+        pairing: What was made of the positives, once they have been read.
         statistics: Whether the call wants `LossStatistics`.
         prefixes: What `MatryoshkaLoss` cuts the features to.
     """
@@ -97,7 +97,7 @@ class PairOptions:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether torch's tiles alone know what is to be left out."""
+        """Whether only torch's tiles can tell what is left out."""
         return self.guides is not None
 
     @property
@@ -179,8 +179,8 @@ class PairOptions:
         if self.statistics and not self._are_pairs:
             return (
                 "Passed `statistics=True` to a loss with several positives of one image or text, "
-                "with `negatives` of an image alone, or without false negatives. They are of one "
-                "pair each, among the texts that all images see. Leave it out."
+                "with `negatives` of an image alone, or with `false_negatives`. Statistics are "
+                "of one pair a row, among the texts that all images see. Leave it out."
             )
         if self.pairing is None or self.pairing.is_one_to_one(b):
             return None
@@ -188,7 +188,7 @@ class PairOptions:
             return (
                 "Passed `positives` that are not one text for each image, and another for each, to "
                 f"`ContrastiveLoss(false_negatives={self.false_negatives!r})`, which judges by the "
-                "one positive of a row or column. Leave one of both out."
+                "one positive of a row or column. Leave one of the two out."
             )
         if self.ids is not None:
             return (

@@ -117,7 +117,7 @@ def _positives_problem(options: PairOptions, image: Tensor) -> str | None:
     if options.duplicates != "mask":
         return (
             f"Passed `positives` to `ContrastiveLoss(duplicates={options.duplicates!r})`, where "
-            "`ids` say what they are. Pass one of both."
+            "`ids` say what they are. Pass one of the two."
         )
     is_integer = not positives.is_floating_point() and not positives.is_complex()
     is_integer = is_integer and positives.dtype != torch.bool
@@ -135,7 +135,7 @@ def _negatives_problem(options: PairOptions, image: Tensor) -> str | None:
     if options.directions == "text_to_image":
         return (
             "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
-            "texts that an image is not to find. Leave one of both out."
+            "texts that an image is not to find. Leave one of the two out."
         )
     if not isinstance(negatives, Tensor):
         return (

@@ -36,7 +36,7 @@ def pair_terms(
         unwanted = wanted.index(False)
         softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
     row_lse_b = torch.logaddexp(row_neg_b, pos_b)
-    # Texts without an image look for none: an infinite sum leaves them a softmax of zero.
+    # Texts without an image have no term: an infinite sum leaves them a softmax of zero.
     published = column_neg_n.new_full((HEADER + len(column_neg_n),), torch.inf)
     if wanted[1]:
         published[HEADER:][pairs] = torch.logaddexp(column_neg_b, pos_b)

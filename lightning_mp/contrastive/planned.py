@@ -4,13 +4,19 @@ Shapes:
     b: this rank's images. n: its texts. D: feature width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive.agreement import agree, group_size, plan_of_one, report_unusable
-from lightning_mp.contrastive.backends import ExchangeName, triton_problem
+from lightning_mp.contrastive.agreement import (
+    agree,
+    group_size,
+    plan_of_one,
+    report_unusable,
+    trained,
+)
+from lightning_mp.contrastive.backends import ExchangeName, TileChoice, triton_problem
 from lightning_mp.contrastive.infonce import Plan
 from lightning_mp.contrastive.inputs import as_tensors
 from lightning_mp.contrastive.pair_options import PairOptions
@@ -19,7 +25,7 @@ __all__ = ["Planned", "plan_for"]
 
 
 class Planned(NamedTuple):
-    """What a loss goes on with.
+    """What a loss computes with.
 
     Args:
         image_bD: In the order of their pairs, as the texts.
@@ -48,10 +54,10 @@ def plan_for(
     *,
     trains_bias: bool,
     exchange: ExchangeName,
-    options: dict[str, Any],
+    tiles: TileChoice,
     group: dist.ProcessGroup | None,
 ) -> Planned:
-    """Agree with all ranks of a group, or with oneself.
+    """Agree with all ranks of a group on a plan; one process makes its own.
 
     Args:
         problem: What is wrong with the arguments of this rank, if anything is.
@@ -62,14 +68,14 @@ def plan_for(
         pairs: What the call says of its pairs.
         trains_bias: Whether the bias's gradient takes work.
         exchange: How columns travel.
-        options: The keyword arguments of `make_tiles`.
+        tiles: What multiplies tiles.
         group: Whose ranks share the batch; `None` is the default group.
 
     Raises:
         ValueError: Something cannot be used; on all ranks.
     """
     is_one = group_size(group) == 1
-    if problem is None and options["backend"] == "triton":
+    if problem is None and tiles.backend == "triton":
         problem = triton_problem(image_bD.device, image_bD.dtype)
     if problem is None:
         problem, pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
@@ -78,9 +84,9 @@ def plan_for(
             report_unusable(image_bD, group)
         raise ValueError(problem)
     scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-    facts = (image_bD, text_nD, scale, bias if trains_bias else None, pairs)
+    inputs = (image_bD, text_nD, scale, bias if trains_bias else None)
     if is_one:
-        plan = plan_of_one(*facts, options=options)
+        plan = plan_of_one(image_bD, text_nD, pairs, tiles, trained(*inputs))
     else:
-        plan = agree(*facts, exchange=exchange, options=options, group=group)
+        plan = agree(*inputs, pairs, exchange=exchange, tiles=tiles, group=group)
     return Planned(image_bD, text_nD, scale, bias, pairs, plan)

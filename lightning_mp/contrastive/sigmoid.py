@@ -52,7 +52,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     its two products. The pairs of the batch stay outside the sweep in fp32 and float64.
 
     Shapes:
-        image_features: (b, D), already normalised if they are to be.
+        image_features: (b, D), which the caller normalises where that is wanted.
         text_features: (n, D) with n >= b. ids: (n,), those of the texts.
         logit_scale, logit_bias: one value; SigLIP starts at 10 and -10. Without a bias of about
             minus the logarithm of B, the B - 1 negatives of each row drown its pair. Returns a

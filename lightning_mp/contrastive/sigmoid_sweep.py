@@ -4,8 +4,8 @@ Shapes:
     B: global batch. b: this rank's batch. n: its texts, of which the first b belong to its images.
     m: columns that are visiting. D: feature width. W: ranks.
 
-With `S = scale * image @ text.T + bias`, every pair adds `softplus(-S_ii)` or, if it is none,
-`softplus(S_ij)`. What a pair contributes depends on its own logit alone, so that loss and
+With `S = scale * image @ text.T + bias`, every pair adds `softplus(-S_ii)`, and what is no pair
+`softplus(S_ij)`. What each contributes depends on its own logit alone, so that loss and
 gradients come from one sweep:
 
     dL/dS_ij = sigmoid(S_ij) / B    for i != j,        dL/dS_ii = -sigmoid(-S_ii) / B,
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.exchange import Visit
-from lightning_mp.contrastive.infonce import Plan, not_differentiable, paired, visiting_ids
+from lightning_mp.contrastive.infonce import Plan, not_differentiable
 from lightning_mp.contrastive.statistics import MaximaSweep, measure
 from lightning_mp.contrastive.tile_backend import Maxima
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -47,7 +47,7 @@ class SigmoidSwept(NamedTuple):
 
     Args:
         totals: Loss, gradients of bias and scale, over all ranks.
-        d_image_bD: `B dL/dS text`; `None` where nobody asks.
+        d_image_bD: `B dL/dS text`; `None` if not wanted.
         d_text_nD: `B dL/dS.T image`; likewise.
     """
 
@@ -73,17 +73,13 @@ class SigmoidPairs(torch.autograd.Function):
         return loss, not_differentiable(ctx, statistics_5)
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
         scale, bias, *swept = ctx.saved_tensors
         pairs, world_size = ctx.plan.global_pairs, ctx.plan.exchange.world_size
-        with torch.no_grad():
-            d_inputs = differentiate(
-                cotangent, scale, bias, SigmoidSwept(*swept), pairs, world_size, ctx.dtype
-            )
-        if torch.is_grad_enabled():  # `create_graph=True`
-            return (*refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE), None)
-        return (*d_inputs, None)
+        sizes = (pairs, world_size, ctx.dtype)
+        return (*differentiate(cotangent, scale, bias, SigmoidSwept(*swept), *sizes), None)
 
 
 def differentiate(
@@ -177,27 +173,23 @@ def _negatives_sweep(
     use_image, use_text = sides_of(
         plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad
     )
-    d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if use_image else None
+    d_image_bD = torch.empty_like(image_bD, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if use_text else None
     totals_2 = scale.new_zeros(2)
     largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
-    own_ids = [] if plan.ids_b is None else [plan.ids_b]
 
-    def sweep_block(visit: Visit) -> None:
-        text_mD, *ids_m = visit.columns
-        part_mD = None if d_text is None else torch.zeros_like(text_mD, dtype=dtype)
+    def sweep_block(visit: Visit, is_first: bool) -> None:
+        text_mD = visit.columns[0]
+        part_mD = None if d_text is None else torch.empty_like(text_mD, dtype=dtype)
         maxima = None if largest is None else largest.block(text_mD)
-        plan.tiles.sigmoid_sweep(
-            image_bD, text_mD, scale, bias, totals_2, d_image_bD, part_mD,
-            visit.diagonal, paired(visit, image_bD, plan), visiting_ids(plan, len(image_bD), ids_m),
-            maxima,
-        )  # fmt: skip
+        logits = plan.logits(visit, image_bD, text_mD, scale, is_first=is_first)
+        plan.tiles.sigmoid_sweep(logits, bias, totals_2, d_image_bD, part_mD, maxima)
         if largest is not None and maxima is not None:
             largest.add(maxima)
         if d_text is not None and part_mD is not None:
             d_text.add(part_mD)
 
-    for visit in plan.exchange.visit([text_nD, *own_ids]):
-        sweep_block(visit)
+    for index, visit in enumerate(plan.exchange.visit([text_nD, *plan.travelling])):
+        sweep_block(visit, index == 0)
     maxima = None if largest is None else largest.result()
     return totals_2, d_image_bD, None if d_text is None else d_text.result(), maxima

@@ -34,8 +34,8 @@ class LossStatistics(NamedTuple):
 
     So a collapsed model, whose features are all equal, has an accuracy of 0. A NaN is no hit. Pairs
     that the loss leaves out (equal `ids`) are no rivals; texts without an image are rivals, and
-    look for none. With `weights` all means are weighted. With several positives of one row or
-    column, with `negatives` of a row or without false negatives, the loss refuses to say.
+    not counted. With `weights` all means are weighted. With several positives of one row or
+    column, with `negatives` of a row or with `false_negatives`, the loss refuses them.
 
     Attributes:
         image_to_text_top1: Share of the images whose text has the largest logit of all texts.
@@ -114,7 +114,7 @@ def measure(
         maxima: Largest logits of the negatives of all rows and columns, without the bias.
         exchange: The ranks.
         tiles: What multiplied the negatives.
-        weight_q: What each pair counts; `None` is alike.
+        weight_q: What each pair counts; `None`: all the same.
     """
     q, state, dtype = len(pos_q), pos_q.dtype, accumulation_dtype(image_bD.dtype)
     scale = scale.to(state).reshape(())

@@ -32,7 +32,7 @@ from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.contrastive.statistics import measure, softmax_probabilities
 from lightning_mp.contrastive.targets import Task, make_task
 from lightning_mp.contrastive.tile_backend import Maxima
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
@@ -44,7 +44,7 @@ class TargetedSwept(NamedTuple):
 
     Args:
         loss: In the accumulation dtype of the features.
-        unit: What the gradients are to be multiplied by, beside the cotangent.
+        unit: What the gradients are to be multiplied by, besides the cotangent.
         kept: Tiles for the backward, see `tile_backend.Kept`; may be empty.
         row_lse_b: What stands for the rows' log-sum-exps in the second sweep.
         column_lse: For the columns', as `Exchange.publish` returned it.
@@ -53,7 +53,7 @@ class TargetedSwept(NamedTuple):
         d_scale: Likewise.
         d_negatives_bkD: Likewise.
         block_mD: See `infonce.Swept`, as the next.
-        statistics_5: The values of `LossStatistics`; `None` where nobody wants them.
+        statistics_5: The values of `LossStatistics`; `None` where no rank wants them.
     """
 
     loss: Tensor
@@ -95,15 +95,12 @@ class TargetedInfoNCE(torch.autograd.Function):
         return swept.loss, not_differentiable(ctx, swept.statistics_5)
 
     @staticmethod
+    @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Sweep once more over all columns, and add the gradients of the task."""
         image_bD, text_nD, scale, bias, *swept = ctx.saved_tensors
-        with torch.no_grad():
-            d_inputs = differentiate_targets(
-                cotangent, image_bD, text_nD, scale, bias, TargetedSwept(*swept), ctx.plan
-            )
-        if torch.is_grad_enabled():  # `create_graph=True`
-            d_inputs = refuse_second_derivatives(d_inputs, NO_SECOND_DERIVATIVE)
+        inputs = (image_bD, text_nD, scale, bias)
+        d_inputs = differentiate_targets(cotangent, *inputs, TargetedSwept(*swept), ctx.plan)
         return (*d_inputs, None, None)
 
 
@@ -179,7 +176,7 @@ def _differentiated(
     with torch.set_grad_enabled(any(needs)):
         part = task.loss(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
-    # Negatives of which there are none have no part in the loss.
+    # With no negatives of an image (k = 0), theirs have no part in the loss.
     has_graph = part.requires_grad
     found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if has_graph else ())
     gradients = [next(found, None) if need else None for need in needs]

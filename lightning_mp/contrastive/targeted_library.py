@@ -11,16 +11,17 @@ Shapes:
     b: batch. n: texts. k: negatives of an image. D: feature width.
 """
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive.agreement import plan_of_one, trained
-from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.backends import TileChoice
 from lightning_mp.contrastive.exchange import HEADER
-from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE, Plan
+from lightning_mp.contrastive.infonce import NO_SECOND_DERIVATIVE
+from lightning_mp.contrastive.operators import FEATURES, TILES, define, derive, wanted_like
 from lightning_mp.contrastive.pair_options import RULES, PairOptions
 from lightning_mp.contrastive.pairing import Pairing
 from lightning_mp.contrastive.targeted_infonce import (
@@ -33,7 +34,8 @@ from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 __all__ = ["loss_of_targets", "targeted_infonce", "targeted_infonce_backward"]
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-_TILES = ("backend", "tile_dtype", "workspace_bytes", "autotune")
+_PAIRS = "Tensor? ids, Tensor? weights, Tensor? positives, Tensor? guide_image, Tensor? guide_text"
+_RULES = "str directions, str duplicates, float label_smoothing, str false_negatives, float margin"
 
 
 def loss_of_targets(
@@ -42,7 +44,7 @@ def loss_of_targets(
     scale: Tensor,
     bias: Tensor | None,
     pairs: PairOptions,
-    options: dict[str, Any],
+    tiles: TileChoice,
 ) -> tuple[Tensor, Tensor]:
     """Return loss and statistics of one process, by the operator."""
     negatives = pairs.negatives
@@ -51,88 +53,34 @@ def loss_of_targets(
     loss, found, _ = targeted_infonce(
         image_bD, text_nD, scale, bias, negatives, pairs.ids, pairs.weights, pairs.positives,
         pairs.guide_image, pairs.guide_text, needs_grad, pairs.statistics,
-        *(getattr(pairs, name) for name in RULES), *(options[name] for name in _TILES),
+        *(getattr(pairs, name) for name in RULES), *tiles,
     )  # fmt: skip
     return loss, found
 
 
-def _plan(
-    pairs: PairOptions,
-    image_bD: Tensor,
-    text_nD: Tensor,
-    scale: Tensor,
-    needs_grad: list[bool],
-    tiles: tuple[Any, ...],
-) -> Plan:
-    options = dict(zip(_TILES, tiles, strict=True))
-    plan = plan_of_one(image_bD, text_nD, scale, None, pairs, options=options)
-    image, text, scale_too, _ = needs_grad
-    return dataclasses.replace(
-        plan, image_needs_grad=image, text_needs_grad=text, scale_needs_grad=scale_too
-    )
-
-
-@torch.library.custom_op("lightning_mp::targeted_infonce", mutates_args=())
-def targeted_infonce(
+def _targeted_infonce(
     image_bD: Tensor,
     text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     negatives_bkD: Tensor | None,
-    ids: Tensor | None,
-    weights: Tensor | None,
-    positives: Tensor | None,
-    guide_image: Tensor | None,
-    guide_text: Tensor | None,
-    needs_grad: list[bool],
-    statistics: bool,
-    directions: str,
-    duplicates: str,
-    label_smoothing: float,
-    false_negatives: str,
-    margin: float,
-    backend: str,
-    tile_dtype: str,
-    workspace_bytes: int | None,
-    autotune: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the loss, its statistics (empty if not wanted), and what the backward takes.
-
-    Args:
-        image_bD: Image features, (b, D).
-        text_nD: Text features, (n, D).
-        scale: The logit scale, one value.
-        bias: The logit bias, one value, or `None`.
-        negatives_bkD: Of each image alone, (b, k, D), or `None`.
-        ids: See `ContrastiveLoss`, as all that follow.
-        weights: What each pair counts.
-        positives: Which texts belong to each image.
-        guide_image: Features that judge.
-        guide_text: Likewise.
-        needs_grad: Whether images, texts, scale and negatives are to have gradients.
-        statistics: Work out the values of `LossStatistics`, too.
-        directions: Which cross entropies count.
-        duplicates: What equal ids mean.
-        label_smoothing: Part of each target.
-        false_negatives: What is left out.
-        margin: Below the positive.
-        backend: What multiplies tiles.
-        tile_dtype: What is multiplied.
-        workspace_bytes: Memory for tiles.
-        autotune: Choose tile shapes by the clock.
 
     Raises:
         ValueError: Positives cannot be used.
     """
-    values = (directions, duplicates, label_smoothing, false_negatives, margin)
-    rules: Any = dict(zip(RULES, values, strict=True))
-    given = (ids, weights, positives, negatives_bkD, guide_image, guide_text)
-    pairs = PairOptions(*given, **rules, statistics=statistics)
+    ids, weights, positives, guide_image, guide_text, needs_grad, statistics = options[:7]
+    rules: Any = dict(zip(RULES, options[7:12], strict=True))
+    pairs = PairOptions(
+        ids, weights, positives, negatives_bkD, guide_image, guide_text, statistics=statistics,
+        **rules,
+    )  # fmt: skip
     problem, pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
     if problem is not None:
         raise ValueError(problem)
-    tiles = (backend, tile_dtype, workspace_bytes, autotune)
-    plan = _plan(pairs, image_bD, text_nD, scale, needs_grad, tiles)
+    plan = plan_of_one(image_bD, text_nD, pairs, TileChoice(*options[12:]), needs_grad[:3])
     # Operators run below autograd, which the task takes its gradients from.
     with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
         swept = sweep_targets(
@@ -156,20 +104,12 @@ def _order_of(pairs: PairOptions, image_bD: Tensor, text_nD: Tensor) -> list[Ten
     return [*orders, torch.tensor([pairs.pairing.matched])]
 
 
-@targeted_infonce.register_fake
-def _(
+def _fake_targeted_infonce(
     image_bD: Tensor,
     text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     negatives_bkD: Tensor | None,
-    ids: Tensor | None,
-    weights: Tensor | None,
-    positives: Tensor | None,
-    guide_image: Tensor | None,
-    guide_text: Tensor | None,
-    needs_grad: list[bool],
-    statistics: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     (b, width), n = image_bD.shape, text_nD.shape[0]
@@ -178,15 +118,9 @@ def _(
     def empty(*shape: Any, dtype: torch.dtype = dtype) -> Tensor:
         return image_bD.new_empty(shape, dtype=dtype)
 
-    loss, found = empty(), empty(5 * statistics)
-    *_, false_negatives, _, backend, tile_dtype, workspace_bytes, autotune = options
-    size = 0
-    if any(needs_grad[:3]) and false_negatives == "keep":
-        tiles = make_tiles(
-            backend, image_bD.device, image_bD.dtype, workspace_bytes=workspace_bytes,
-            tile_dtype=tile_dtype, autotune=autotune,
-        )  # fmt: skip
-        size = tiles.kept_values(b, n, image_bD.dtype, image_bD.device)
+    _, _, positives, _, _, needs_grad, statistics, *_, false_negatives, _ = options[:12]
+    keeps = any(needs_grad[:3]) and false_negatives == "keep"
+    size = TileChoice(*options[12:]).kept_values(image_bD, n) if keeps else 0
     column_lse = empty(HEADER + n, dtype=state)[HEADER:]  # as `Exchange.publish` has them
     gradients = [
         empty(b, width) if needs_grad[0] else empty(0),
@@ -200,52 +134,34 @@ def _(
     order = [empty(length, dtype=torch.int64) for length in sizes]
     matched = torch.empty(1, dtype=torch.int64, device="cpu")
     lses = [empty(dtype=state), empty(size), empty(b, dtype=state), column_lse]
-    return loss, found, [*lses, *gradients, *order, matched]
+    return empty(), empty(5 * statistics), [*lses, *gradients, *order, matched]
 
 
-@torch.library.custom_op("lightning_mp::targeted_infonce_backward", mutates_args=())
-def targeted_infonce_backward(
+targeted_infonce = define(
+    "targeted_infonce",
+    f"({FEATURES}, Tensor? negatives_bkD, {_PAIRS}, bool[] needs_grad, bool statistics, {_RULES},"
+    f" {TILES}) -> (Tensor, Tensor, Tensor[])",
+    _targeted_infonce,
+    _fake_targeted_infonce,
+)
+
+
+def _targeted_infonce_backward(
     cotangent: Tensor,
-    loss: Tensor,
-    saved: list[Tensor],
     image_bD: Tensor,
     text_nD: Tensor,
     scale: Tensor,
     bias: Tensor | None,
-    ids: Tensor | None,
-    guide_image: Tensor | None,
-    guide_text: Tensor | None,
+    loss: Tensor,
+    saved: list[Tensor],
     needs_grad: list[bool],
-    directions: str,
-    false_negatives: str,
-    margin: float,
-    backend: str,
-    tile_dtype: str,
-    workspace_bytes: int | None,
-    autotune: bool,
+    *options: Any,
 ) -> list[Tensor]:
-    """Return the gradients of images, texts, scale and negatives that are needed, and of a bias.
+    """Return the gradients of images, texts, scale, bias and negatives that are needed.
 
-    Args:
-        cotangent: Gradient of the loss, one value.
-        loss: What the forward returned.
-        saved: Likewise.
-        image_bD: See `targeted_infonce`, as all that follow.
-        text_nD: Text features.
-        scale: The logit scale.
-        bias: The logit bias.
-        ids: Where their equal pairs are left out.
-        guide_image: Features that judge.
-        guide_text: Likewise.
-        needs_grad: What is to have gradients.
-        directions: Which cross entropies count.
-        false_negatives: What is left out.
-        margin: Below the positive.
-        backend: What multiplies tiles.
-        tile_dtype: What is multiplied.
-        workspace_bytes: Memory for tiles.
-        autotune: Choose tile shapes by the clock.
+    `loss` and `saved` are what the forward returned; `ids` those whose equal pairs are left out.
     """
+    ids, guide_image, guide_text, directions, false_negatives, margin, *tiles = options
     rules: Any = {"directions": directions, "false_negatives": false_negatives, "margin": margin}
     pairs = PairOptions(ids=ids, guide_image=guide_image, guide_text=guide_text, **rules)
     *found, image_order, text_order, matched = saved
@@ -253,72 +169,53 @@ def targeted_infonce_backward(
     if is_ordered:
         pairing = Pairing(image_order, text_order, int(matched), image_order, text_order)
         pairs, image_bD, text_nD = pairs.in_order(pairing, image_bD, text_nD)
-    tiles = (backend, tile_dtype, workspace_bytes, autotune)
-    plan = _plan(pairs, image_bD, text_nD, scale, needs_grad, tiles)
+    plan = plan_of_one(image_bD, text_nD, pairs, TileChoice(*tiles), needs_grad[:3])
     task = [x if need else None for x, need in zip(found[4:], needs_grad, strict=True)]
     swept = TargetedSwept(loss, *found[:4], *task)
-    *d_inputs, d_bias, d_negatives = differentiate_targets(
-        cotangent, image_bD, text_nD, scale, bias, swept, plan
-    )
-    d_inputs.append(d_negatives)
+    d_inputs = differentiate_targets(cotangent, image_bD, text_nD, scale, bias, swept, plan)
     if is_ordered:
-        for place, order in ((0, image_order), (1, text_order), (3, image_order)):
+        for place, order in ((0, image_order), (1, text_order), (4, image_order)):
             gradient = d_inputs[place]
             if gradient is not None:
                 d_inputs[place] = torch.empty_like(gradient).index_copy_(0, order, gradient)
-    return [x for x in (*d_inputs, d_bias) if x is not None]
+    return [x for x in d_inputs if x is not None]
 
 
-@targeted_infonce_backward.register_fake
-def _(
-    cotangent: Tensor,
-    loss: Tensor,
-    saved: list[Tensor],
-    image_bD: Tensor,
-    text_nD: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    ids: Tensor | None,
-    guide_image: Tensor | None,
-    guide_text: Tensor | None,
-    needs_grad: list[bool],
-    *options: Any,
-) -> list[Tensor]:
-    inputs = (image_bD, text_nD, scale, saved[7])
-    wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
-    if bias is not None:
-        wanted.append(bias)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted]
+def _fake_targeted_infonce_backward(cotangent: Tensor, *arguments: Any) -> list[Tensor]:
+    *inputs, _, saved, needs_grad = arguments[:7]
+    return wanted_like([*inputs, saved[7]], (*needs_grad[:3], True, needs_grad[3]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    image_bD, text_nD, scale, bias, _, ids, _, _, guide_image, guide_text, *rest = inputs
-    ctx.needs_grad, _, directions, duplicates, _, *options = rest
-    ctx.options = (directions, *options)
-    loss, found, saved = output
+targeted_infonce_backward = define(
+    "targeted_infonce_backward",
+    f"(Tensor cotangent, {FEATURES}, Tensor loss, Tensor[] saved, bool[] needs_grad, Tensor? ids,"
+    " Tensor? guide_image, Tensor? guide_text, str directions, str false_negatives, float margin,"
+    f" {TILES}) -> Tensor[]",
+    _targeted_infonce_backward,
+    _fake_targeted_infonce_backward,
+)
+
+
+def _save(inputs: Sequence[Any], output: Sequence[Any]) -> tuple[list[Tensor | None], Any]:
+    *features, _, ids, _, _, guide_image, guide_text, needs_grad, _ = inputs[:12]
+    directions, duplicates, _, *options = inputs[12:]
+    loss, _, saved = output
     # Ids of positives are in the task's gradients.
     ids = ids if duplicates == "mask" else None
-    ctx.save_for_backward(
-        image_bD, text_nD, scale, bias, ids, guide_image, guide_text, loss, *saved
+    return [*features, loss, ids, guide_image, guide_text, *saved], (
+        needs_grad,
+        (directions, *options),
     )
-    ctx.mark_non_differentiable(found, *saved)
-    ctx.set_materialize_grads(False)  # zeros for these would take as much memory again
 
 
-def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *inputs, loss = ctx.saved_tensors[:8]
-    saved = list(ctx.saved_tensors[8:])
-    gradients = iter(
-        targeted_infonce_backward(cotangent, loss, saved, *inputs, ctx.needs_grad, *ctx.options)
-    )
-    d_image, d_text, d_scale, d_negatives = (next(gradients) if x else None for x in ctx.needs_grad)
-    d_bias = None if inputs[3] is None else next(gradients)
-    return d_image, d_text, d_scale, d_bias, d_negatives, *(None for _ in range(16))
+def _arguments(
+    cotangent: Tensor, tensors: Sequence[Any], values: Any, _: Sequence[bool]
+) -> tuple[Sequence[Any], Sequence[bool]]:
+    needs_grad, options = values
+    *inputs, ids, guide_image, guide_text = tensors[:8]
+    pairs = (ids, guide_image, guide_text)
+    arguments = (cotangent, *inputs, list(tensors[8:]), needs_grad, *pairs, *options)
+    return arguments, (*needs_grad[:3], inputs[3] is not None, needs_grad[3])
 
 
-targeted_infonce.register_autograd(_differentiate, setup_context=_save)
-
-
-@targeted_infonce_backward.register_autograd
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise RuntimeError(NO_SECOND_DERIVATIVE)
+derive(targeted_infonce, targeted_infonce_backward, _save, _arguments, NO_SECOND_DERIVATIVE)

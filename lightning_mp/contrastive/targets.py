@@ -45,7 +45,7 @@ class Shares(NamedTuple):
     Args:
         rows_b: Of the images' cross entropies, 0 to 1.
         columns_n: Of the texts'.
-        unit: What 1 stands for: 1 / (2 B) where all count alike.
+        unit: What 1 stands for: 1 / (2 B) where all weigh the same.
     """
 
     rows_b: Tensor
@@ -63,7 +63,7 @@ class Task(NamedTuple):
         smoothing: The part of a target that is spread evenly.
         field: Over what.
         limits: What rows take for a false negative.
-        wanted: Whether images are to find their texts, and texts their images.
+        wanted: Whether the cross entropies of images count, and those of texts.
     """
 
     match: Match
@@ -154,7 +154,7 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
     match: Match = Own(b, n)
     if options.pairing is not None:
         match = Listed(options.pairing.images_e, options.pairing.texts_e, b, n)
-        # What has no positive looks for none, and a text is weighed as its images are on average.
+        # Without a positive there is no term, and a text weighs what its images do on average.
         weight_b = weight_b.where(match.to_rows(weight_b.new_ones(n)) > 0, 0)
         images_n = match.to_columns(torch.ones_like(weight_b)).clamp_min(1)
         weight_n = match.to_columns(weight_b) / images_n

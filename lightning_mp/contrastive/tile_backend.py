@@ -15,6 +15,7 @@ __all__ = [
     "Ids",
     "Kept",
     "Limits",
+    "Logits",
     "Maxima",
     "PairTerms",
     "Prepared",
@@ -33,9 +34,13 @@ class Ids(NamedTuple):
     rows_b: Tensor
     columns_m: Tensor
 
+    def block(self, rows: slice, columns: slice) -> "Ids":
+        """Return those of some rows and columns."""
+        return Ids(self.rows_b[rows], self.columns_m[columns])
+
 
 class Limits(NamedTuple):
-    """Above which similarity a pair is left out of its row's sum, and of its column's.
+    """The similarities above which a pair is left out of its row's sum, and of its column's.
 
     Args:
         rows_b: Of the rows, in the state dtype.
@@ -51,13 +56,13 @@ class Limits(NamedTuple):
 
     @property
     def travelling(self) -> list[Tensor]:
-        """What has to come with the columns."""
+        """What travels with the columns."""
         guides = self.column_guides_mG
         return [self.columns_m] if guides is None else [self.columns_m, guides]
 
     def at(self, columns: Sequence[Tensor]) -> "Limits":
         """Return the limits of the same rows at other columns, with what came with these."""
-        guides = columns[1] if len(columns) > 1 else None
+        guides = None if self.column_guides_mG is None else columns[1]
         return self._replace(columns_m=columns[0], column_guides_mG=guides)
 
     def block(self, rows: slice, columns: slice) -> "Limits":
@@ -118,6 +123,34 @@ class Kept:
         return taken
 
 
+class Logits(NamedTuple):
+    """What a sweep works on: `S = scale * rows @ columns.T`, and which of it are no negatives.
+
+    Args:
+        rows_bD: Rows.
+        columns_mD: Columns of one shard.
+        scale: One value.
+        diagonal: The positive of row `i` is column `i + diagonal`; `None`: these columns hold none.
+        positive_rows: The rows that have their positive among these columns; `None` for all.
+        ids: Pairs of equal ids are left out, with the positives.
+        limits: What is above a row's limit is left out of the row's sums, and likewise by column.
+            Such tiles are not kept.
+        kept: Memory that lasts from the first sweep to the second.
+        fresh: Whether what the sweep adds to for rows, and for columns, holds nothing yet: it is
+            overwritten.
+    """
+
+    rows_bD: Tensor
+    columns_mD: Tensor
+    scale: Tensor
+    diagonal: int | None
+    positive_rows: slice | None = None
+    ids: Ids | None = None
+    limits: Limits | None = None
+    kept: Kept | None = None
+    fresh: tuple[bool, bool] = (False, False)
+
+
 class Prepared(NamedTuple):
     """What a loss works out once, whatever columns visit.
 
@@ -134,7 +167,7 @@ class PairTerms(NamedTuple):
     """What pairs make of the log-sum-exps of their negatives.
 
     Args:
-        row_lse_b: Log-sum-exps of the rows with their positives; infinite if they look for nothing.
+        row_lse_b: Log-sum-exps of the rows with their positives; infinite where they do not count.
         published: This rank's part of the loss and the columns', as `Exchange.publish` takes them.
         weight_b: `-2B` times the positives' cotangents.
     """
@@ -148,7 +181,7 @@ class Finished(NamedTuple):
     """Gradients in the dtype of the features, as a mean over ranks wants them.
 
     Args:
-        d_rows_bD: Of the images; `None` where nobody asked.
+        d_rows_bD: Of the images; `None` if not wanted.
         d_columns_nD: Of the texts, likewise.
         d_scale: This rank's part of the scale's, in the state dtype; likewise.
     """
@@ -159,15 +192,10 @@ class Finished(NamedTuple):
 
 
 class TileBackend(Protocol):
-    """Sweeps over the logits `S = scale * rows @ columns.T`, which are never held as a whole.
+    """Sweeps over `Logits`, which are never held as a whole; positives take part in none.
 
-    The positive of row `i` is column `i + diagonal` and takes part in neither sweep;
-    `diagonal=None` says that the columns hold no positives, and `positive_rows` that these rows
-    alone have theirs there. With `ids`, every pair of equal ids is left out with them; with
-    `limits`, what is above a row's is left out of the row's sums, and likewise by column; such
-    tiles are not kept. Log-sum-exps
-    are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all sweeps add
-    to what they are given, in an order that does not depend on the run.
+    Log-sum-exps are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all
+    sweeps add to what they are given, in an order that does not depend on the run.
     """
 
     def budget(self, device: torch.device) -> int:
@@ -175,7 +203,7 @@ class TileBackend(Protocol):
         ...
 
     def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
-        """Return what `Maxima` may be off by: times `|scale|` and both norms, and in any case.
+        """Return the error of `Maxima`: a factor of `|scale|` and both norms, and a constant.
 
         Args:
             width: D.
@@ -212,7 +240,7 @@ class TileBackend(Protocol):
             row_neg_b: Log-sum-exps of the negatives of the rows.
             column_neg_Rn: Parts of those of the columns, whose exponentials add up.
             pos_b: The pairs' logits.
-            wanted: Whether rows look for their columns, and columns for their rows.
+            wanted: Whether the cross entropies of rows count, and those of columns.
             terms: Cross entropies that the loss is the mean of.
         """
         ...
@@ -248,68 +276,45 @@ class TileBackend(Protocol):
 
     def lse_sweep(
         self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
+        logits: Logits,
         row_lse_b: Tensor,
         column_lse_m: Tensor,
-        diagonal: int | None,
-        positive_rows: slice | None = None,
-        kept: Kept | None = None,
-        ids: Ids | None = None,
         prepared: Prepared | None = None,
-        limits: Limits | None = None,
         maxima: Maxima | None = None,
-        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard to the log-sum-exps of the negatives, in place; one unit of work.
 
         `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
         `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
-        What tiles fit are left in `kept`; `prepared` is what `prepare` returned for the loss.
-        `maxima` are raised if they are given. What log-sum-exps of rows or columns that are `fresh`
-        hold is overwritten.
+        What tiles fit are left in `logits.kept`; `prepared` is what `prepare` returned for the
+        loss. `maxima` are raised if they are given.
         """
         ...
 
     def grad_sweep(
         self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
+        logits: Logits,
         row_lse_b: Tensor,
         column_lse_m: Tensor,
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
-        diagonal: int | None,
-        positive_rows: slice | None = None,
-        kept: Kept | None = None,
-        ids: Ids | None = None,
-        limits: Limits | None = None,
-        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard's negatives to the gradients, in place; three units of work.
 
         With `P_ij = exp(S_ij - row_lse_b[i]) + exp(S_ij - column_lse_m[j])`, zero at positives:
         `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
-        include the positives. `None` skips a gradient and its unit of work; `kept`, as the first
-        sweep left it, takes up to one more off. What gradients of rows or columns that are
-        `fresh` hold is overwritten.
+        include the positives. `None` skips a gradient and its unit of work; `logits.kept`, as the
+        first sweep left it, takes up to one more off.
         """
         ...
 
     def sigmoid_sweep(
         self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
+        logits: Logits,
         bias: Tensor,
         totals_2: Tensor,
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
-        diagonal: int | None,
-        positive_rows: slice | None = None,
-        ids: Ids | None = None,
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to the sigmoid loss and its gradients, in place.
@@ -317,6 +322,6 @@ class TileBackend(Protocol):
         With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
         `totals_2 += [sum softplus(x_ij), sum P_ij]`, `d_rows_bD += P @ columns_mD` and
         `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient. `maxima`, if
-        given, are raised to `S`, without the bias.
+        given, are raised to `S`, without the bias. No tile is kept.
         """
         ...

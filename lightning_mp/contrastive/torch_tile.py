@@ -257,7 +257,7 @@ def sigmoid(
     Args:
         tile: The tile.
         log2_bias: The bias, in powers of two.
-        note: Gets the largest logits of the negatives, if anybody wants them.
+        note: Gets the largest logits of the negatives, if they are wanted.
     """
     dtype = tile.spare_rc.dtype
     x_rc = tile.logits()

@@ -5,6 +5,7 @@ Shapes:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive import pairs
-from lightning_mp.contrastive.tile_backend import Ids, Kept, Limits, Maxima, Prepared
+from lightning_mp.contrastive.tile_backend import Kept, Logits, Maxima, Prepared
 from lightning_mp.contrastive.torch_tile import (
     HEADER,
     KeptTile,
@@ -70,27 +71,18 @@ class TorchTiles:
 
     def lse_sweep(
         self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
+        logits: Logits,
         row_lse_b: Tensor,
         column_lse_m: Tensor,
-        diagonal: int | None,
-        positive_rows: slice | None = None,
-        kept: Kept | None = None,
-        ids: Ids | None = None,
         prepared: Prepared | None = None,
-        limits: Limits | None = None,
         maxima: Maxima | None = None,
-        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
-        for total, is_fresh in zip((row_lse_b, column_lse_m), fresh, strict=True):
+        for total, is_fresh in zip((row_lse_b, column_lse_m), logits.fresh, strict=True):
             if is_fresh:
                 total.fill_(-torch.inf)
         dtype = row_lse_b.dtype
-        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids, limits)
-        for tile in tiles:
+        for tile in self._tiles(logits):
             logits_rc = tile.logits()
             powers_rc = tile.spare_rc if tile.kept is None else tile.kept.values_rc
             if tile.limits is None:
@@ -98,7 +90,7 @@ class TorchTiles:
                 peaks = None
                 if maxima is not None:
                     peaks = peaks_of(logits_rc)
-                    maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
+                    _raise(maxima, tile, peaks)
                 sums = log2_sums_exp2(logits_rc, dtype, powers_rc, peaks)
             else:
                 sums = limited_sums(tile, tile.limits, dtype)
@@ -112,24 +104,13 @@ class TorchTiles:
 
     def grad_sweep(
         self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
+        logits: Logits,
         row_lse_b: Tensor,
         column_lse_m: Tensor,
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
-        diagonal: int | None,
-        positive_rows: slice | None = None,
-        kept: Kept | None = None,
-        ids: Ids | None = None,
-        limits: Limits | None = None,
-        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
-        for gradient, is_fresh in zip((d_rows_bD, d_columns_mD), fresh, strict=True):
-            if gradient is not None and is_fresh:
-                gradient.zero_()
         row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
@@ -138,37 +119,27 @@ class TorchTiles:
                 return softmax(tile, *lses)
             return limited_softmax(tile, tile.limits, *lses)
 
-        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, kept, ids, limits)
-        _multiply(tiles, weights_of, rows_bD, d_rows_bD, d_columns_mD)
+        self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
 
     def sigmoid_sweep(
         self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
+        logits: Logits,
         bias: Tensor,
         totals_2: Tensor,
         d_rows_bD: Tensor | None,
         d_columns_mD: Tensor | None,
-        diagonal: int | None,
-        positive_rows: slice | None = None,
-        ids: Ids | None = None,
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
         log2_bias = bias * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
-            def note(peaks: Peaks) -> None:
-                if maxima is not None:
-                    maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
-
-            weights_rc, losses = sigmoid(tile, log2_bias, None if maxima is None else note)
+            note = None if maxima is None else functools.partial(_raise, maxima, tile)
+            weights_rc, losses = sigmoid(tile, log2_bias, note)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
 
-        tiles = self._tiles(rows_bD, columns_mD, scale, diagonal, positive_rows, None, ids)
-        _multiply(tiles, weights_of, rows_bD, d_rows_bD, d_columns_mD)
+        self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
 
     def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
         """Return what a logit may be off by, see `TileBackend.rounding`."""
@@ -229,18 +200,9 @@ class TorchTiles:
             for left in range(0, m, breadth):
                 yield slice(top, min(top + height, b)), slice(left, min(left + breadth, m))
 
-    def _tiles(
-        self,
-        rows_bD: Tensor,
-        columns_mD: Tensor,
-        scale: Tensor,
-        diagonal: int | None,
-        positive_rows: slice | None,
-        kept: Kept | None,
-        ids: Ids | None,
-        limits: Limits | None = None,
-    ) -> Iterator[Tile]:
+    def _tiles(self, logits: Logits) -> Iterator[Tile]:
         """Yield every tile of the logits, row by row; each overwrites the one before."""
+        rows_bD, columns_mD, scale, diagonal, positive_rows, ids, limits, kept, _ = logits
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
         have = slice(0, b) if positive_rows is None else positive_rows
         dtype = accumulation_dtype(rows_bD.dtype)
@@ -265,34 +227,41 @@ class TorchTiles:
             yield Tile(
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
                 offset, having, KeptTile.of(kept, shape),
-                None if ids is None else Ids(ids.rows_b[rows], ids.columns_m[columns]),
+                None if ids is None else ids.block(rows, columns),
                 None if limits is None else limits.block(rows, columns), log2_scale,
             )  # fmt: skip
 
+    def _multiply(
+        self,
+        logits: Logits,
+        weights_of: Callable[[Tile], Tensor],
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+    ) -> None:
+        """Add the negatives of every tile to the gradients: what all losses share.
 
-def _multiply(
-    tiles: Iterator[Tile],
-    weights_of: Callable[[Tile], Tensor],
-    rows_bD: Tensor,
-    d_rows_bD: Tensor | None,
-    d_columns_mD: Tensor | None,
-) -> None:
-    """Add the negatives of every tile to the gradients: what all losses share.
+        Args:
+            logits: What is swept.
+            weights_of: What a loss gives the pairs of a tile, `B dL/dS`.
+            d_rows_bD: Gets `weights @ columns`; `None` for no product.
+            d_columns_mD: Gets `weights.T @ rows`; likewise.
+        """
+        for gradient, is_fresh in zip((d_rows_bD, d_columns_mD), logits.fresh, strict=True):
+            if gradient is not None and is_fresh:
+                gradient.zero_()
+        for tile in self._tiles(logits):
+            weights_rc = weights_of(tile)
+            tile.leave_out(weights_rc, 0.0)
+            if d_rows_bD is not None:
+                d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
+            if d_columns_mD is not None:
+                rows_rD = logits.rows_bD[tile.rows].to(weights_rc.dtype)
+                d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_rD)
 
-    Args:
-        tiles: The tiles of a sweep.
-        weights_of: What a loss gives the pairs of a tile, `B dL/dS`.
-        rows_bD: The rows.
-        d_rows_bD: Gets `weights @ columns`; `None` for no product.
-        d_columns_mD: Gets `weights.T @ rows`; likewise.
-    """
-    for tile in tiles:
-        weights_rc = weights_of(tile)
-        tile.leave_out(weights_rc, 0.0)
-        if d_rows_bD is not None:
-            d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
-        if d_columns_mD is not None:
-            d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_bD[tile.rows].to(weights_rc.dtype))
+
+def _raise(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
+    """Raise the maxima of a tile's rows and columns to its peaks, which are in powers of two."""
+    maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
 
 
 def _even_step(length: int, limit: int) -> int:

@@ -15,8 +15,13 @@ from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_mp._arguments import explains_arguments
-from lightning_mp.metrics._checks import check_features, check_ids
+from lightning_mp._arguments import check_count, explains_arguments
+from lightning_mp.metrics._checks import (
+    check_features,
+    check_ids,
+    check_top_k,
+    check_value,
+)
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics.tiled_ranks import SimilarityTiles, retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
@@ -121,31 +126,16 @@ class ContrastiveRecall(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if (
-            not isinstance(top_k, Sequence)
-            or not top_k
-            or any(type(k) is not int or k < 1 for k in top_k)
-        ):
-            raise ValueError(
-                f"Passed `ContrastiveRecall(top_k={top_k!r})`. `top_k` must be a non-empty "
-                "sequence of positive integers: write `top_k=[1, 5, 10]`."
-            )
+        name = "ContrastiveRecall"
+        check_top_k(name, top_k)
         if type(normalize) is not bool:
             raise ValueError(
                 f"Passed `ContrastiveRecall(normalize={normalize!r})`. `normalize` must be True "
                 "(cosine similarity) or False (dot product)."
             )
-        if type(workspace_bytes) is not int or workspace_bytes < 1:
-            raise ValueError(
-                f"Passed `ContrastiveRecall(workspace_bytes={workspace_bytes!r})`. "
-                "`workspace_bytes` must be a positive integer: leave it out for 64 MiB."
-            )
+        check_count(name, "workspace_bytes", workspace_bytes)
         names = [f"{d}_{n}" for d in _DIRECTIONS for n in (*_names(top_k), "queries")]
-        if value is not None and value not in names:
-            raise ValueError(
-                f"Passed `ContrastiveRecall(value={value!r})`. `value` must be one of {names}. "
-                "Leave it out to get all of them."
-            )
+        check_value(name, value, names)
         self.top_k = tuple(top_k)
         self.value = value
         self.normalize = normalize

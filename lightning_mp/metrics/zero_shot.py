@@ -14,7 +14,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_count, explains_arguments
+from lightning_mp.metrics._checks import check_top_k, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
@@ -97,27 +98,11 @@ class ZeroShotAccuracy(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, number in (("num_classes", num_classes), ("workspace_bytes", workspace_bytes)):
-            if type(number) is not int or number < 1:
-                raise ValueError(
-                    f"Passed `ZeroShotAccuracy({name}={number!r})`. `{name}` must be a positive "
-                    "integer."
-                )
-        if (
-            not isinstance(top_k, Sequence)
-            or not top_k
-            or any(type(k) is not int or k < 1 for k in top_k)
-        ):
-            raise ValueError(
-                f"Passed `ZeroShotAccuracy(top_k={top_k!r})`. `top_k` must be a non-empty sequence "
-                "of positive integers: write `top_k=[1, 5]`."
-            )
-        names = [*(f"top{k}" for k in top_k), "images"]
-        if value is not None and value not in names:
-            raise ValueError(
-                f"Passed `ZeroShotAccuracy(value={value!r})`. `value` must be one of {names}. "
-                "Leave it out to get all of them."
-            )
+        name = "ZeroShotAccuracy"
+        check_count(name, "num_classes", num_classes, fix="Pass how many classes there are.")
+        check_count(name, "workspace_bytes", workspace_bytes)
+        check_top_k(name, top_k)
+        check_value(name, value, [*(f"top{k}" for k in top_k), "images"])
         self.num_classes = num_classes
         self.top_k = tuple(top_k)
         self.value = value

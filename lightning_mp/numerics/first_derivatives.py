@@ -1,25 +1,43 @@
 """Says in words that a function has first derivatives only, where somebody asks for second ones."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["refuse_second_derivatives"]
+__all__ = ["first_derivatives_only"]
 
 
-def refuse_second_derivatives(
-    gradients: Sequence[Tensor | None], message: str
-) -> list[Tensor | None]:
-    """Return gradients in whose graph a backward raises an error.
+_Backward = Callable[..., tuple[Any, ...]]
+
+
+def first_derivatives_only(message: str) -> Callable[[_Backward], _Backward]:
+    """Run the backward of an autograd function without a graph, and refuse to differentiate it.
 
     Without that, a backward through a backward of ours would fail in torch's words, or be zero.
 
     Args:
-        gradients: What a custom backward returns.
         message: Of the error.
     """
+
+    def decorate(backward: _Backward) -> _Backward:
+        @functools.wraps(backward)
+        def refusing(*arguments: Any) -> tuple[Any, ...]:
+            with torch.no_grad():
+                gradients = backward(*arguments)
+            if torch.is_grad_enabled():  # `create_graph=True`
+                return tuple(_refusing(gradients, message))
+            return gradients
+
+        return refusing
+
+    return decorate
+
+
+def _refusing(gradients: Sequence[Tensor | None], message: str) -> list[Tensor | None]:
+    """Return gradients in whose graph a backward raises an error."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not given:
         return list(gradients)

@@ -47,7 +47,7 @@ def largest_flushed(dtype: torch.dtype) -> float:
     """Return the largest number that rounds to zero: half the smallest subnormal, 2^-25 in fp16.
 
     It lies between zero and the smallest subnormal, and ties go to the even one of the two, zero.
-    For float64 it is no Python number, and 0 is returned.
+    For float64 no Python number holds it, and 0 is returned.
     """
     return smallest_subnormal(dtype) / 2
 
@@ -55,7 +55,8 @@ def largest_flushed(dtype: torch.dtype) -> float:
 def smallest_overflowing(dtype: torch.dtype) -> float:
     """Return the smallest number that rounds to inf: 65520 in fp16, whose largest is 65504.
 
-    It is half a step above the largest number. For float64 it is no Python number, and inf.
+    It is half a step above the largest number. For float64 no Python number holds it, and inf is
+    returned.
     """
     info = torch.finfo(dtype)
     return info.max + info.max * info.eps / (2 * (2 - info.eps))

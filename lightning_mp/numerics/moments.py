@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.tensor_stats import stored_values
 
 __all__ = ["EXPONENTS", "REDUCTIONS", "merge_moments", "reduced", "tensor_moments"]
@@ -31,7 +32,7 @@ def tensor_moments(
 ) -> Tensor:
     """Return the moments of a tensor, without waiting for its device.
 
-    In float64, as the fourth power of a gradient of 1e-12 is no number of fp32.
+    In float64, as the fourth power of a gradient of 1e-12 underflows in fp32.
 
     Args:
         tensor: Of any floating dtype; of a DTensor its local shard, of a sparse one what is stored.
@@ -42,8 +43,7 @@ def tensor_moments(
         moments_K: float64, on the device of the tensor; on the CPU where it has no float64. Values
             that are not finite are counted and otherwise left out.
     """
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    values = stored_values(tensor.detach()).reshape(-1)
+    values = stored_values(local_shard(tensor).detach()).reshape(-1)
     if values.device.type == "mps":
         values = values.cpu()
     if not values.numel():

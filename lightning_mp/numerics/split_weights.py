@@ -24,7 +24,7 @@ _LOST_BITS = {torch.float16: 13, torch.bfloat16: 16}
 def residual_unit(half: torch.dtype) -> float:
     """Return the unit that residuals of a half format are stored in.
 
-    An fp16 residual stored as it is would stop at fp16's subnormal step of 6e-8, which for a weight
+    An fp16 residual stored unscaled would stop at fp16's subnormal step of 6e-8, which for a weight
     of 1e-3 is 14 bits in all. In units of 2^-11 it is as large as its weight, and both carry 22
     bits from 1.2e-4 on, where fp16's own begin to fade; below, they resolve 2.9e-11. bf16 has the
     exponents of fp32 and needs no unit: 16 bits in all.

@@ -16,6 +16,7 @@ from lightning_mp.numerics.floats import (
     state_dtype,
 )
 from lightning_mp.numerics.row_stats import row_stats
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.stats_view import TensorStats
 from lightning_mp.numerics.triton_support import triton_problem
@@ -76,7 +77,7 @@ def stored_numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     Shares divide by this. An embedding's sparse gradient stores the rows of one batch, so 3 zeros
     among its 300 values are 1%, whatever the 25 million of its shape.
     """
-    return tuple(stored_values(_local(tensor)).numel() for tensor in tensors)
+    return tuple(stored_values(local_shard(tensor)).numel() for tensor in tensors)
 
 
 @torch.no_grad()
@@ -117,7 +118,7 @@ def tensor_stats(
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     values = []
     for index, tensor in enumerate(tensors):
-        flat = _flat(_checked(_local(tensor), index))
+        flat = _flat(_checked(local_shard(tensor), index))
         values.append(flat)
         groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
     if not values:
@@ -167,12 +168,6 @@ def _scalar(number: float | Tensor, dtype: torch.dtype, device: torch.device) ->
         # Nothing says when a copy to the host is done, other than waiting for it.
         return number.detach().to(device, dtype, non_blocking=device.type != "cpu").reshape(())
     return torch.full((), number, dtype=dtype, device=device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the shard that this rank holds of a DTensor, other tensors as they are."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _checked(tensor: Tensor, index: int) -> Tensor:

@@ -63,8 +63,8 @@ def _check_switches(group: dict[str, Any]) -> None:
             )
     if group["foreach"] and group["fused"]:
         raise ValueError(
-            "Passed `SafeAdamW(foreach=True, fused=True)`. At most one of both must be True. Leave"
-            " out `foreach`."
+            "Passed `SafeAdamW(foreach=True, fused=True)`. At most one of the two may be True. "
+            "Leave out `foreach`."
         )
     if group["capturable"] and group["write_back"] == "stochastic":
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.triton_support import triton_problem
 from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
 
@@ -41,8 +42,8 @@ class AdamWBatch:
             lists.append(self.residuals)
             tensors.append(state["residual"])
         for collected, tensor in zip(lists, tensors, strict=True):
-            collected.append(_local(tensor) if as_shard else tensor)
-        self.steps.append(_local(state["step"]))
+            collected.append(local_shard(tensor) if as_shard else tensor)
+        self.steps.append(local_shard(state["step"]))
 
     def step(
         self,
@@ -90,11 +91,6 @@ class AdamWBatch:
         )
         if found_inf is not None:
             torch._foreach_sub_(self.steps, [found_inf] * len(self.steps))
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _step_function(parameter: Tensor, group: dict[str, Any]) -> Callable[..., None]:

@@ -21,12 +21,12 @@ References:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weight
 
 __all__ = [
@@ -47,7 +47,7 @@ ATAN2_B = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptions:
-    """How a step is made, whatever makes it.
+    """The options of a step, whichever code takes it.
 
     Args:
         lr: The learning rate; a tensor of one element may live on any device.
@@ -265,10 +265,5 @@ def round_weights(
 def _commit(old: list[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
     if skip is not None:
         new = [torch.where(skip, kept, taken) for kept, taken in zip(old, new, strict=True)]
-    torch._foreach_copy_([_local(kept) for kept in old], [_local(taken) for taken in new])
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return the shard of a DTensor, of which torch cannot copy a list."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    # torch cannot copy lists of DTensors.
+    torch._foreach_copy_([local_shard(x) for x in old], [local_shard(x) for x in new])

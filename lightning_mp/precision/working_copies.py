@@ -219,11 +219,13 @@ class WorkingCopies:
         if module in self._kept:
             return entries
         for name, p in module._parameters.items():
-            # This runs for every layer: what has an up to date copy needs no second look.
-            copy = self._copies.get(id(p))
-            if p is None or (copy is None or copy.stamp != _stamp(p)) and not _can_be_half(p):
+            if p is None:
                 continue
-            copy = self._up_to_date(p)
+            copy = self._copies.get(id(p))
+            if copy is None or copy.stamp != _stamp(p):  # else it needs no second look
+                if not _can_be_half(p):
+                    continue
+                copy = self._up_to_date(p)
             if self._is_probing and module.training and _differs(p, copy.half):
                 self.refresh([p])  # else a write to `p.data` looked like one to the copy
             if torch.is_autocast_enabled(copy.device_type):

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from lightning_mp._arguments import check_count
+
 __all__ = ["check_arguments"]
 
 
@@ -33,11 +35,7 @@ def check_arguments(
         )
     for name, (value, least) in counts.items():
         other = "'auto' or " if name == "micro_batch_size" else ""
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(
-                f"Passed `{strategy}({name}={value!r})`. `{name}` must be {other}an integer of "
-                f"at least {least}. Leave it out to get the default."
-            )
+        check_count(strategy, name, value, least, other=other)
     if offload not in ("none", "host"):
         raise ValueError(
             f"Passed `{strategy}(offload={offload!r})`. `offload` must be 'none' or 'host'. "

@@ -45,6 +45,7 @@ SAMPLES: dict[str, Any] = {
         "subnormal": 0.15,
         "overflow": 1700,
     },
+    **{"patience": 16, "again": 64, "first_bad": 185},
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "tensor": "layers.0.mlp.weight"},
 }
 # Where a share would be no sample of the value and the threshold.
@@ -59,6 +60,8 @@ VALUES = {
     "rewind_": (150, None),
     "rewind_lost": (2, None),
     "non_finite": (3.0, 0),
+    "non_finite_run": (16.0, 16.0),
+    "level_shift": (30.0, 1.5),
     "attention_logit": (1234.0, 1000.0),
     "headroom": (0.71, 2.0),
 }
@@ -77,6 +80,7 @@ SAYS = {
     "loss_scale_floor_static": "loss_scale_floor",
     "gradient_underflow_wide": "gradient_underflow",
     "update_to_weight_low": "update_to_weight",
+    "non_finite_run_rewind": "non_finite_run",
 }
 
 
@@ -133,21 +137,17 @@ def spikes() -> Iterator[str]:
             ),
             first_lr=5e-4,
             clip_val=None,
-            is_ending=False,
             action=action,
             is_spent=False,
             window_steps=128,
-            judge_after_steps=64,
             z_threshold=6.0,
-            patience=16,
         )
         pairs = ((bad, fine), (blind, fine), (fine, bad), (high, fine), (fine, high))
         found = [spike_sentences.describe(scene, *pair) for pair in (*pairs, (high, high))]
         found += [spike_sentences.describe(scene, high, bad)] if scale else []
-        clipped = replace(scene, clip_val=1.0, is_ending=True)
+        ending = replace(scene.facts, highest_lr=1.0)
+        clipped = replace(scene, clip_val=1.0, facts=ending)
         found += [spike_sentences.describe(clipped, *pair) for pair in ((fine, high), (high, fine))]
-        found += [spike_sentences.level_shift(scene, "loss", high)]
-        found += [spike_sentences.non_finite_run(scene)]
         for each in found:
             message, remedy = words_for(each)
             yield f"[{action}: {each.kind}, {each.severity}]\n{message}\n{remedy}\n"

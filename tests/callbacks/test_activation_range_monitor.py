@@ -10,7 +10,8 @@ from torch.optim import SGD
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import ActivationRangeMonitor
-from lightning_mp.callbacks._step.outputs import OutputSampler, tensors_in
+from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.outputs import OutputSampler
 from lightning_mp.numerics.tensor_stats import StatField
 from tests.callbacks.models import Watched, first, kinds, perceptron, watch
 
@@ -135,7 +136,7 @@ def test_outputs_of_any_shape_are_seen(wrap: Any) -> None:
             return wrap(2 * x)
 
     module, x = Wrapping(), torch.tensor([1.0, -8.0, 0.0])
-    sampler = OutputSampler({"m": module}, backward=False, max_calls=2)
+    sampler = OutputSampler(modules={"m": module}, backward=False, max_calls=2)
     sampler.start()
     module(x)
     module(x * 2)

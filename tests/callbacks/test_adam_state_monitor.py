@@ -180,6 +180,51 @@ def test_without_adam_it_says_that_it_watches_nothing() -> None:
     assert watcher.samples == 0
 
 
+class EightBit(SGD):
+    """Steps as SGD, and keeps states as bitsandbytes and torchao do, who need not be installed."""
+
+    def __init__(self, parameters: Any, keep: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.keep = keep
+        for group in self.param_groups:
+            group |= {"betas": (0.9, 0.999), "eps": 1e-8}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = self.keep(parameter)
+        return loss
+
+
+def as_bitsandbytes(parameter: Tensor) -> dict[str, Any]:
+    codes = torch.zeros(parameter.shape, dtype=torch.uint8)
+    return {"step": 1, "state1": codes, "state2": codes}
+
+
+def as_torchao(parameter: Tensor) -> dict[str, Any]:
+    if parameter.numel() == 1:  # small ones stay in fp32 there
+        return {}
+    state = {"step": torch.ones(())}
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = torch.full_like(parameter, torch.inf)  # nobody may look at these
+        state[name].codes = torch.zeros(parameter.shape, dtype=torch.uint8)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("keep", "names"), [(as_bitsandbytes, "state1, state2"), (as_torchao, "exp_avg, exp_avg_sq")]
+)
+def test_moments_in_8_bits_are_named_once_as_unwatched_and_left_alone(
+    keep: Any, names: str
+) -> None:
+    watcher = monitor(every_n_steps=1)
+    with pytest.warns(UserWarning, match=f"states {names} of `EightBit`, which are quan") as told:
+        watch(Watched(None, lambda p: EightBit(p, keep), steps=6), [watcher])
+    assert len([each for each in told if "quantized" in str(each.message)]) == 1
+    assert (watcher.samples, watcher.alarms) == (0, [])
+
+
 @pytest.mark.slow
 def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> None:
     change = lambda g, step: torch.full_like(g, float(step < 10))  # noqa: E731

@@ -80,3 +80,107 @@ def test_calls_are_counted_for_the_innermost_module_that_runs_and_change_nothing
         helper(*tensors())  # of no module
     model[0](*tensors())
     assert seen == ["0"]
+
+
+class SelfAttention(nn.Module):
+    """torch's module, with logits that are known.
+
+    Args:
+        options: Of its call.
+        settings: Of the module.
+    """
+
+    def __init__(self, options: dict[str, Any], **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend = nn.MultiheadAttention(16, 2, **settings)
+        nn.init.normal_(self.attend.in_proj_bias)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, **self.options)[0]
+
+    def largest(self, x_BLE: Tensor, keep: Tensor | None) -> float:
+        weight, bias = self.attend.in_proj_weight.double(), self.attend.in_proj_bias.double()
+        query, key, _ = (x_BLE.double() @ weight.mT + bias).chunk(3, dim=-1)
+        query, key = (x.unflatten(-1, (2, 8)).transpose(1, 2) for x in (query, key))
+        logits = query @ key.mT / 8**0.5
+        logits = logits if keep is None else logits[keep.expand(logits.shape)]
+        return float(logits.detach().abs().max())
+
+
+PADDED = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]  # of three samples, true where unseen
+SQUARE = torch.ones(7, 7, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    ("options", "keep"),
+    [
+        ({}, None),
+        ({"need_weights": False}, None),
+        ({"key_padding_mask": PADDED}, ~PADDED[:, None, None]),
+        ({"attn_mask": ~SQUARE, "is_causal": True, "need_weights": False}, SQUARE),
+        (
+            {"key_padding_mask": PADDED, "attn_mask": (~SQUARE).expand(6, 7, 7)},
+            SQUARE & ~PADDED[:, None, None],
+        ),
+    ],
+    ids=["weights", "none", "padding", "causal", "both"],
+)
+def test_largest_logit_of_torchs_module_equals_that_in_float64(
+    options: dict[str, Any], keep: Tensor | None, batch_first: bool
+) -> None:
+    model, seen = SelfAttention(options, batch_first=batch_first), {}
+    x_BLE = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0))
+    with AttentionMode(dict(model.named_modules()), lambda *call: seen.update([call])):
+        model(x_BLE if batch_first else x_BLE.transpose(0, 1))
+    assert list(seen) == ["attend"]
+    # Two products of 16 numbers, and one of 8, in fp32.
+    expected = pytest.approx(model.largest(x_BLE, keep), rel=(16 + 16 + 8) * 2**-23)
+    assert float(seen["attend"].abs().max()) == expected
+
+
+class Eager(nn.Module):
+    """Attention as formulas; `soften` is one of the ways to call a softmax."""
+
+    def __init__(self, soften: Any) -> None:
+        super().__init__()
+        self.soften = soften
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = (query @ key.mT / 8**0.5).masked_fill(~CAUSAL, torch.finfo(query.dtype).min)
+        return (self.soften(logits) @ value).flatten(1).softmax(dim=-1)  # that one is none
+
+
+@pytest.mark.parametrize(
+    "soften",
+    [
+        lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
+        lambda x: torch.softmax(x, 3),
+        lambda x: x.softmax(-1),
+        nn.Softmax(dim=-1),
+    ],
+)
+def test_largest_logit_of_eager_attention_is_seen_where_it_is_not_masked(soften: Any) -> None:
+    model, seen = Eager(soften), []
+    query, key, value = tensors()
+    with AttentionMode({"eager": model}, lambda *call: seen.append(call)):
+        model(query, key, value)
+    ((name, logits),) = seen
+    assert name == "eager"
+    expected = pytest.approx(reference(query, key, CAUSAL), rel=8 * 2**-23)
+    assert float(logits.abs().max()) == expected
+
+
+def test_largest_logit_of_torchs_module_with_keys_of_another_width_is_seen() -> None:
+    torch.manual_seed(0)
+    attend, seen = nn.MultiheadAttention(16, 2, kdim=6, vdim=6, bias=False), []
+    query_LE, key_SE = torch.randn(7, 16), torch.randn(9, 6)
+    with AttentionMode({"attend": attend}, lambda *call: seen.append(call)):
+        attend(query_LE, key_SE, key_SE)
+    query = query_LE.double() @ attend.q_proj_weight.detach().double().mT
+    key = key_SE.double() @ attend.k_proj_weight.detach().double().mT
+    heads = (x.unflatten(-1, (2, 8)).transpose(0, 1) for x in (query, key))
+    expected = pytest.approx(reference(*heads, None), rel=(16 + 6 + 8) * 2**-23)
+    assert [(name, float(logits.abs().max())) for name, logits in seen] == [("attend", expected)]

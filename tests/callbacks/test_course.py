@@ -124,8 +124,19 @@ def test_rivals_whose_losses_all_rise_diverge() -> None:
 
 
 def test_rivals_never_stall() -> None:
-    rule = CourseRule(rivals=[CourseRule()])
+    rival = CourseRule()
+    judged(falling(), rule=rival)
+    rule = CourseRule(rivals=[rival])
     assert judged(np.full(1500, 0.693), rule=rule) == []
+
+
+def test_optimizer_without_a_loss_of_its_own_hides_no_divergence() -> None:
+    rise = falling() + np.where(STEPS > 600, 0.01 * (STEPS - 600), 0.0)
+    alone, second = judged(rise), CourseRule()
+    for step in range(1500):
+        second.judge(step, None, 1.0)
+    assert alone
+    assert judged(rise, rule=CourseRule(rivals=[second])) == alone
 
 
 def test_divergence_is_said_once_until_it_is_over() -> None:

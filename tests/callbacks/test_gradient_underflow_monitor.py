@@ -121,7 +121,7 @@ def test_state_survives_a_resume(tmp_path: Any) -> None:
 def judged(shares: list[tuple[float, float]], is_absolute: bool = False) -> list[bool | None]:
     judge = UnderflowJudge(3, 0.01, 0.05, is_absolute=is_absolute)
     verdicts = [judge.judge("t", zeros, subnormals) for zeros, subnormals in shares]
-    return [None if verdict is None else verdict.is_alarm for verdict in verdicts]
+    return [None if verdict is None else verdict.severity == "error" for verdict in verdicts]
 
 
 def test_zeros_that_were_there_from_the_start_are_usual() -> None:

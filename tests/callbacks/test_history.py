@@ -6,7 +6,7 @@ import math
 import lightning.pytorch as pl
 import pytest
 
-from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning
+from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning, SpikeGuard
 from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.callbacks.monitor import History
 from tests.callbacks.models import Watched, watch
@@ -57,6 +57,27 @@ def test_two_optimizers_share_the_column_of_a_step() -> None:
     assert heat["names"] == ["a", "b"]
     assert 128 <= len(heat["columns"]) <= 256
     assert all(column == [step, -step] for step, column in heat["columns"])
+
+
+def test_what_a_run_records_anew_is_forgotten() -> None:
+    history = History()
+    for step in (0, 5, 9):
+        history.add_point("norm", step, float(step))
+        history.add_column("m", step, ["a"], [float(step)])
+    history.forget_from(5)
+    assert history.curves["norm"] == [(0, 0.0)]
+    history.add_point("norm", 5, 7.0)
+    history.add_column("m", 9, ["a"], [8.0])  # no part of the column that was forgotten
+    assert history.curves["norm"] == [(0, 0.0), (5, 7.0)]
+    assert history.maps["m"]["columns"] == [(0, [0.0]), (9, [8.0])]
+
+
+@pytest.mark.slow
+def test_monitor_used_for_a_second_run_forgets_the_first() -> None:
+    monitor = SpikeGuard()
+    for steps in (9, 4):
+        watch(Watched(steps=steps), [monitor])
+        assert [step for step, _ in monitor.history.curves["loss"]] == list(range(steps))
 
 
 def test_of_many_alarms_the_first_and_the_newest_stay() -> None:

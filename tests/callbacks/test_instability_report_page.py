@@ -180,16 +180,6 @@ def test_data_of_a_long_curve_keeps_spikes_and_what_is_not_finite() -> None:
     assert curve["bad"] == [[333, "inf"], [5000, "nan"]]
 
 
-def test_data_drops_points_that_a_resumed_run_has_overtaken() -> None:
-    monitor = History()
-    monitor.curves["norm"] = [(0, 1.0), (10, 2.0), (20, 3.0), (10, 4.0), (15, 5.0)]
-    monitor.maps["m"] = {"names": ["a"], "columns": [(0, [1.0]), (9, [2.0]), (5, [3.0])]}
-    data = _data(None, monitor)
-    assert data["curves"]["norm"]["steps"] == [0, 10, 15]
-    assert data["curves"]["norm"]["values"] == [1, 4, 5]
-    assert data["maps"][0]["steps"] == [0, 5]
-
-
 def test_data_of_the_loss_scale_is_exact() -> None:
     own = History()
     own.curves["loss_scale"] = [(0, 2.0**24), (1, 2.0**17), (2, 0.25)]

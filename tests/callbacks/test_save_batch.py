@@ -10,7 +10,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_mp.callbacks import InstabilityMonitor, NonFiniteLocator, SpikeGuard
+from lightning_mp.callbacks import (
+    ActivationRangeMonitor,
+    InstabilityMonitor,
+    NonFiniteLocator,
+    SpikeGuard,
+)
 from tests.callbacks.spike_models import PlantedModel, fit, make_batches
 from tests.processes import run_ranks
 
@@ -60,6 +65,18 @@ def test_alarm_saves_the_batches_of_its_step_in_the_folder_of_the_run(
     for ours, theirs in zip(content["batches"], expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
     assert Path(monitor.alarms[0].batch_path or "").parent == tmp_path / "run" / "bad_batches"
+
+
+def test_alarm_of_a_monitor_beside_the_one_that_was_asked_saves_its_batch_too(
+    tmp_path: Path,
+) -> None:
+    monitor, batches = ActivationRangeMonitor(every_n_steps=1), make_batches(44)
+    asked = MONITORS["locator"](save_batch=True)
+    model = PlantedModel({BAD: "nan"})
+    fit(model, batches, monitor, asked, default_root_dir=tmp_path)
+    assert monitor.alarms[0].step == BAD + 1  # whose weights are NaN
+    (batch,) = saved(monitor)["batches"]
+    assert all(map(torch.equal, batch, batches[BAD + 1]))
 
 
 @pytest.mark.parametrize("make", MONITORS.values(), ids=MONITORS)

@@ -115,6 +115,14 @@ def test_gradient_spike_sentence_suggests_the_highest_healthy_norm(tmp_path: Pat
     assert "SafeAdamW(clip_update_rms=1.0)" in alarm.remedy
 
 
+def test_gradient_spike_that_was_clipped_is_a_note(tmp_path: Path) -> None:
+    guard, model = SpikeGuard(), PlantedModel({100: "gradient only"}, None, warm_up)
+    fit(model, make_batches(102), guard, default_root_dir=tmp_path, gradient_clip_val=0.1)
+    (note,) = guard.alarms
+    assert (note.step, note.kind, note.severity) == (100, "gradient_spike", "info")
+    assert "It is clipped to 0.1. This needs no remedy." in note.message
+
+
 def test_signals_are_unscaled_and_summed_over_micro_batches(tmp_path: Path) -> None:
     def curves(**options: Any) -> list[Tensor]:
         guard = SpikeGuard()

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mp.callbacks._rules.robust_window import Column, RobustWindow, SignalVerdict
+from lightning_mp.callbacks._rules.robust_window import (
+    Column,
+    RobustWindow,
+    SignalVerdict,
+    is_slight,
+)
 from tests.reference.spikes import SpikeRule
 
 
@@ -128,3 +133,35 @@ def test_absent_signal_neither_counts_nor_enters() -> None:
     assert norm.median == pytest.approx(1.0)
     assert norm.limit == pytest.approx(float(np.exp(0.3)), rel=1e-5)
     assert window.state_dict()["counts"][1].tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "expected"),
+    [
+        (0.12, 1.1, True),  # 8% of what was gained
+        (0.16, 1.1, False),  # 11%
+        (0.12, 30.0, False),
+        (0.12, float("nan"), False),
+    ],
+)
+def test_loss_of_odd_samples_close_to_zero_is_slight_where_gradients_are_as_usual(
+    loss: float, norm: float, expected: bool
+) -> None:
+    window = RobustWindow((0.05, 0.12))
+    rng = np.random.default_rng(0)
+    level = np.repeat([1.4, 0.003], 200)[:, None] * [1.0, 0.0] + [0.0, 1.0]
+    values = level * np.exp(0.1 * rng.standard_normal((400, 2)))
+    judge_all(window, torch.tensor(values, dtype=torch.float32))
+    row, norms = window.judge(torch.tensor([loss, norm]), torch.tensor([True, True]))
+    assert row[Column.IS_SPIKE] == 1
+    assert is_slight(row, norms, window.highest_k[0]).item() is expected
+
+
+def test_loss_is_never_slight_before_anything_was_gained() -> None:
+    window, both = RobustWindow((0.05, 0.12), min_values=4, size=8), torch.tensor([True, True])
+    for _ in range(8):
+        row, norm = window.judge(torch.tensor([1.0, 1.0]), both)
+        assert not is_slight(row, norm, window.highest_k[0])
+    row, norm = window.judge(torch.tensor([1.5, 1.0]), both)
+    assert row[Column.IS_SPIKE] == 1
+    assert not is_slight(row, norm, window.highest_k[0])

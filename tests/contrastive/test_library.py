@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.backends import TileChoice
 from lightning_mp.contrastive.library import infonce, infonce_backward
 from lightning_mp.contrastive.sigmoid_library import sigmoid_pairs, sigmoid_pairs_backward
 from lightning_mp.contrastive.torch_tiles import TorchTiles
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normali
 
 CPU = torch.device("cpu")
 OPTIONS = ("auto", "auto", None, False)
+NO_IDS = (None, "both")
 
 
 def leaves(b: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -36,7 +37,7 @@ def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_b
     for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():
         leaf.requires_grad_(name in trained.split())
     # Memory for tiles has gaps with no value, which the check would compare.
-    inputs = (image, text, scale, bias if has_bias else None, *OPTIONS, False)
+    inputs = (image, text, scale, bias if has_bias else None, *OPTIONS, False, *NO_IDS, False)
     with warnings.catch_warnings():
         # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
         warnings.simplefilter("ignore")
@@ -47,8 +48,8 @@ def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_b
 @pytest.mark.parametrize("needs_grad", [[True] * 3, [False, True, False], [False, False, True]])
 def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
     image, text, scale, bias = (x.detach() for x in leaves(9, 16))
-    *swept, _ = infonce(image, text, scale, bias, *OPTIONS)
-    inputs = (torch.tensor(0.5), image, text, scale, bias, swept, needs_grad, *OPTIONS)
+    *swept, _ = infonce(image, text, scale, bias, *OPTIONS, True, *NO_IDS, False)
+    inputs = (torch.tensor(0.5), image, text, scale, bias, swept, needs_grad, *OPTIONS, *NO_IDS)
     torch.library.opcheck(infonce_backward, inputs)
     count = sum(needs_grad) + 1
     assert [x.shape for x in infonce_backward(*inputs)][-1] == bias.shape
@@ -63,7 +64,7 @@ def test_sigmoid_operators_pass_opcheck(trained: str, has_bias: bool) -> None:
     for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():
         leaf.requires_grad_(name in trained.split())
     needs = [image.requires_grad, text.requires_grad, scale.requires_grad or bias.requires_grad]
-    inputs = (image, text, scale, bias if has_bias else None, needs, *OPTIONS)
+    inputs = (image, text, scale, bias if has_bias else None, needs, *OPTIONS, None, False)
     with warnings.catch_warnings():
         # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
         warnings.simplefilter("ignore")
@@ -120,15 +121,16 @@ def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) ->
 
 def test_operator_is_the_loss() -> None:
     image, text, scale, _ = leaves(40, 8)
-    loss, *_ = torch.ops.lightning_mp.infonce(image, text, scale, None, *OPTIONS)
+    options = (*OPTIONS, True, *NO_IDS, False)
+    loss, *_ = torch.ops.lightning_mp.infonce(image, text, scale, None, *options)
     assert relative_error(loss.detach(), reference(image, text, 20.0).loss) < 1e-6
 
 
 def test_auto_takes_torch_tiles_on_a_cpu() -> None:
-    options: dict[str, Any] = {"workspace_bytes": 2**21, "tile_dtype": "auto", "autotune": False}
     for dtype in (torch.bfloat16, torch.float64):
-        assert make_tiles("auto", CPU, dtype, **options) == TorchTiles(2**21)
-        assert make_tiles("torch", CPU, dtype, **options) == TorchTiles(2**21)
+        for backend in ("auto", "torch"):
+            choice = TileChoice(backend, "auto", 2**21, False)
+            assert choice.tiles(CPU, dtype) == TorchTiles(2**21)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         (
             {"duplicates": "multi_positive"},
             {"positives": torch.arange(4), "ids": torch.arange(5)},
-            r"duplicates='multi_positive'\)`, where `ids` say.*Pass one of both",
+            r"duplicates='multi_positive'\)`, where `ids` say.*Pass one of the two",
         ),
         ({"duplicates": "multi_positive"}, {}, r"duplicates='multi_positive'\)` without `ids`"),
     ],

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import SigmoidContrastiveLoss
+from lightning_mp.contrastive.tile_backend import Logits
 from lightning_mp.contrastive.torch_tiles import TorchTiles
 from tests.contrastive.test_exchange import (
     BATCHES,
@@ -179,7 +180,7 @@ def test_sweep_of_columns_that_hold_some_positives() -> None:
     totals, d_rows = torch.zeros(2, dtype=torch.float64), torch.zeros(70, 5)
     scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (0.5, -1.0))
     own = slice(20, 40)
-    TorchTiles(1).sigmoid_sweep(rows, columns, scale, bias, totals, d_rows, None, 3, own)
+    TorchTiles(1).sigmoid_sweep(Logits(rows, columns, scale, 3, own), bias, totals, d_rows, None)
     logits = 0.5 * rows.double() @ columns.double().T - 1
     index = torch.arange(20, 40)
     logits[index, index + 3] = -torch.inf

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
+from lightning_mp.contrastive.backends import TileChoice
 from lightning_mp.contrastive.pair_options import PairOptions
 from lightning_mp.contrastive.targeted_library import (
     loss_of_targets,
@@ -27,7 +28,7 @@ pytestmark = [
 GATE = ["smoothed_negatives", "shared_texts", "guided"]
 # Outside of a compiler these are losses without targets, whose sums go another way.
 SWEPT = ["absolute", "relative", "guided"]
-TILES = ("auto", "auto", None, False)
+TILES = TileChoice("auto", "auto", None, False)
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +170,7 @@ def test_operators_pass_opcheck(name: str, trains: bool, dtype: torch.dtype) -> 
         torch.library.opcheck(targeted_infonce, inputs)
     loss, _, saved = targeted_infonce(*inputs)
     detached = [x.detach() for x in (image, text, scale, bias)]
-    given = (torch.tensor(0.5), loss.detach(), saved, *detached, None, *guides, needs)
+    given = (torch.tensor(0.5), *detached, loss.detach(), saved, needs, None, *guides)
     torch.library.opcheck(targeted_infonce_backward, (*given, "both", *rules, *TILES))
 
 
@@ -177,8 +178,7 @@ def test_second_derivatives_are_refused() -> None:
     case = Case("weights", [(9, 12)], 5)
     image, text, scale = leaves_of(case)
     options = PairOptions(**case.call)
-    tiles = dict(zip(("backend", "tile_dtype", "workspace_bytes", "autotune"), TILES, strict=True))
-    loss, _ = loss_of_targets(image, text, scale, None, options, tiles)
+    loss, _ = loss_of_targets(image, text, scale, None, options, TILES)
     (d_image,) = torch.autograd.grad(loss, image, create_graph=True)
     with pytest.raises(RuntimeError, match="which has a first one only"):
         d_image.sum().backward()

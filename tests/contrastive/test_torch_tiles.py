@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
+from lightning_mp.contrastive.tile_backend import Logits
 from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
 from tests.reference.contrastive import reference, relative_error
 
@@ -40,23 +41,23 @@ def _shard(b: int, m: int, width: int, diagonal: int | None) -> tuple[Tensor, ..
 def test_sweeps_of_a_shard_equal_float64(b: int, m: int, diagonal: int | None) -> None:
     tiles = TorchTiles(2**18)
     rows, columns, logits = _shard(b, m, 24, diagonal)
-    scale = torch.tensor(1.5)
+    swept = Logits(rows, columns, torch.tensor(1.5), diagonal)
     # Both sweeps add to what is there.
     row_lse, column_lse = torch.randn(b).double(), torch.randn(m).double()
     expected_row = torch.logaddexp(row_lse, logits.logsumexp(1))
     expected_column = torch.logaddexp(column_lse, logits.logsumexp(0))
-    tiles.lse_sweep(rows, columns, scale, row_lse, column_lse, diagonal)
+    tiles.lse_sweep(swept, row_lse, column_lse)
     # Logits here reach 40, whose fp32 neighbours are 3.8e-6 apart, before D sums are rounded.
     for lse, expected in ((row_lse, expected_row), (column_lse, expected_column)):
         assert (lse - expected).abs().max() < 4e-5
 
     softmax = (logits - row_lse[:, None]).exp() + (logits - column_lse).exp()
     d_rows, d_columns = torch.ones(b, 24), torch.ones(m, 24)
-    tiles.grad_sweep(rows, columns, scale, row_lse, column_lse, d_rows, d_columns, diagonal)
+    tiles.grad_sweep(swept, row_lse, column_lse, d_rows, d_columns)
     assert relative_error(d_rows - 1, softmax @ columns.double()) < 2e-5
     assert relative_error(d_columns - 1, softmax.T @ rows.double()) < 2e-5
     only_rows = torch.ones(b, 24)
-    tiles.grad_sweep(rows, columns, scale, row_lse, column_lse, only_rows, None, diagonal)
+    tiles.grad_sweep(swept, row_lse, column_lse, only_rows, None)
     assert torch.equal(only_rows, d_rows)
 
 

@@ -113,7 +113,7 @@ class MicroBatches:
         return [[_copied(x) for x in self._take(slice(0, rows))] for _ in range(count)]
 
     def written_since(self) -> list[int]:
-        """Return the leaves that somebody has written to since the first iteration ended."""
+        """Return the leaves that were written to since the first iteration ended."""
         now = self._count_writes()
         return [
             index

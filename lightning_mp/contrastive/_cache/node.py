@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._cache.call import Call
-from lightning_mp.numerics.first_derivatives import refuse_second_derivatives
+from lightning_mp.numerics.first_derivatives import first_derivatives_only
 
 if TYPE_CHECKING:
     from lightning_mp.contrastive.gradient_cache import GradientCache
@@ -45,9 +45,6 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @first_derivatives_only(_TWICE)
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        with torch.no_grad():
-            gradients = ctx.cache._replay(ctx.call, cotangents)
-        if torch.is_grad_enabled():  # `create_graph=True`
-            gradients = refuse_second_derivatives(gradients, _TWICE)
-        return (None, *gradients)
+        return (None, *ctx.cache._replay(ctx.call, cotangents))

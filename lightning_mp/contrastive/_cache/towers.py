@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 class Tower:
-    """A submodule or a method of one, whose calls can be answered by somebody else.
+    """A submodule or a method of one, whose calls can be intercepted.
 
     Args:
         name: The dotted path, for messages.

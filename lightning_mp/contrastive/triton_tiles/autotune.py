@@ -24,7 +24,7 @@ def fastest(
 
     Args:
         configs: What to try, at least one.
-        run: Does the work on operands that are ready; what it writes is of no use to anybody.
+        run: Does the work on operands that are ready; what it writes is not used.
         device: Where it works; waited for.
 
     Raises:

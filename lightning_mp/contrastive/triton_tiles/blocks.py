@@ -1,4 +1,4 @@
-"""Blocks of the logits whose by-products fit the workspace, and their shapes.
+"""Logits as the kernels take them: blocks whose by-products fit the workspace, and their shapes.
 
 Shapes:
     b: rows. m: columns. D: width. n, c: rows and columns of one block.
@@ -8,52 +8,119 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.triton_tiles.operands import Operand, Precision, make_operand
+from lightning_mp.contrastive.tile_backend import Ids, Limits, Logits
+from lightning_mp.contrastive.triton_tiles.operands import (
+    Operand,
+    Precision,
+    TileDtype,
+    make_operand,
+)
 
-__all__ = ["Block", "block_shape", "blocks_of", "whole_waves"]
+__all__ = ["Block", "KernelLogits", "block_shape", "whole_waves"]
 
 _ROW_MULTIPLE = 128
 _COLUMN_MULTIPLE = 64
+_TUNED_ROWS = 8192
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its place, its operands, and the offset of its positives."""
+    """One block: its place, its operands, the offset of its positives, and what is left out."""
 
     rows: slice
     columns: slice
     row_operand: Operand
     column_operand: Operand
     diagonal: int | None
+    ids: Ids | None
+    limits: tuple[Tensor, Tensor] | None
 
 
-def blocks_of(
-    rows_bD: Tensor,
-    columns_mD: Tensor,
-    shape: tuple[int, int],
-    precision: Precision,
-    units: tuple[Tensor | None, Tensor | None],
-    diagonal: int | None,
-    positive_rows: slice | None = None,
-) -> Iterator[Block]:
-    """Yield the blocks of a shard, each of at most `shape`, always in the same order.
+@dataclass(frozen=True)
+class KernelLogits:
+    """Logits with what the kernels have to know of all their blocks.
 
-    Columns are prepared once, rows once for each block of columns: a copy of `n D` values for
-    `n c D` products. Rows that have their positives here and others are not put into one block, so
-    that kernels know of one diagonal only.
+    Args:
+        logits: The logits, with ids of 32 bits.
+        precision: What is multiplied.
+        units: What split features of rows and of columns are multiplied by.
     """
-    b, m = len(rows_bD), len(columns_mD)
-    for left in range(0, m, shape[1]):
-        columns = slice(left, min(left + shape[1], m))
-        column_operand = make_operand(columns_mD[columns], precision, units[1], is_columns=True)
-        for rows, has_positives in _row_steps(b, shape[0], diagonal, positive_rows):
-            row_operand = make_operand(rows_bD[rows], precision, units[0], is_columns=False)
-            offset = None
-            if diagonal is not None and has_positives:
-                offset = diagonal + rows.start - left
-            yield Block(rows, columns, row_operand, column_operand, offset)
+
+    logits: Logits
+    precision: Precision
+    units: tuple[Tensor | None, Tensor | None]
+
+    @classmethod
+    def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
+        """Return them for what `tile_dtype` says."""
+        precision = Precision.of(logits.rows_bD.dtype, tile_dtype)
+        units = (precision.unit(logits.rows_bD), precision.unit(logits.columns_mD))
+        ids = None if logits.ids is None else _short(logits.ids)
+        return cls(logits._replace(ids=ids), precision, units)
+
+    def log2_scale(self) -> Tensor:
+        """Return `scale log2(e) / (unit unit')` as two fp32 values whose sum has 48 bits."""
+        exact = self.logits.scale.double().reshape(()) * _LOG2_E
+        for unit in self.units:
+            if unit is not None:
+                exact = exact / unit.double()
+        high = exact.float()
+        return torch.stack([high, (exact - high.double()).float()])
+
+    def blocks(self, shape: tuple[int, int]) -> Iterator[Block]:
+        """Yield the blocks of a shard, each of at most `shape`, always in the same order.
+
+        Columns are prepared once, rows once for each block of columns: a copy of `n D` values for
+        `n c D` products. Rows that have their positives here and others are not put into one
+        block, so that kernels know of one diagonal only.
+        """
+        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, *_ = self.logits
+        b, m = len(rows_bD), len(columns_mD)
+        for left in range(0, m, shape[1]):
+            columns = slice(left, min(left + shape[1], m))
+            column_operand = make_operand(
+                columns_mD[columns], self.precision, self.units[1], is_columns=True
+            )
+            for rows, has_positives in _row_steps(b, shape[0], diagonal, positive_rows):
+                row_operand = make_operand(
+                    rows_bD[rows], self.precision, self.units[0], is_columns=False
+                )
+                offset = None
+                if diagonal is not None and has_positives:
+                    offset = diagonal + rows.start - left
+                yield Block(
+                    rows, columns, row_operand, column_operand, offset,
+                    None if ids is None else ids.block(rows, columns),
+                    None if limits is None else self._limits(limits.block(rows, columns)),
+                )  # fmt: skip
+
+    def trial_block(self) -> Block:
+        """Return a block to try tile shapes on, of which nothing is left out."""
+        rows_bD, columns_mD, scale, *_ = self.logits
+        some = Logits(rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS], scale, None)
+        return next(KernelLogits(some, self.precision, self.units).blocks((_TUNED_ROWS,) * 2))
+
+    def _limits(self, limits: Limits) -> tuple[Tensor, Tensor]:
+        """Return the limits of a block's products, which have the units of split operands in."""
+        row_n, column_c = limits.rows_b, limits.columns_m
+        for unit in self.units:
+            if unit is not None:
+                row_n, column_c = row_n * unit, column_c * unit
+        return row_n.float(), column_c.float()
+
+
+def _short(ids: Ids) -> Ids:
+    """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
+    known = ids.rows_b.sort().values
+    # The first place among the rows'; the columns' that are not among them all get the same.
+    columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)
+    is_known = known[columns_m.clamp(max=len(known) - 1)] == ids.columns_m
+    rows_b = torch.searchsorted(known, ids.rows_b, out_int32=True)
+    return Ids(rows_b, columns_m.where(is_known, -1))
 
 
 def _row_steps(

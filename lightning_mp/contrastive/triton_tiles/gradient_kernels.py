@@ -22,6 +22,7 @@ from lightning_mp.contrastive.triton_tiles.scalars import (
     raise_peak,
     store_log2_scale,
 )
+from lightning_mp.numerics.triton_support import launching_on
 
 __all__ = ["SoftmaxFactors", "factors_kernel", "finish", "finish_kernel"]
 
@@ -227,19 +228,9 @@ def finish(
     ranks: int,
     wants_scale: bool,
 ) -> Finished:
-    """Return the gradients of both sides as the features have them, by one launch and a sum.
+    """Return the gradients of both sides as the features have them, see `TileBackend.finish`.
 
-    Args:
-        rows_bD: Images.
-        columns_nD: Texts, n >= b.
-        d_rows_bD: `2B dL/dS texts` of the negatives in fp32, overwritten; `None` if not wanted.
-        d_columns_nD: `2B dL/dS.T images`, likewise.
-        weight_b: `-2B` times the positives' cotangents.
-        scale: One value.
-        cotangent: Of the loss, one value.
-        terms: Cross entropies that the loss is the mean of.
-        ranks: W.
-        wants_scale: Whether the scale needs its gradient; its parts cost nothing.
+    It takes one launch and a sum; parts of the scale's gradient cost nothing.
     """
     rows_bD, columns_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_bD, columns_nD))
     (b, width), n = rows_bD.shape, len(columns_nD)
@@ -250,14 +241,15 @@ def finish(
     (rows_in, rows_out), (columns_in, columns_out) = sides
     programs = triton.cdiv(n if d_columns_nD is not None else b, _ROWS)
     parts = weight_b.new_empty(programs)
-    finish_kernel[(programs,)](
-        rows_bD, columns_nD, rows_in, columns_in, weight_b, scale, cotangent,
-        rows_bD if rows_out is None else rows_out,
-        columns_nD if columns_out is None else columns_out,
-        parts, terms, ranks, b, n, width, rows_bD.stride(0), columns_nD.stride(0),
-        BY_ROW=rows_out is not None, BY_COLUMN=columns_out is not None, ROWS=_ROWS,
-        COLUMNS=_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True,
-    )  # fmt: skip
+    with launching_on(rows_bD.device):
+        finish_kernel[(programs,)](
+            rows_bD, columns_nD, rows_in, columns_in, weight_b, scale, cotangent,
+            rows_bD if rows_out is None else rows_out,
+            columns_nD if columns_out is None else columns_out,
+            parts, terms, ranks, b, n, width, rows_bD.stride(0), columns_nD.stride(0),
+            BY_ROW=rows_out is not None, BY_COLUMN=columns_out is not None, ROWS=_ROWS,
+            COLUMNS=_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
     return Finished(rows_out, columns_out, parts.sum() if wants_scale else None)
 
 

@@ -13,9 +13,8 @@ from lightning_mp.contrastive.triton_tiles.dot import NO_DIAGONAL, tile_dots
 from lightning_mp.contrastive.triton_tiles.operands import ROW_MULTIPLE
 
 __all__ = [
-    "as_descriptor",
     "as_operands",
-    "check_block",
+    "as_targets",
     "diagonal_offset",
     "is_interpreted",
     "multiprocessors",
@@ -24,12 +23,8 @@ __all__ = [
 _LARGEST_BLOCK = 2**30  # rows and columns are 32-bit numbers, sums of two included
 
 
-def check_block(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> None:
-    """Refuse operands that a kernel would misread.
-
-    Raises:
-        ValueError: They differ in width, dtype or device, or are not laid out in aligned rows.
-    """
+def _check(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> None:
+    """Refuse operands that a kernel would misread."""
     name = str(rows_nk.dtype).removeprefix("torch.")
     formats = [(list(x.shape), x.dtype, x.device) for x in (rows_nk, columns_mk)]
     if rows_nk.shape[1] != columns_mk.shape[1] or formats[0][1:] != formats[1][1:]:
@@ -59,16 +54,42 @@ def check_block(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> None
 
 
 def as_operands(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> tuple[Any, Any]:
-    """Return the operands as the kernel wants them: tensor descriptors, or the tensors."""
+    """Return the operands as the kernel wants them: tensor descriptors, or the tensors.
+
+    Raises:
+        ValueError: They differ in width, dtype or device, or are not laid out in aligned rows.
+    """
+    _check(rows_nk, columns_mk, config)
     if not config.tma:
         return rows_nk, columns_mk
     tile_m, tile_n, tile_k = config.tile
-    return as_descriptor(rows_nk, tile_m, tile_k), as_descriptor(columns_mk, tile_n, tile_k)
+    return _as_descriptor(rows_nk, tile_m, tile_k), _as_descriptor(columns_mk, tile_n, tile_k)
 
 
-def as_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _as_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor by which the copy engine moves tiles of `rows` x `columns`."""
     return TensorDescriptor.from_tensor(tensor, [rows, columns])
+
+
+def as_targets(
+    values_nm: Tensor, low_nm: Tensor | None, shape: tuple[int, int], config: TileConfig
+) -> list[Any]:
+    """Return where a kernel writes a block's values, and what rounding leaves over of them.
+
+    Raises:
+        ValueError: They have another shape than the block.
+    """
+    for target in (values_nm, low_nm):
+        if target is not None and target.shape != shape:
+            raise ValueError(
+                f"Passed memory of shape {list(target.shape)} for the values of a block. It must "
+                f"be {list(shape)}, rows by columns. Pass a view of the workspace."
+            )
+    tile_m, tile_n, _ = config.tile
+    return [
+        _as_descriptor(target, tile_m, tile_n) if config.tma and target is not None else target
+        for target in (values_nm, low_nm)
+    ]
 
 
 def diagonal_offset(diagonal: int | None, rows: int, columns: int) -> int:

@@ -35,7 +35,6 @@ from lightning_mp.contrastive.triton_tiles.dot import (
 )
 from lightning_mp.contrastive.triton_tiles.launch import (
     as_operands,
-    check_block,
     diagonal_offset,
 )
 
@@ -338,7 +337,7 @@ def add_lse(
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         config: A row of the table for the kernel `"lse"`.
         split_scale: Use both values of `log2_scale`.
-        maxima: Largest logits of the block's rows and columns to raise; `None` for no matter.
+        maxima: Largest logits of the block's rows and columns to raise; `None` if not wanted.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
         limits: Products above which rows and columns leave a pair out, fp32; not with `maxima`.
         fresh: Whether the log-sum-exps of rows and of columns hold nothing yet.
@@ -347,7 +346,7 @@ def add_lse(
         ValueError: Operands or log-sum-exps have another layout.
     """
     n, m = rows_nk.shape[0], columns_mk.shape[0]
-    check_block(rows_nk, columns_mk, config)
+    operands = as_operands(rows_nk, columns_mk, config)
     for name, lse, length in (("row_lse_n", row_lse_n, n), ("column_lse_m", column_lse_m, m)):
         if lse.dtype != torch.float64 or lse.shape != (length,) or not lse.is_contiguous():
             raise ValueError(
@@ -364,7 +363,6 @@ def add_lse(
     if maxima is not None:
         part_maxima = torch.empty_like(row_sums), torch.empty_like(column_sums)
     is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
-    operands = as_operands(rows_nk, columns_mk, config)
     offset = diagonal_offset(diagonal, n, m)
     sizes = (
         *(ids or (None, None)), *(limits or (None, None)), n, m, rows_nk.shape[1],

@@ -25,6 +25,7 @@ from lightning_mp.contrastive.triton_tiles.scalars import (
     raise_peak,
     store_log2_scale,
 )
+from lightning_mp.numerics.triton_support import launching_on
 
 __all__ = ["pair_terms", "prepare", "prepare_kernel", "terms_kernel"]
 
@@ -107,23 +108,18 @@ def prepare_kernel(
 
 
 def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
-    """Return what a loss works out once, by one launch.
-
-    Args:
-        rows_bD: Images.
-        columns_nD: Texts, n >= b; row i belongs to image i.
-        scale: One value.
-    """
+    """Return what a loss works out once, by one launch, see `TileBackend.prepare`."""
     rows_bD, columns_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_bD, columns_nD))
     (b, width), n = rows_bD.shape, len(columns_nD)
     pos_b = rows_bD.new_empty(b, dtype=torch.float64)
     numbers = rows_bD.new_empty(8, dtype=torch.float32)  # each at a multiple of 16 bytes
     log2_scale, reference = numbers[:2], numbers[4:5]
-    prepare_kernel[(triton.cdiv(max(b, n), _ROWS),)](
-        rows_bD, columns_nD, scale, pos_b, log2_scale, reference, make_peaks(rows_bD),
-        b, n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_ROWS, COLUMNS=_COLUMNS,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
-    )  # fmt: skip
+    with launching_on(rows_bD.device):
+        prepare_kernel[(triton.cdiv(max(b, n), _ROWS),)](
+            rows_bD, columns_nD, scale, pos_b, log2_scale, reference, make_peaks(rows_bD),
+            b, n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_ROWS, COLUMNS=_COLUMNS,
+            num_warps=4, num_stages=2, enable_fp_fusion=True,
+        )  # fmt: skip
     return Prepared(pos_b, (log2_scale, reference))
 
 
@@ -186,11 +182,11 @@ def terms_kernel(
 
     Args:
         row_neg: (b,) in float64, as all. column_neg: (parts, n). pos: (b,).
-        row_lse: (b,). column_lse: (n,); infinite for what looks for nothing.
+        row_lse: (b,). column_lse: (n,); infinite for what has no term.
         weight: (b,): `-2B` times the positives' cotangents.
         sums: (programs,): what the pairs of a program add to the loss.
         terms: Cross entropies that the loss is the mean of.
-        BY_ROW: Rows look for their columns. BY_COLUMN: Columns look for their rows.
+        BY_ROW: The cross entropies of rows count. BY_COLUMN: Those of columns do.
         PARTS: Parts that are added up at a time.
     """
     index = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
@@ -227,24 +223,20 @@ def pair_terms(
     wanted: tuple[bool, bool],
     terms: int,
 ) -> PairTerms:
-    """Return what the pairs make of their negatives, by one launch and a sum.
+    """Return what the pairs make of their negatives, see `TileBackend.pair_terms`.
 
-    Args:
-        row_neg_b: Log-sum-exps of the negatives of the rows.
-        column_neg_Rn: Parts of those of the columns, whose exponentials add up.
-        pos_b: The pairs' logits.
-        wanted: Whether rows look for their columns, and columns for their rows.
-        terms: Cross entropies that the loss is the mean of.
+    It takes one launch and a sum.
     """
     b, (parts, n) = len(row_neg_b), column_neg_Rn.shape
     row_lse_b, weight_b = torch.empty_like(row_neg_b), torch.empty_like(row_neg_b)
     values = column_neg_Rn.new_empty(HEADER + n)
     programs = triton.cdiv(n, _TERMS)
     sums = values.new_empty(programs)
-    terms_kernel[(programs,)](
-        row_neg_b, column_neg_Rn, pos_b, row_lse_b, values[HEADER:], weight_b, sums, terms, b, n,
-        parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
-        PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    with launching_on(pos_b.device):
+        terms_kernel[(programs,)](
+            row_neg_b, column_neg_Rn, pos_b, row_lse_b, values[HEADER:], weight_b, sums, terms, b,
+            n, parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
+            PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     torch.sum(sums, 0, out=values[0])
     return PairTerms(row_lse_b, values, weight_b)

@@ -26,9 +26,8 @@ from lightning_mp.contrastive.triton_tiles.dot import (
     tile_is_cut,
 )
 from lightning_mp.contrastive.triton_tiles.launch import (
-    as_descriptor,
     as_operands,
-    check_block,
+    as_targets,
     diagonal_offset,
 )
 from lightning_mp.contrastive.triton_tiles.softmax_kernels import store_tile
@@ -173,17 +172,8 @@ def add_sigmoid(
         ValueError: Operands or weights have another layout.
     """
     n, m = rows_nk.shape[0], columns_mk.shape[0]
-    if weights_nm.shape != (n, m) or (low_nm is not None and low_nm.shape != (n, m)):
-        raise ValueError(
-            f"Passed sigmoids of shape {list(weights_nm.shape)}. It must be {[n, m]}, rows by "
-            "columns. Pass a view of the workspace."
-        )
-    check_block(rows_nk, columns_mk, config)
+    targets = as_targets(weights_nm, low_nm, (n, m), config)
     tile_m, tile_n, _ = config.tile
-    targets = [
-        as_descriptor(target, tile_m, tile_n) if config.tma and target is not None else target
-        for target in (weights_nm, low_nm)
-    ]
     row_tiles, column_tiles = triton.cdiv(n, tile_m), triton.cdiv(m, tile_n)
     tiles = row_tiles * column_tiles
     sums = rows_nk.new_empty(2, tiles, dtype=torch.float32)

@@ -40,9 +40,8 @@ from lightning_mp.contrastive.triton_tiles.dot import (
 )
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive.triton_tiles.launch import (
-    as_descriptor,
     as_operands,
-    check_block,
+    as_targets,
     diagonal_offset,
 )
 
@@ -201,20 +200,11 @@ def write_softmax(
         ValueError: Operands or softmax have another layout.
     """
     n, m = rows_nk.shape[0], columns_mk.shape[0]
-    if softmax_nm.shape != (n, m) or (low_nm is not None and low_nm.shape != (n, m)):
-        raise ValueError(
-            f"Passed a softmax of shape {list(softmax_nm.shape)}. It must be {[n, m]}, rows by "
-            "columns. Pass a view of the workspace."
-        )
     offset = diagonal_offset(diagonal, n, m)
     left_out = (*(ids or (None, None)), *(limits or (None, None)))
     for config in configs:
-        check_block(rows_nk, columns_mk, config)
+        targets = as_targets(softmax_nm, low_nm, (n, m), config)
         tile_m, tile_n, _ = config.tile
-        targets = [
-            as_descriptor(target, tile_m, tile_n) if config.tma and target is not None else target
-            for target in (softmax_nm, low_nm)
-        ]
         softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
             *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
             *factors.columns_3m, factors.is_wide, *targets, *left_out, n, m,

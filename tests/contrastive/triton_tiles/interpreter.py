@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lightning_mp.contrastive.tile_backend import Logits
 from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
 
@@ -194,16 +195,21 @@ class Shard:
         softmax = (self.logits - row_lse[:, None]).exp() + (self.logits - column_lse).exp()
         return softmax.masked_fill(self.positives, 0.0)
 
+    @property
+    def swept(self) -> Logits:
+        """What the sweeps take."""
+        return Logits(self.rows, self.columns, self.scale, self.diagonal)
+
     def lse_sweep(self, tiles: Any) -> tuple[Tensor, Tensor]:
         """Return what a backend makes of `start`."""
         row_lse, column_lse = (lse.clone() for lse in self.start)
-        tiles.lse_sweep(self.rows, self.columns, self.scale, row_lse, column_lse, self.diagonal)
+        tiles.lse_sweep(self.swept, row_lse, column_lse)
         return row_lse, column_lse
 
     def grad_sweep(self, tiles: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients that a backend adds up from zero."""
         gradients = torch.zeros(self.rows.shape), torch.zeros(self.columns.shape)
-        tiles.grad_sweep(self.rows, self.columns, self.scale, *self.lse, *gradients, self.diagonal)
+        tiles.grad_sweep(self.swept, *self.lse, *gradients)
         return gradients
 
     def lse_error(self, lses: tuple[Tensor, Tensor]) -> float:

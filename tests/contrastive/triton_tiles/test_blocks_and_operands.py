@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.triton_tiles.blocks import block_shape, blocks_of, whole_waves
+from lightning_mp.contrastive.tile_backend import Logits
+from lightning_mp.contrastive.triton_tiles.blocks import KernelLogits, block_shape, whole_waves
 from lightning_mp.contrastive.triton_tiles.configs import (
     TileConfig,
     all_configs,
@@ -46,10 +47,9 @@ def test_blocks_cover_every_value_once_and_know_their_positives(
     b, m = random.randint(1, 80), random.randint(1, 80)
     shape = random.randint(1, 90), random.randint(1, 90)
     rows, columns = torch.randn(b, 64).bfloat16(), torch.randn(m, 64).bfloat16()
-    precision = Precision.of(BF16, "auto")
     covered, positives = torch.zeros(b, m), torch.zeros(b, m, dtype=torch.bool)
-    precision, no_units = Precision.of(BF16, "auto"), (None, None)
-    for block in blocks_of(rows, columns, shape, precision, no_units, diagonal):
+    logits = Logits(rows, columns, torch.ones(()), diagonal)
+    for block in KernelLogits.of(logits, "auto").blocks(shape):
         part = covered[block.rows, block.columns]
         part += 1
         assert part.shape[0] <= shape[0]

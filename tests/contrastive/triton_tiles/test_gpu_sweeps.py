@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.backends import make_tiles
+from lightning_mp.contrastive.backends import TileChoice
 from lightning_mp.contrastive.infonce import InfoNCE, Plan
 from lightning_mp.contrastive.ring import Ring
 from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
@@ -106,14 +106,7 @@ def test_false_negatives_are_left_out_as_in_float64(dtype: torch.dtype) -> None:
 def test_both_kinds_of_kernels_equal_float64(dtype: torch.dtype, arch: int) -> None:
     if arch == 90 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the copy engine of these kernels is Hopper's")
-    tiles = make_tiles(
-        "triton",
-        torch.device("cuda"),
-        dtype,
-        workspace_bytes=2**22,
-        tile_dtype="fp32",
-        autotune=False,
-    )
+    tiles = TileChoice("triton", "fp32", 2**22, False).tiles(torch.device("cuda"), dtype)
     tiles = dataclasses.replace(tiles, arch=arch)
     image, text = (x.requires_grad_() for x in features(1500, 200, dtype))
     plan = Plan(Ring([1500]), tiles, True, True, False)
@@ -222,12 +215,11 @@ def test_memory_is_at_most_eight_times_the_features_in_fp32(dtype: torch.dtype) 
 
 
 def test_auto_takes_triton_here_and_torch_for_float64() -> None:
-    options = {"workspace_bytes": None, "tile_dtype": "auto", "autotune": False}
     device = torch.device("cuda")
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs compute capability 8.0")
     names = [
-        type(make_tiles("auto", device, dtype, **options)).__name__
+        type(TileChoice("auto", "auto", None, False).tiles(device, dtype)).__name__
         for dtype in (torch.bfloat16, torch.float32, torch.float64)
     ]
     assert names == ["TritonTiles", "TritonTiles", "TorchTiles"]

@@ -93,7 +93,7 @@ def test_gradients_are_added_to_any_layout(
 ) -> None:
     shard, tiles = make_shard(30, 70, 72, dtype), TritonTiles()
     gradients = relaid(torch.zeros(30, 72)), relaid(torch.zeros(70, 72))
-    tiles.grad_sweep(shard.rows, shard.columns, shard.scale, *shard.lse, *gradients, 0)
+    tiles.grad_sweep(shard.swept, *shard.lse, *gradients)
     assert shard.grad_error(gradients) < GRADIENT_ERROR[dtype]
 
 

@@ -61,9 +61,7 @@ CASES = pytest.mark.parametrize(
 def test_log_sum_exps_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -> None:
     case = Limited(dtype, scale)
     shard, lses = case.shard, [lse.clone() for lse in case.shard.start]
-    TritonTiles(workspace_bytes=2**19).lse_sweep(
-        shard.rows, shard.columns, shard.scale, *lses, shard.diagonal, limits=case.limits
-    )
+    TritonTiles(workspace_bytes=2**19).lse_sweep(shard.swept._replace(limits=case.limits), *lses)
     for dim, kept in ((1, case.kept_by_row), (0, case.kept_by_column)):
         start = shard.start[1 - dim]
         right = torch.logaddexp(start, shard.negatives.where(kept, -torch.inf).logsumexp(dim))
@@ -84,10 +82,8 @@ def test_gradients_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -
         x.logsumexp(dim).nan_to_num(neginf=0.0) + 0.5 for x, dim in zip(kept, (1, 0), strict=True)
     )
     gradients = torch.zeros(shard.rows.shape), torch.zeros(shard.columns.shape)
-    TritonTiles(workspace_bytes=2**19).grad_sweep(
-        shard.rows, shard.columns, shard.scale, row_lse, column_lse, *gradients, shard.diagonal,
-        limits=case.limits,
-    )  # fmt: skip
+    swept = shard.swept._replace(limits=case.limits)
+    TritonTiles(workspace_bytes=2**19).grad_sweep(swept, row_lse, column_lse, *gradients)
     softmax = (kept[0] - row_lse[:, None]).exp() + (kept[1] - column_lse).exp()
     # Logits of `scale` are rounded three times to fp32, and a power by as much of itself.
     bound = GRADIENT_ERROR[dtype] + abs(scale) * 3 * 2.0**-24

@@ -1,7 +1,6 @@
 """`ContrastiveLoss` and its operator on Triton tiles, in Triton's interpreter."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.backends import make_tiles, triton_problem
+from lightning_mp.contrastive.backends import TileChoice, triton_problem
 from lightning_mp.contrastive.library import infonce, infonce_backward
 from lightning_mp.contrastive.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
@@ -23,6 +22,7 @@ pytestmark = [
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 CPU = torch.device("cpu")
+WANTED = (True, None, "both", False)  # what is kept, ids, directions, statistics
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
@@ -70,13 +70,13 @@ def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     options = ("triton", "auto", None, False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about the outputs that have no gradient
-        torch.library.opcheck(infonce, (image, text, scale, None, *options))
+        torch.library.opcheck(infonce, (image, text, scale, None, *options, *WANTED))
     image, text, scale = (x.detach() for x in (image, text, scale))
-    *swept, _ = infonce(image, text, scale, scale, *options)
+    *swept, _ = infonce(image, text, scale, scale, *options, *WANTED)
     cotangent = torch.tensor(0.5)
     torch.library.opcheck(
         infonce_backward,
-        (cotangent, image, text, scale, scale, swept, [True, False, True], *options),
+        (cotangent, image, text, scale, scale, swept, [True, False, True], *options, None, "both"),
     )
 
 
@@ -123,8 +123,8 @@ def test_bias_changes_nothing_and_gets_a_gradient_of_zero() -> None:
 
 
 def test_choices_reach_the_tiles() -> None:
-    options: dict[str, Any] = {"workspace_bytes": 2**22, "tile_dtype": "tf32", "autotune": True}
-    assert make_tiles("triton", CPU, torch.float32, **options) == TritonTiles(2**22, "tf32", True)
+    tiles = TileChoice("triton", "tf32", 2**22, True).tiles(CPU, torch.float32)
+    assert tiles == TritonTiles(2**22, "tf32", True)
     assert triton_problem(CPU, torch.float32) is None
     assert "float64" in (triton_problem(CPU, torch.float64) or "")
 

@@ -73,13 +73,13 @@ def redone(monkeypatch: pytest.MonkeyPatch) -> _Redone:
 
 
 def _set_reference(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    prepare = tiles_module.prepare
+    prepare = TritonTiles.prepare
 
     def prepared(*arguments: Tensor) -> Prepared:
         pos_b, (log2_scale, _) = prepare(*arguments)
         return Prepared(pos_b, (log2_scale, torch.tensor([value])))
 
-    monkeypatch.setattr(tiles_module, "prepare", prepared)
+    monkeypatch.setattr(TritonTiles, "prepare", staticmethod(prepared))
 
 
 @MODES

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_mp import SigmoidContrastiveLoss
+from lightning_mp.contrastive.tile_backend import Logits
 from lightning_mp.contrastive.triton_tiles import TritonTiles
 from tests.contrastive.test_sigmoid import expected, leaves, sizes_of_terms
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
@@ -50,9 +51,8 @@ def test_sweep_in_blocks_equals_float64(workspace_bytes: int, diagonal: int | No
     d_rows, d_columns = torch.ones(193, 24), torch.ones(257, 24)
     scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (1.5, -2.0))
     own = slice(20, 160)
-    TritonTiles(workspace_bytes).sigmoid_sweep(
-        rows, columns, scale, bias, totals, d_rows, d_columns, diagonal, own
-    )
+    swept = Logits(rows, columns, scale, diagonal, own)
+    TritonTiles(workspace_bytes).sigmoid_sweep(swept, bias, totals, d_rows, d_columns)
     logits = 1.5 * rows.double() @ columns.double().T - 2
     if diagonal is not None:
         index = torch.arange(20, 160)

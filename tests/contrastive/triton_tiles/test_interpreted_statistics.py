@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.tile_backend import Maxima
+from lightning_mp.contrastive.tile_backend import Logits, Maxima
 from lightning_mp.contrastive.triton_tiles import TritonTiles
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_statistics import BIAS, LOSSES, check
@@ -46,7 +46,7 @@ def test_maxima_of_tiles_in_range_and_of_those_that_are_redone(
     maxima = Maxima(*(x.clone() for x in start))
     lses = [torch.full_like(x, -torch.inf) for x in start]
     tiles = TritonTiles(workspace_bytes)
-    tiles.lse_sweep(rows, columns, torch.tensor(scale), *lses, 3, maxima=maxima)
+    tiles.lse_sweep(Logits(rows, columns, torch.tensor(scale), 3), *lses, maxima=maxima)
     relative, absolute = tiles.rounding(40, torch.float32)
     for found, begun, dim in zip(maxima, start, (1, 0), strict=True):
         expected = torch.maximum(begun, logits.amax(dim))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from lightning_mp.contrastive.tile_backend import Logits
 from lightning_mp.contrastive.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -81,11 +82,8 @@ def test_grad_sweep_adds_to_what_is_there_and_none_skips(dtype: torch.dtype) -> 
     start = torch.randn(65, 72), torch.randn(63, 72)
     both = [x.clone() for x in start]
     only_rows, only_columns = (x.clone() for x in start)
-    arguments = (shard.rows, shard.columns, shard.scale, *shard.lse)
-    tiles.grad_sweep(*arguments, *both, 2)
-    tiles.grad_sweep(*arguments, only_rows, None, 2)
-    tiles.grad_sweep(*arguments, None, only_columns, 2)
-    tiles.grad_sweep(*arguments, None, None, 2)
+    for gradients in (both, (only_rows, None), (None, only_columns), (None, None)):
+        tiles.grad_sweep(shard.swept, *shard.lse, *gradients)
     for total, before, added in zip(both, start, shard.grad_sweep(tiles), strict=True):
         # Three products are added to values of up to 5, whose fp32 neighbours are 4.8e-7 apart.
         torch.testing.assert_close(total, before + added, rtol=0, atol=2e-6)
@@ -108,10 +106,10 @@ def test_lse_sweep_overwrites_what_is_fresh(
     for start, is_fresh in zip(starts, fresh, strict=True):
         if is_fresh:
             start.fill_(torch.nan)
-    arguments = (shard.rows, shard.columns, shard.scale)
     # Rows without positives here, rows with, and rows without: three blocks one above the other.
-    tiles.lse_sweep(*arguments, *expected, 3, slice(20, 60))
-    tiles.lse_sweep(*arguments, *starts, 3, slice(20, 60), fresh=fresh)
+    logits = shard.swept._replace(positive_rows=slice(20, 60))
+    tiles.lse_sweep(logits, *expected)
+    tiles.lse_sweep(logits._replace(fresh=fresh), *starts)
     assert all(map(torch.equal, starts, expected))
 
 
@@ -150,7 +148,7 @@ def test_one_pair_has_no_negatives(dtype: torch.dtype, arch: int) -> None:
     nothing, something = torch.tensor([-torch.inf]).double(), torch.randn(1).double()
     for start in (nothing, something):
         row_lse, column_lse = start.clone(), start.clone()
-        tiles.lse_sweep(shard.rows, shard.columns, shard.scale, row_lse, column_lse, 0)
+        tiles.lse_sweep(shard.swept, row_lse, column_lse)
         torch.testing.assert_close(row_lse, start, rtol=1e-15, atol=0)
         torch.testing.assert_close(column_lse, start, rtol=1e-15, atol=0)
     for gradient in shard.grad_sweep(tiles):
@@ -205,8 +203,8 @@ def test_shards_of_a_ring_add_up_to_one_sweep_and_float64(dtype: torch.dtype) ->
         for rank in ranks:
             other = (rank - step) % len(sizes)
             part = torch.full((sizes[other],), -torch.inf).double()
-            diagonal = 0 if rank == other else None
-            tiles.lse_sweep(images[rank], texts[other], scale, row_neg[rank], part, diagonal)
+            logits = Logits(images[rank], texts[other], scale, 0 if rank == other else None)
+            tiles.lse_sweep(logits, row_neg[rank], part)
             column_neg[other] = torch.logaddexp(column_neg[other], part)
     whole.start = tuple(torch.full((sum(sizes),), -torch.inf).double() for _ in range(2))
     for parts, at_once, dim in zip(
@@ -223,10 +221,9 @@ def test_shards_of_a_ring_add_up_to_one_sweep_and_float64(dtype: torch.dtype) ->
     d_images, d_texts = ([torch.zeros(size, width) for size in sizes] for _ in range(2))
     for rank in ranks:
         for other in ranks:
-            tiles.grad_sweep(
-                images[rank], texts[other], scale, row_lse[rank], column_lse[other],
-                d_images[rank], d_texts[other], 0 if rank == other else None,
-            )  # fmt: skip
+            logits = Logits(images[rank], texts[other], scale, 0 if rank == other else None)
+            lses = row_lse[rank], column_lse[other]
+            tiles.grad_sweep(logits, *lses, d_images[rank], d_texts[other])
     limit = GRADIENT_ERROR[dtype]
     assert gradient_error(torch.cat(d_images), whole.softmax, whole.columns) < limit
     assert gradient_error(torch.cat(d_texts), whole.softmax.T, whole.rows) < limit
