@@ -167,7 +167,7 @@ def test_step_that_hangs_is_interrupted_and_says_where(launcher, tmp_path):
     python = executable(tmp_path / "python", HANGING)
     done = subprocess.run(
         ["bash", "-c", f"{launcher} {SCRIPT} million monitors"],
-        env={**os.environ, "PYTHON": str(python), "OUT": str(out), "LIMIT_SECONDS": "2"},
+        env={**os.environ, "PYTHON": str(python), "OUT": str(out), "LIMIT_SECONDS": "4"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -179,7 +179,7 @@ def test_step_that_hangs_is_interrupted_and_says_where(launcher, tmp_path):
     log = (out / LOG).read_text()
     assert 'File "<string>", line 3' in log
     assert "KeyboardInterrupt" in log
-    assert "stopped after its 2 s" in log
+    assert "stopped after its 4 s" in log
 
 
 def test_unknown_step_and_blanks_are_refused(tmp_path):
