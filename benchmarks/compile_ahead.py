@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,26 +45,18 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # small that one of the twins will do.
 ROWS = 8192
 WIDTHS = 512, 768, 1024
-_WARP = 32
+# Triton remembers kernels by the number of the device: those are of one that is new.
+_NUMBERS = itertools.count(-1, -1)
 
 
-class _AbsentDevice:
-    """Triton's driver, as far as finding a kernel needs one."""
-
-    numbers = itertools.count(-1, -1)
-
-    def __init__(self, arch: int) -> None:
-        # Triton remembers kernels by the number of the device: these are of one that is new.
-        self.arch, self.number = arch, next(self.numbers)
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, _WARP)
-
-    def get_current_device(self) -> int:
-        return self.number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+def absent_device(arch: int) -> Any:
+    """Return Triton's driver, as far as finding a kernel needs one."""
+    number = next(_NUMBERS)
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, warp_size=32),
+        get_current_device=lambda: number,
+        get_current_stream=lambda device: 0,
+    )
 
 
 @contextmanager
@@ -83,7 +76,7 @@ def pretend(arch: int) -> Iterator[list[bool]]:
         hits.append(cache_hit)
 
     with (
-        mock.patch.object(driver, "_active", _AbsentDevice(arch)),
+        mock.patch.object(driver, "_active", absent_device(arch)),
         mock.patch.object(knobs.compilation, "listener", note),
         mock.patch.object(JITFunction, "run", find),
     ):

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in steps of less than nine minutes: tests, ranks over NCCL, the loss against
-# its peers, a million pairs, ViTs under every precision, AdamW's step, and what the monitors cost.
+# its peers, a million pairs, ViTs under every precision, AdamW's step, what the monitors cost, and
+# the ladder of a faster ViT.
 #
 #     benchmarks/gpu_suite.sh [--list] [STEP...]
 #
@@ -15,10 +16,10 @@
 #     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 #
 #   PYTHON         interpreter; python3 if unset. Needs torch, lightning, torchmetrics, triton and
-#                  pytest.
+#                  pytest; `ladder`, which comes last, matplotlib and pillow.
 #   PYTHONPATH     kept behind the repository; put the folder that holds inf_cl there.
 #   OUT            folder for what is written, from the root of the repository;
-#                  benchmarks/results if unset: suite.log, passed.txt, and four CSV files.
+#                  benchmarks/results if unset: suite.log, passed.txt, four CSV files, meta-vit/.
 #   KERNELS        folder of compiled kernels; kernels if unset.
 #   MAX_SECONDS    a peer whose call would take longer is left out, and all timed calls of one loss
 #                  at one size take no longer together; 3 if unset.
@@ -89,6 +90,7 @@ list_steps() {
   # The other rungs of the ladder: a pooled head and the batch second.
   step precision-lnd 400 \
     "$(vit --size H16 --batch 64 --pool mean --layout lnd --precisions 16-mixed O2-fp16 --optimizers fused)"
+  step ladder 530 "-m lightning_mp reproduce meta-vit --output $out"
 }
 
 only_list='' wanted=()

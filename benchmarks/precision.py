@@ -25,7 +25,6 @@ named and not ranked.
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import math
 import statistics
@@ -84,9 +83,6 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
     As it is the same one, the loss depends only on the updates taken: a run that skipped some can
     be compared with one that did not.
     """
-    gc.collect()  # the last model and its Trainer refer to each other
-    if args.device.type == "cuda":
-        torch.accelerator.empty_cache()
     random = torch.Generator(args.device).manual_seed(1)
     shape = args.batch, 3, args.image, args.image
     images = torch.randn(shape, generator=random, device=args.device)

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 __all__ = ["pairs_of", "plan"]
 
 GIB = 2**30
-# FLOPs of a pair through the towers with gradient caching, in forwards: the call, the replay, and
-# a backward of two.
-FORWARDS = 4
 
 
 def plan(
@@ -183,7 +180,7 @@ def _rate(
     """Return the rate that was given, or what it follows from."""
     from lightning_mp.plan.estimate import Rate
 
-    work = FORWARDS * subject.flops_per_pair
+    work = subject.flops_per_pair(cached=True)
     if pairs_per_second is not None:
         given = float(pairs_per_second)
         flops = given * work if tflops is None else tflops * 1e12

@@ -247,9 +247,11 @@ class Seconds:
             rate: Of one rank.
         """
         sent, flops = exchanged(method, batch, subject, machine)
-        replay = 1.0 if method.cached else 0.75  # one forward of four units less
+        # The rate is that of gradient caching, without which there is a forward less.
+        whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))
+        share = work / whole if whole else 1.0
         return cls(
-            towers=replay * batch / machine.gpus / rate.pairs_per_second,
+            towers=share * batch / machine.gpus / rate.pairs_per_second,
             loss=flops / rate.flops_per_second,
             exchange=sent / rate.bytes_per_second,
         )

@@ -62,7 +62,14 @@ class Subject:
         """Bytes of a feature's value."""
         return FEATURE_ITEMSIZE[self.static.activations]
 
-    @property
-    def flops_per_pair(self) -> float:
-        """FLOPs of a forward of all towers for a pair."""
-        return sum(tower.flops_per_pair for tower in self.towers.values())
+    def flops_per_pair(self, *, cached: bool) -> float:
+        """Return the FLOPs of a pair through all towers and back.
+
+        Args:
+            cached: Whether a tower that is trained runs forward twice, by gradient caching.
+        """
+        return sum(
+            tower.flops_per_pair * (2 if cached and tower.backward_flops_per_pair else 1)
+            + tower.backward_flops_per_pair
+            for tower in self.towers.values()
+        )

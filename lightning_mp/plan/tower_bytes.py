@@ -10,6 +10,7 @@ Legend: ``n`` pairs of a call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,12 +36,14 @@ class TowerBytes:
         flops_per_pair: FLOPs of a forward.
         parameters: Trained values that its output depends on.
         width: Values of its output for a pair, D.
+        backward_flops_per_pair: FLOPs of the backward; none where nothing is trained.
     """
 
     saved_per_pair: float
     flops_per_pair: float
     parameters: int
     width: int
+    backward_flops_per_pair: float
 
 
 @contextmanager
@@ -65,7 +68,8 @@ class _Counter:
     def __init__(self, model: nn.Module) -> None:
         self._owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self.saved: dict[str, dict[int, Any]] = {}
-        self.flops: dict[str, int] = {}
+        self.flops: Counter[str] = Counter()
+        self.backward_flops: Counter[str] = Counter()
         self.widths: dict[str, int] = {}
         self.parameters: dict[str, int] = {}
         self._running: list[str] = []
@@ -80,12 +84,16 @@ class _Counter:
                 outputs = original(*args, **kwargs)
         finally:
             self._running.pop()
-        self.flops[tower.name] = self.flops.get(tower.name, 0) + flops.get_total_flops()
+        self.flops[tower.name] += flops.get_total_flops()
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         # Models of transformers return tokens beside the features.
         features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
         self.widths[tower.name] = features.shape[-1]
         self.parameters[tower.name] = _trained_values(outputs)
+        if features.requires_grad:
+            with FlopCounterMode(display=False) as flops:
+                features.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            self.backward_flops[tower.name] += flops.get_total_flops()
         return outputs
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -168,10 +176,12 @@ def _slope(tower: Tower, sizes: tuple[int, int], counters: Sequence[_Counter]) -
         for counter in counters
     ]
     flops = [counter.flops[tower.name] for counter in counters]
+    backward_flops = [counter.backward_flops[tower.name] for counter in counters]
     pairs = sizes[1] - sizes[0]
     return TowerBytes(
         saved_per_pair=(saved[1] - saved[0]) / pairs,
         flops_per_pair=(flops[1] - flops[0]) / pairs,
         parameters=counters[0].parameters[tower.name],
         width=counters[0].widths[tower.name],
+        backward_flops_per_pair=(backward_flops[1] - backward_flops[0]) / pairs,
     )

@@ -1,5 +1,6 @@
 """A timed training by a stock Trainer: seconds and losses of its steps, and peak memory."""
 
+import gc
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -157,6 +158,9 @@ def fit(
         devices: How many, from `device` on.
         warm_up: Steps that are not timed.
     """
+    gc.collect()  # the last model and its Trainer refer to each other
+    if device.type == "cuda":
+        torch.accelerator.empty_cache()
     clock = _Clock(warm_up, device)
     with warnings.catch_warnings():
         # Advice about loops and data, and what Lightning 2.6 says of itself; it names places, too.

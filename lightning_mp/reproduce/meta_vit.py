@@ -10,7 +10,6 @@ References:
 
 from __future__ import annotations
 
-import gc
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -168,7 +167,7 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
     if "FSDP" in rung.precision:
         strategy = ModelParallelStrategy(ranks, 1, process_group_backend=backend)
     with _own_group():
-        outcome = fit(
+        return fit(
             classifier,
             batches,
             device=device,
@@ -177,11 +176,6 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
             devices=ranks,
             warm_up=min(5, len(batches) - 1),
         )
-    del classifier
-    if device.type == "cuda":
-        gc.collect()  # the model and its Trainer refer to each other
-        torch.accelerator.empty_cache()
-    return outcome
 
 
 def _ranks() -> int:

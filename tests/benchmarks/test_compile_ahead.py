@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compile_ahead
-from benchmarks.compile_ahead import _AbsentDevice
+from benchmarks.compile_ahead import absent_device
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCH = 90
@@ -77,7 +77,7 @@ def test_the_key_is_that_of_a_launch(monkeypatch):
         compile_ahead.statistics(ARCH)
     ahead, passed[:] = list(passed), []
 
-    monkeypatch.setattr(driver, "_active", _AbsentDevice(ARCH))
+    monkeypatch.setattr(driver, "_active", absent_device(ARCH))
     compile_ahead.statistics(ARCH)  # a launch, up to the compiler, which returns nothing here
     assert passed == ahead
     assert len(ahead) == 4
