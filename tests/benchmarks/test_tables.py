@@ -8,16 +8,29 @@ from benchmarks import tables
 from benchmarks._common import append_rows
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_documented_figures_of_the_loss_are_those_of_the_file():
-    rows = tables.read(ROOT / "benchmarks" / "results" / "contrastive_loss.csv")
+@pytest.fixture
+def documented() -> str:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    documented = "\n".join(page.read_text() for page in pages)
+    return "\n".join(page.read_text() for page in pages)
+
+
+def test_documented_figures_of_the_loss_are_those_of_the_file(documented):
+    rows = tables.read(RESULTS / "contrastive_loss.csv")
     lines = list(tables.loss_lines(rows))[1:]
     assert lines
     for line in lines:
         assert line in documented
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "O1-fp16", "O2-fp16"])
+def test_documented_host_times_are_those_of_the_file(documented, precision):
+    (row,) = (
+        row for row in tables.read(RESULTS / "precision.csv") if row["precision"] == precision
+    )
+    assert f"| {row['ms_median']:.1f} | {1 / row['speedup']:.2f} |" in documented
 
 
 @pytest.mark.slow
