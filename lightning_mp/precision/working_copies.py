@@ -223,13 +223,14 @@ class WorkingCopies:
                 continue
             copy = self._copies.get(id(p))
             if copy is None or copy.stamp != _stamp(p):  # else it needs no second look
-                if not _can_be_half(p):
+                if not _can_be_half(p) or not torch.is_autocast_enabled(p.device.type):
                     continue
                 copy = self._up_to_date(p)
+            elif not torch.is_autocast_enabled(copy.device_type):
+                continue
             if self._is_probing and module.training and _differs(p, copy.half):
                 self.refresh([p])  # else a write to `p.data` looked like one to the copy
-            if torch.is_autocast_enabled(copy.device_type):
-                entries.append((module, name, p, copy))
+            entries.append((module, name, p, copy))
         return entries
 
     def _put_back(self, swapped: list[_Swapped]) -> None:

@@ -52,9 +52,10 @@ def test_gradients_are_fp32_and_those_of_fp32(half: torch.dtype, attached: Any) 
 
 def test_outside_of_autocast_and_where_it_is_off_weights_are_fp32(attached: Any) -> None:
     layer = Seen(6, 2)
-    attached(layer)
+    copies = attached(layer)
     layer(X)
     assert layer.seen == torch.float32
+    assert copies.bytes_held() == 0
     run(layer, X)
     assert layer.seen == torch.float16
     with torch.autocast("cpu", torch.float16), torch.autocast("cpu", enabled=False):
