@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.growth import GrowthRule
 from lightning_mp.callbacks._rules.underflow import UnderflowJudge
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.outputs import (
@@ -79,8 +80,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             repeat_after_steps=repeat_after_steps,
         )
         is_fine = 0 <= min_headroom_bits < 16
-        accepted = "from 0 to 16, where 65504 itself has 0 bits"
-        self._check(is_fine, accepted, min_headroom_bits=min_headroom_bits)
+        self._check(is_fine, accepted("headroom"), min_headroom_bits=min_headroom_bits)
         self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
@@ -98,10 +98,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         eager = dict(eager_modules(pl_module))
         if not eager:
-            rank_zero_warn(
-                "`ActivationRangeMonitor` sees nothing of a LightningModule that is compiled as a "
-                "whole. Compile its networks instead, as by `self.net = torch.compile(self.net)`."
-            )
+            rank_zero_warn(usage("compiled"))
         if self.modules is None:
             parents = {name.rpartition(".")[0] for name in eager}
             blocks = set(blocks_in(pl_module))

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.underflow import ROUNDING, UnderflowJudge
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
@@ -61,11 +62,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             repeat_after_steps=repeat_after_steps,
         )
         if not 0 < warn_share <= alarm_share < 1:
-            raise ValueError(
-                f"Passed `GradientUnderflowMonitor(warn_share={warn_share!r}, "
-                f"alarm_share={alarm_share!r})`. They must be shares between 0 and 1, the first "
-                "the lower. Pass 0.01 and 0.05."
-            )
+            raise ValueError(usage("shares", warn_share=warn_share, alarm_share=alarm_share))
         self.warn_share = warn_share
         self.alarm_share = alarm_share
         self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)

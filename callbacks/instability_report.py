@@ -23,6 +23,7 @@ from lightning_mp.callbacks._report.pace import Pace
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
 from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.training_state import step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
@@ -30,7 +31,6 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
 
-_NAME = "InstabilityReport"
 _BEFORE = "Before the run was resumed: "
 
 
@@ -74,16 +74,12 @@ class InstabilityReport(InstabilityMonitor):
         super().__init__()
         is_name = type(filename) is str and Path(filename).name == filename
         if not is_name or Path(filename).suffix not in (".html", ".htm"):
-            raise ValueError(
-                f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
-                "name that ends in .html, without a folder. Pass the folder as `dirpath`."
-            )
+            raise ValueError(usage("filename", filename=filename))
         self._check_positive(every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
-        self._check(is_fine, "an integer from 1 to 500", max_tensors=max_tensors)
+        self._check(is_fine, accepted("to_500"), max_tensors=max_tensors)
         is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
-        accepted = "a function, or a URL that begins with http:// or https://"
-        self._check(alert is None or callable(alert) or is_url, accepted, alert=alert)
+        self._check(alert is None or callable(alert) or is_url, accepted("alert"), alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds
@@ -222,7 +218,7 @@ class InstabilityReport(InstabilityMonitor):
         if path is not None and self.log_artifact:
             data = self._data(trainer)
             for logger in trainer.loggers:
-                with forgiven(_NAME, f"could not give its page to {type(logger).__name__}"):
+                with forgiven("report_not_logged", logger=type(logger).__name__):
                     log_report(logger, path, data)
         self._alerts.finish()
 
@@ -247,8 +243,7 @@ class InstabilityReport(InstabilityMonitor):
         if is_trial or not trainer.is_global_zero:
             return None
         wanted = self.path or self._wanted or self._page_path(trainer)
-        fix = "Pass a `dirpath` that can be written to."
-        with forgiven(_NAME, f"could not write {str(wanted)!r}", fix), self._pace.measured():
+        with forgiven("report_not_written", path=str(wanted)), self._pace.measured():
             if is_last:
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.loss_scale import LossScaleRule
+from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks.monitor import InstabilityMonitor
@@ -50,7 +51,7 @@ class LossScaleMonitor(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
-        self._check(max_skip_rate < 1, "below 1", max_skip_rate=max_skip_rate)
+        self._check(max_skip_rate < 1, accepted("below_1"), max_skip_rate=max_skip_rate)
         self._check_at_least(1, window_steps=window_steps)
         self._check_at_least(0, calibration_steps=calibration_steps)
         self.max_skip_rate = max_skip_rate

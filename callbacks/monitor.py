@@ -13,6 +13,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
@@ -78,29 +79,28 @@ class InstabilityMonitor(pl.Callback):
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
-    def _check(self, is_good: bool, accepted: str, **value: object) -> None:
+    def _check(self, is_good: bool, what: str, **value: object) -> None:
         ((name, passed),) = value.items()
         if not is_good:
-            raise ValueError(
-                f"Passed `{type(self).__name__}({name}={passed!r})`. `{name}` must be {accepted}. "
-                "Leave it out for the default."
-            )
+            fields = {"callback": type(self).__name__, "name": name, "value": passed}
+            raise ValueError(usage("argument", **fields, accepted=what))
 
     def _check_at_least(self, least: int, **values: object) -> None:
         for name, value in values.items():
             is_good = type(value) is int and value >= least
-            self._check(is_good, f"an integer of at least {least}", **{name: value})
+            self._check(is_good, accepted("at_least", least=least), **{name: value})
 
     def _check_positive(self, **values: object) -> None:
         for name, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_good = is_number and value > 0  # type: ignore[operator]
-            self._check(is_good, "a positive number", **{name: value})
+            self._check(is_good, accepted("positive"), **{name: value})
 
-    def _check_one_of(self, *accepted: object, **values: object) -> None:
+    def _check_one_of(self, *choices: object, **values: object) -> None:
         for name, value in values.items():
-            is_good = any(type(value) is type(each) and value == each for each in accepted)
-            self._check(is_good, f"one of {', '.join(map(repr, accepted))}", **{name: value})
+            is_good = any(type(value) is type(each) and value == each for each in choices)
+            names = ", ".join(map(repr, choices))
+            self._check(is_good, accepted("one_of", names=names), **{name: value})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -165,7 +165,7 @@ class InstabilityMonitor(pl.Callback):
             rank=facts.rank,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
-        saved = f"Its batch is in `{alarm.batch_path}`." if alarm.batch_path else ""
+        saved = usage("batch_saved", path=alarm.batch_path) if alarm.batch_path else ""
         text = " ".join(part for part in (f"{alarm.place}:", message, remedy, saved) if part)
         alarm = dataclasses.replace(alarm, message=text)
         self.history.add_alarm(alarm)

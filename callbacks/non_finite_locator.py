@@ -14,6 +14,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -83,7 +84,7 @@ class NonFiniteLocator(InstabilityMonitor):
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
         self._check_positive(near_limit=near_limit)
-        self._check(near_limit < 1, "below 1", near_limit=near_limit)
+        self._check(near_limit < 1, accepted("below_1"), near_limit=near_limit)
         self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
         self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch

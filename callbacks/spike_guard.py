@@ -20,6 +20,7 @@ from lightning_mp.callbacks._rules.robust_window import (
     is_slight,
 )
 from lightning_mp.callbacks._rules.spike_sentences import Scene
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
@@ -108,18 +109,15 @@ class SpikeGuard(InstabilityMonitor):
             rewind_memory_gb=rewind_memory_gb,
             rewind_lr_factor=rewind_lr_factor,
         )
-        self._check(z_threshold < math.inf, "finite", z_threshold=z_threshold)
-        self._check(rewind_lr_factor <= 1, "at most 1", rewind_lr_factor=rewind_lr_factor)
+        self._check(z_threshold < math.inf, accepted("finite"), z_threshold=z_threshold)
+        self._check(rewind_lr_factor <= 1, accepted("at_most_1"), rewind_lr_factor=rewind_lr_factor)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
         self._check_at_least(0, skip_batches=skip_batches, max_rewinds=max_rewinds)
         if judge_after_steps > window_steps:
-            raise ValueError(
-                f"Passed `SpikeGuard(judge_after_steps={judge_after_steps!r}, "
-                f"window_steps={window_steps!r})`. `judge_after_steps` must be at most "
-                f"`window_steps`. Pass `judge_after_steps={max(2, window_steps // 2)}`."
-            )
+            sizes = {"judge_after_steps": judge_after_steps, "window_steps": window_steps}
+            raise ValueError(usage("judge_after_steps", **sizes, fitting=max(2, window_steps // 2)))
         self.action = action
         self.z_threshold = float(z_threshold)
         self.window_steps = window_steps

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
@@ -80,7 +81,7 @@ class TensorCollector(SamplingMonitor):
     ) -> None:
         super().__init__(every_n_steps=every_n_steps)
         names = ["patterns of names"]
-        for accepted, known, value in (
+        for wanted, known, value in (
             (names, None, {"include": include}),
             (get_args(Kind), get_args(Kind), {"collect": collect}),
             (REDUCTIONS, REDUCTIONS, {"reductions": reductions}),
@@ -88,7 +89,7 @@ class TensorCollector(SamplingMonitor):
             (passed,) = value.values()
             is_list = not isinstance(passed, str) and len(passed) > 0
             is_fine = is_list and all(known is None or each in known for each in passed)
-            self._check(is_fine, f"a list of {', '.join(accepted)}", **value)
+            self._check(is_fine, accepted("list", names=", ".join(wanted)), **value)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -109,10 +110,8 @@ class TensorCollector(SamplingMonitor):
         try:
             return re.compile(pattern[3:] if is_regex else fnmatch.translate(pattern))
         except re.error as error:
-            raise ValueError(
-                f"Passed `TensorCollector(include=[{pattern!r}])`. What follows `re:` must be a "
-                f"regular expression: {error}. Leave out `re:` to write `*` and `?`."
-            ) from None
+            text = usage("regular_expression", pattern=pattern, error=error)
+            raise ValueError(text) from None
 
     # --- what to look at -------------------------------------------------------------------------
 
@@ -144,11 +143,8 @@ class TensorCollector(SamplingMonitor):
         for text, pattern in self._patterns.items():
             found = [name for name in names if pattern.fullmatch(name)]
             if not found:
-                raise ValueError(
-                    f"Passed `TensorCollector(include=[{text!r}])`, which matches none of "
-                    f"{len(names)} names, such as {', '.join(map(repr, names[:3]))}. Write "
-                    "`*` for what may stand before and behind."
-                )
+                some = ", ".join(map(repr, names[:3]))
+                raise ValueError(usage("no_match", pattern=text, count=len(names), names=some))
             yield from found
 
     # --- a step ----------------------------------------------------------------------------------
@@ -272,8 +268,7 @@ class TensorCollector(SamplingMonitor):
         if "histogram" in arrays:
             arrays["histogram"] = arrays["histogram"].astype(np.int64)
             arrays["exponents"] = EXPONENTS
-        fix = "Pass a `dirpath` that can be written to."
-        with forgiven("TensorCollector", f"could not write to {str(self._wanted)!r}", fix):
+        with forgiven("tensors_not_written", path=str(self._wanted)):
             self.folder = self.folder or claim(self._wanted, self._earlier, Path.mkdir)
             content = io.BytesIO()
             np.savez_compressed(content, **arrays)

@@ -154,9 +154,10 @@ def remedy_for(finding: "Finding", plugin: str) -> str:
     if finding.source == "parameter":
         return (
             "An earlier step wrote it, and clipping does nothing for NaN. Go on from a checkpoint "
-            "before it with `NonFiniteLocator(check_gradients=True)`, which names the module that "
-            "makes such a gradient before the step; where gradients are finite, look at the "
-            "optimizer's states and its epsilon."
+            "before it, as `SpikeGuard(action='rewind')` does, with "
+            "`NonFiniteLocator(check_gradients=True)`, which names the module that makes such a "
+            "gradient before the step; where gradients are finite, look at the optimizer's states "
+            "and its epsilon."
         )
     if finding.source == "backward":
         return _for_backward(finding, plugin)
@@ -167,8 +168,9 @@ def _for_forward(finding: "Finding", plugin: str) -> str:
     bf16 = f"train in bf16, which holds 3.4e38, with `{plugin}(half='bf16')`"
     if finding.dtype != "float16":
         return (
-            "Look there for a division by 0, a logarithm or root of 0 or less, an overflowing "
-            "exponential, or weights that a high learning rate has grown."
+            "Look there for a division by 0, a logarithm or root of 0 or less, a softmax of a row "
+            "that is masked as a whole, an overflowing exponential, or large weights: initialise "
+            "them smaller, or keep them small by a lower learning rate or `gradient_clip_val`."
         )
     if finding.is_root:
         return f"Compute it in fp32 there, as by `.float()` on what goes in; or {bf16}."

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_mp.callbacks._rules.usage import usage
+
 if TYPE_CHECKING:
     from lightning_mp.callbacks.monitor import Alarm
 
@@ -75,11 +77,8 @@ class Alerts:
             self._has_warned = True
             # Without the URL, which may hold a secret.
             what = "a URL" if isinstance(self._alert, str) else repr(self._alert)
-            rank_zero_warn(
-                f"Passed `InstabilityReport(alert=...)`, {what} that could not be told of an "
-                f"alarm: {type(error).__name__}: {error}. Training goes on. Check that it can be "
-                "reached from this machine."
-            )
+            text = f"{type(error).__name__}: {error}"
+            rank_zero_warn(usage("alert_not_sent", alert=what, error=text))
 
 
 def _plain(alarm: "Alarm") -> dict[str, object]:

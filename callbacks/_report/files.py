@@ -7,10 +7,9 @@ from typing import Any
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.writing import write_atomically
+from lightning_mp.callbacks._rules.usage import usage
 
 __all__ = ["alarms_since", "rebuild_page"]
-
-_WRITTEN_BY = "It is written by the callback `InstabilityReport`"
 
 
 def rebuild_page(run_dir: str | Path) -> Path:
@@ -29,10 +28,7 @@ def rebuild_page(run_dir: str | Path) -> Path:
     if path.is_file():
         data = _read(path)
         if data is None:
-            raise ValueError(
-                f"Passed {str(path)!r}, which does not hold a report's data. {_WRITTEN_BY}, as "
-                "`instability.json`. Pass the folder of a run."
-            )
+            raise ValueError(usage("no_report_data", path=str(path)))
         source = path
     else:
         source, data = _search(path)
@@ -43,22 +39,18 @@ def rebuild_page(run_dir: str | Path) -> Path:
 
 def _search(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not folder.is_dir():
-        raise ValueError(f"Passed {str(folder)!r}, which does not exist. Pass the folder of a run.")
+        raise ValueError(usage("no_folder", path=str(folder)))
     for pattern in ("*.json", "**/*.json"):
         read = {path: _read(path) for path in sorted(folder.glob(pattern))}
         found = {path: data for path, data in read.items() if data is not None}
         if len(found) > 1:
             names = ", ".join(repr(str(each)) for each in list(found)[:5])
             raise ValueError(
-                f"Passed {str(folder)!r}, which holds the data of {len(found)} reports: {names}. "
-                "Pass one of them."
+                usage("several_reports", path=str(folder), count=len(found), names=names)
             )
         if found:
             return next(iter(found.items()))
-    raise ValueError(
-        f"Passed {str(folder)!r}, where no report's data is, nor in a folder below. {_WRITTEN_BY}, "
-        "as `instability.json`. Add it to the callbacks of the run, or pass its `dirpath`."
-    )
+    raise ValueError(usage("no_report", path=str(folder)))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lightning_mp.callbacks._rules.usage import usage
+
 __all__ = ["claim", "forgiven", "write_atomically"]
 
 
@@ -43,18 +45,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def forgiven(who: str, what: str, fix: str = "") -> Iterator[None]:
-    """Warn of an error instead of raising it: a file is never worth a run.
-
-    Args:
-        who: The callback.
-        what: What it could not do.
-        fix: What to do about it, as a sentence.
-    """
+def forgiven(key: str, **fields: object) -> Iterator[None]:
+    """Warn of an error, in the words of `_rules/usage.py`: a file is never worth a run."""
     try:
         yield
     except Exception as error:
         from lightning.pytorch.utilities import rank_zero_warn  # `lightning-mp report` needs none
 
-        text = f"`{who}` {what}: {type(error).__name__}: {error}. Training goes on. {fix}"
-        rank_zero_warn(text.strip())
+        rank_zero_warn(usage(key, error=f"{type(error).__name__}: {error}", **fields))

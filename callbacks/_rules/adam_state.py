@@ -30,7 +30,6 @@ _UNKNOWN: dict[str, Any] = {
     "moment": 0.0,  # the second moment at the last sample,
     "at": 0,  # and Adam's step
     "from": 0,  # its first step
-    "is_below": False,  # whether all of it was below epsilon in the last sample
     "is_real": False,  # whether its gradient ever was more than rounding
 }
 
@@ -66,10 +65,11 @@ class AdamNumbers:
 class AdamStateRule(Learning):
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
 
-    Without a baseline: a tensor all of whose `sqrt(v_hat)` are below epsilon, twice in a row, and
-    updates that are too small to move a weight. By what was learnt: the others. What is sparse by
-    nature is held against itself. A tensor that has a gradient in a share q of the samples has a
-    second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is usual for it.
+    Without a baseline, from the first sample on: a tensor all of whose `sqrt(v_hat)` are below
+    epsilon, and updates that are too small to move a weight. By what was learnt: the others. What
+    is sparse by nature is held against itself. A tensor that has a gradient in a share q of the
+    samples has a second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is
+    usual for it.
     A run without gradient is too long where it is as long as `zero_run_steps` and the tensor always
     had one before, or where it is unlikely: `exp(-c n / T) < 1e-4` for n of T steps, if before it
     the second moment has grown between c pairs of samples. Where no tensor has a gradient, as for a
@@ -168,7 +168,6 @@ class AdamStateRule(Learning):
         self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
     ) -> list[Verdict]:
         share = numbers.below_epsilon
-        was_below, usual["is_below"] = usual["is_below"], share >= _ALL
         # What Adam divides by should be mostly the gradient's size: a thousandth of it is left.
         root = math.sqrt(numbers.second_moment / numbers.numel)
         power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
@@ -177,7 +176,7 @@ class AdamStateRule(Learning):
         threshold = usual["below"] + self.max_below_epsilon
         if is_known and share > threshold:
             return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
-        if was_below and usual["is_below"]:
+        if share >= _ALL:
             says = "below_epsilon_all"
             verdict = Verdict("below_epsilon", share, _ALL, says=says, numbers=words)
             return [replace(verdict, tensor=numbers.name)]

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.facts import StepFacts
 
 __all__ = ["BatchKeeper", "copy_containers"]
@@ -76,5 +77,6 @@ class BatchKeeper:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save({**content, "batches": batches}, path)
             except Exception as error:  # no reason to end a run
-                warnings.warn(f"The batch could not be saved: {error!r}", stacklevel=2)
+                text = usage("batch_not_saved", path=str(path), error=repr(error))
+                warnings.warn(text, stacklevel=2)
         return str(path)

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.training_state import is_sharded
 
 try:
@@ -79,10 +80,7 @@ class MarkStore:
         """Find a folder, remove what killed runs have left; return the marks that are there."""
         if self.storage == "memory" and is_sharded(trainer):
             name = type(trainer.strategy).__name__
-            raise MisconfigurationException(
-                f"Passed `SpikeGuard(rewind_storage='memory')` with `{name}`, which loads shards "
-                "from files. Pass `rewind_storage='disk'`."
-            )
+            raise MisconfigurationException(usage("shards_in_memory", strategy=name))
         parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         before = next((Path(m.path).parent for m in reversed(marks) if Path(m.path).exists()), None)
         self._folder = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}"

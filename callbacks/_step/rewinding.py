@@ -11,7 +11,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.spike_sentences import kept_checkpoints
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
@@ -55,11 +55,7 @@ class Rewinder:
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-            raise MisconfigurationException(
-                "Passed `SpikeGuard(action='rewind')` with a `training_step` that takes a "
-                "`dataloader_iter`. Batches can only be skipped where Lightning fetches them. Take "
-                "a `batch` in `training_step`, or pass `action='skip'`."
-            )
+            raise MisconfigurationException(usage("dataloader_iter"))
         self.marks = self.store.start(trainer, self.marks)
         # To save states of FSDP2 that are not there, torch makes a step of zero gradients, which
         # Adam counts: its first update would differ. There the first checkpoint comes after a step.
@@ -99,7 +95,11 @@ class Rewinder:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
-            rank_zero_info(kept_checkpoints(self.most, self.store.bytes, self.store.is_in_memory))
+            where = "in the memory of each rank" if self.store.is_in_memory else "on disk"
+            size, total = self.store.bytes, self.most * self.store.bytes
+            rank_zero_info(
+                usage("kept_checkpoints", most=self.most, size=size, where=where, total=total)
+            )
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
@@ -192,9 +192,7 @@ class Rewinder:
 
         What the epoch cannot give is taken from the next ones, when they start.
         """
-        fetcher = trainer.fit_loop._data_fetcher
-        if fetcher is None:
-            raise RuntimeError("Called `Rewinder.rewind` outside of `Trainer.fit`.")
+        fetcher: Any = trainer.fit_loop._data_fetcher
         self._to_skip = _pull(trainer, fetcher, to_skip)
         # An epoch starts with a step of its own.
         self._to_skip += -self._to_skip % trainer.accumulate_grad_batches

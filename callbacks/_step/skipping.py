@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision.scaled_precision import ScaledPrecision
 from lightning_mp.precision.step_control import hold_global_step, hold_schedules
@@ -88,11 +89,7 @@ class StepSkipper:
         if optimizer not in self._handles and not can_skip_later:
             self._handles[optimizer] = []
             name = type(optimizer).__name__
-            rank_zero_warn(
-                f"`SpikeGuard(action='skip')` reads one flag a step from the device, because "
-                f"`{name}` cannot skip there. Pass `fused=True` to the optimizer if it has that, "
-                "or train with `BalancedAMP`, to save this host sync."
-            )
+            rank_zero_warn(usage("skip_sync", optimizer=name))
 
     def _takes_found_inf(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, SafeAdamW):

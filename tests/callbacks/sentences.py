@@ -23,6 +23,7 @@ from lightning_mp.callbacks._rules.sentences import (
     words_for,
 )
 from lightning_mp.callbacks._rules.spike_sentences import Scene
+from lightning_mp.callbacks._rules.usage import ACCEPTED, USAGE, accepted, usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 
@@ -194,7 +195,28 @@ def causes() -> Iterator[str]:
         yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
 
 
-FILES = {"rules.txt": rules, "spikes.txt": spikes, "causes.txt": causes}
+# Of every name in the templates of `_rules/usage.py`.
+USES: dict[str, Any] = {
+    **{"callback": "SpikeGuard", "name": "patience", "value": 0, "least": 1, "fitting": 32},
+    **{"judge_after_steps": 65, "window_steps": 64, "warn_share": 0.1, "alarm_share": 0.05},
+    **{"filename": "run/page", "pattern": "re:(", "count": 2, "names": "'a', 'b'"},
+    **{"peers": "SpikeGuard(action='skip'), SpikeGuard(action='warn')", "strategy": "FSDPStrategy"},
+    **{"states": "state1, state2", "optimizer": "SGD", "most": 4, "size": 1000, "total": 4000},
+    **{"where": "on disk", "path": "run/step=3.pt", "logger": "MLFlowLogger", "alert": "a URL"},
+    **{"error": OSError("no space left")},
+}
+
+
+def usages() -> Iterator[str]:
+    """Yield errors and warnings of how callbacks are used."""
+    for key in ACCEPTED:
+        yield f"[argument, {key}]\n{usage('argument', **USES, accepted=accepted(key, **USES))}\n"
+    for key in USAGE:
+        if key != "argument":
+            yield f"[{key}]\n{usage(key, **USES)}\n"
+
+
+FILES = {"rules.txt": rules, "spikes.txt": spikes, "causes.txt": causes, "usage.txt": usages}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

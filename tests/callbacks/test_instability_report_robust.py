@@ -275,7 +275,7 @@ def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
     # Port 1 is privileged, and nothing of a test listens there.
     url = f"{server[0]}/broken" if target == "answers-500" else "http://127.0.0.1:1/secret"
     report = InstabilityReport(dirpath=str(tmp_path), alert=url)
-    with pytest.warns(UserWarning, match="a URL that could not be told of an alarm") as caught:
+    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to") as caught:
         watch(Watched(steps=5), [report, AlarmAt(1, 3)])
     assert not any(url in str(each.message) for each in caught)
     assert _data(tmp_path / "instability.json")["run"]["end"]["how"] == "finished"
