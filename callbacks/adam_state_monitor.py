@@ -21,8 +21,9 @@ from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, plain_name, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.precision.module_selection import as_written
 
 __all__ = ["AdamStateMonitor"]
 
@@ -93,13 +94,13 @@ class AdamStateMonitor(SamplingMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         embeddings = [
-            plain_name(f"{path}.weight")
+            as_written(f"{path}.weight")
             for path, module in pl_module.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
         self._until = 0
-        self._sizes = {plain_name(name): p.numel() for name, p in pl_module.named_parameters()}
+        self._sizes = {as_written(name): p.numel() for name, p in pl_module.named_parameters()}
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any(map(_is_of_adam, groups)):

@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
+from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
 from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.gradients import parameter_names
-from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, plain_name, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.moments import (
@@ -33,6 +33,7 @@ from lightning_mp.numerics.moments import (
     reduced,
     tensor_moments,
 )
+from lightning_mp.precision.module_selection import as_written
 
 __all__ = ["TensorCollector"]
 
@@ -130,7 +131,7 @@ class TensorCollector(SamplingMonitor):
             self._earlier = None
         self._rows.clear()
         self._unhook()
-        modules = {plain_name(path): module for path, module in eager_modules(pl_module) if path}
+        modules = {as_written(path): module for path, module in eager_modules(pl_module) if path}
         parameters = parameter_names(pl_module)
         known = list(modules) if "outputs" in self.collect else []
         known += parameters.values() if {*self.collect} - {"outputs"} else []

@@ -209,12 +209,7 @@ def _ordinal(count: int) -> str:
 
 
 def words_for(verdict: Verdict, *, is_ending: bool = False, **numbers: Any) -> tuple[str, str]:
-    """Return message and remedy of a verdict.
-
-    Args:
-        verdict: What a rule found.
-        is_ending: Whether the learning rate is being lowered to 0 anyway.
-        numbers: What remedies have further, such as `lower_rate`.
+    """Return message and remedy of a verdict, with numbers that remedies have further.
 
     Raises:
         KeyError: There are no words for it, or a number is missing in them.

@@ -12,23 +12,13 @@ __all__ = ["Scene", "describe", "whose"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """A step, and what the guard knows beside it.
-
-    Args:
-        facts: The step.
-        first_lr: The learning rate some steps before.
-        clip_val: Of gradients, as the Trainer has it.
-        action: Of the guard.
-        is_spent: Whether there are no rewinds left.
-        window_steps: Size of the window.
-        z_threshold: Of the window.
-    """
+    """A step, and what the guard knows beside it."""
 
     facts: StepFacts
-    first_lr: float | None
-    clip_val: float | None
-    action: str
-    is_spent: bool
+    first_lr: float | None  # some steps before
+    clip_val: float | None  # of gradients, as the Trainer has it
+    action: str  # of the guard
+    is_spent: bool  # whether there are no rewinds left
     window_steps: int
     z_threshold: float
 

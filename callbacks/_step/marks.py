@@ -32,24 +32,14 @@ _LOCK = "in_use"
 
 @dataclass
 class Mark:
-    """A place to go back to.
+    """A place to go back to."""
 
-    Args:
-        path: Of the checkpoint; in memory, no file has it.
-        step: The loggers' step that was next.
-        global_step: Optimizer steps completed by then.
-        schedule_steps: Steps of LR schedules completed by then.
-        position: Batches that had been taken from the data by then, over all epochs. After a rewind
-            to this place: where the data went on from.
-        lr_factor: What rewinds had multiplied learning rates by.
-    """
-
-    path: str
-    step: int
-    global_step: int
-    schedule_steps: int
-    position: int
-    lr_factor: float = 1.0
+    path: str  # of the checkpoint; in memory, no file has it
+    step: int  # the loggers' step that was next
+    global_step: int  # optimizer steps completed by then
+    schedule_steps: int  # and steps of LR schedules
+    position: int  # batches taken from the data, over all epochs; after a rewind, where it went on
+    lr_factor: float = 1.0  # what rewinds had multiplied learning rates by
 
 
 class MarkStore:
@@ -59,10 +49,7 @@ class MarkStore:
     lives, also against `kill -9`: the next run in the place of that one, or in a folder beside it,
     removes what nobody has locked. A resumed run goes on with the folder of its marks.
 
-    Args:
-        dirpath: Where the folder is made; in the log folder if `None`.
-        storage: `"memory"`, `"disk"`, or `"auto"`: in memory up to `memory_gb`.
-        memory_gb: For all checkpoints of a rank together, in 1e9 bytes.
+    The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
 
     def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._step.attention import AttentionMode
-from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
@@ -18,17 +18,10 @@ __all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
 
 class OutputKey(NamedTuple):
-    """What one row of a sample is about.
+    """What one row of a sample is about."""
 
-    Args:
-        name: The module's dotted name.
-        kind: `"activation"`, `"output_gradient"` for the gradient with respect to it,
-            `"norm_input"`, or `"attention_logit"`.
-        dtype: What it is stored in.
-    """
-
-    name: str
-    kind: str
+    name: str  # the module's, dotted
+    kind: str  # `"activation"`, `"output_gradient"`, `"norm_input"` or `"attention_logit"`
     dtype: torch.dtype
 
 
@@ -37,21 +30,14 @@ class OutputSampler:
     """Gathers statistics of the outputs of modules over one training step.
 
     A module that runs several times, as with micro-batches, has one row for all of them.
-
-    Args:
-        modules: Dotted name -> module.
-        backward: Whether to look at gradients with respect to outputs as well.
-        max_calls: Calls of a module to look at, the first ones.
-        norms: Modules whose input is looked at: `x + f(x)` is the output of none, but of many a
-            norm the input.
-        callers: Modules that may call attention, whose logits are looked at; none for none.
     """
 
-    modules: Mapping[str, nn.Module]
-    backward: bool
-    max_calls: int
+    modules: Mapping[str, nn.Module]  # by dotted name
+    backward: bool  # whether to look at gradients with respect to outputs as well
+    max_calls: int  # of a module to look at, the first ones
+    # Whose input is looked at: `x + f(x)` is the output of none, but of many a norm the input.
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
-    callers: Mapping[str, nn.Module] = field(default_factory=dict)
+    callers: Mapping[str, nn.Module] = field(default_factory=dict)  # that may call attention
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _handles: list[RemovableHandle] = field(default_factory=list, init=False)
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)

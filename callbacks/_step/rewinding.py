@@ -27,12 +27,7 @@ class Rewinder:
     (each rank's own) and other callbacks (averaged weights, early stopping) go back. The data, the
     epoch and the loggers' step go on.
 
-    Args:
-        store: Keeps the checkpoints.
-        every_n_steps: Optimizer steps between two checkpoints.
-        rewind_steps: How far back a checkpoint is at least, in optimizer steps.
-        skip_batches: Batches that are not trained on, counted from the checkpoint.
-        lr_factor: What each rewind multiplies learning rates by.
+    The arguments are those of `SpikeGuard`; `store` keeps the checkpoints.
     """
 
     store: MarkStore
@@ -72,12 +67,9 @@ class Rewinder:
         return is_between_steps and is_new and trainer.global_step > 0
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take a checkpoint, and remove those that are older than needed; on all ranks.
+        """Take the checkpoint before a step, and remove those that are older than needed.
 
-        Args:
-            trainer: The trainer.
-            step: The loggers' step that is next.
-            position: Batches taken from the data so far.
+        On all ranks; `position` is how many batches have been taken from the data.
         """
         schedules = trainer.fit_loop.epoch_loop.scheduler_progress.total.completed
         mark = Mark(
@@ -116,14 +108,8 @@ class Rewinder:
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
 
-        Args:
-            trainer: The trainer.
-            global_step: Optimizer steps completed before the one that went wrong.
-
-        Returns:
-            The checkpoint, and the number of batches still to be skipped; `None` where none can be
-            read. The newest checkpoint that is far enough back is taken; else one before it, else
-            one behind it.
+        The newest checkpoint that is far enough back is taken; else one before it, else one behind
+        it. Return it and how many batches are still to be skipped; `None` where none can be read.
         """
         far = [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
         self.lost = []
@@ -275,11 +261,6 @@ class _SkippingFetcher(_DataFetcher):
     """Skips batches at the start of an epoch, where no hook could: the first is fetched before.
 
     An epoch of which all batches are skipped ends without validation.
-
-    Args:
-        trainer: The trainer.
-        inner: What fetches.
-        to_skip: Batches.
     """
 
     def __init__(self, trainer: pl.Trainer, inner: _DataFetcher, to_skip: int) -> None:

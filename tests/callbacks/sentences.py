@@ -162,24 +162,21 @@ def causes() -> Iterator[str]:
     mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
     mlp, head = "`layers.0.mlp` (MLP)", Call("head", nn.Linear(1, 1))
     none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
+    says: dict[str, Any] = {
+        **{"count": 3, "name": "ValueError", "text": "no", "bad": both, "root": "Model"},
+        **{"at": locator.at_scale(512.0), "now": nan.kind, "before": 0.693, "scale": 256.0},
+        "listed": "`up` (weight 60000); `norm` (output 9)",
+    }
     yield from (
-        f"{locator.BAD_LOSS}\n{locator.BAD_GRADIENTS}\n",
-        f"{locator.overflowed(1)}\n{locator.overflowed(3)}\n",
-        f"{locator.nowhere(1)}\n{locator.nowhere(4)}\n",
-        f"{locator.failed(ValueError('no'))}\n{locator.NO_REPLAY}\n",
-        f"{locator.parameter(both)}\n{locator.batch(nan)}\n",
+        *(f"[{key}]\n{text.format(**says)}\n" for key, text in locator.SAYS.items()),
         locator.forward(mlp, inf, [fine], **none) + "\n",
         locator.forward(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
         locator.forward(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
         locator.forward(mlp, nan, [], **{**none, "buffer": both}) + "\n",
         locator.outside("Model", nan, [fine], passed_to=None) + "\n",
         locator.outside("Model", inf, [], passed_to=head) + "\n",
-        locator.backward_of_loss("Model", inf, 512.0) + "\n",
         locator.backward(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
         locator.backward(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
-        locator.with_suspects("x", [("up", "weight 60000"), ("norm", "output 9")]) + "\n",
-        locator.with_fitting_scale("x", 256.0) + "\n",
-        f"{locator.not_exact(0.693, both)}\n{locator.not_exact(0.693, fine)}\n",
     )
     for source, more in (
         ("batch", {}),

@@ -30,7 +30,6 @@ class Planted:
         tensors: Names of which the alarm must have one; none for a failure of the whole.
         from_step: The step at which the failure is planted; no monitor may say a word before.
         step: The step at which it must be found.
-        until: The last step at which it may be, where the rounding of another CPU may move it.
         advises: What the remedy in the alarm must hold.
         cure: What is done about it, in words.
         remedy: The same as settings that take the place of those above.
@@ -48,7 +47,6 @@ class Planted:
     tensors: tuple[str, ...] = ()
     from_step: int = 0
     step: int
-    until: int | None = None
     advises: str
     cure: str
     remedy: dict[str, Any] = field(default_factory=dict)

@@ -42,6 +42,7 @@ def param(planted: Planted) -> Any:
 def test_planted_failure_ruins_the_run_and_is_named_at_its_step_with_a_remedy(
     planted: Planted,
 ) -> None:
+    """Rounding moves no step: they are the same without AVX, and with other weights by 1e-6."""
     outcome = planted.fail()
     if outcome.is_healthy:
         pytest.fail(f"not ruined: {outcome.measured} is below {outcome.bound}")
@@ -51,7 +52,7 @@ def test_planted_failure_ruins_the_run_and_is_named_at_its_step_with_a_remedy(
     said = [(a.step, a.monitor, a.kind, a.tensor) for a in outcome.alarms]
     alarm = planted.found(outcome)
     assert alarm, f"not named: {planted.tensors}; said {said}"
-    assert planted.step <= alarm.step <= (planted.until or planted.step), said
+    assert alarm.step == planted.step, said
     assert planted.advises in alarm.remedy
 
 
