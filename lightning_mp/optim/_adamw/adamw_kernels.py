@@ -4,7 +4,7 @@ Shapes:
     T: tensors. C: chunks of all tensors together. BLOCK: elements that a program holds at a time.
 
 A program takes one chunk of one tensor, finds its addresses in `table`, and reads and writes each
-of its elements once. The formulas are those of `adamw_math`. With a clip, `rms_kernel` goes before
+of its elements once. The formulas are those of `foreach`. With a clip, `rms_kernel` goes before
 it and leaves partial sums, each in a place of its own, that every program adds up in the same
 order. So there are no atomics, and the same input gives the same bits.
 
