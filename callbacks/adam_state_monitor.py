@@ -23,7 +23,7 @@ from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.numerics.async_readback import Readback
-from lightning_mp.precision.module_selection import as_written
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["AdamStateMonitor"]
 

@@ -4,7 +4,8 @@ import fnmatch
 import io
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,7 +34,7 @@ from lightning_mp.numerics.moments import (
     reduced,
     tensor_moments,
 )
-from lightning_mp.precision.module_selection import as_written
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["TensorCollector"]
 
@@ -162,15 +163,11 @@ class TensorCollector(SamplingMonitor):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if "outputs" in self.collect and self.is_due(trainer) and not self._handles:
             for name, module in self._modules.items():
-                self._handles.append(module.register_forward_hook(self._look(name)))
+                self._handles.append(module.register_forward_hook(partial(self._look, name)))
 
-    def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
-                if tensor.dtype in FLOAT_DTYPES:
-                    self._outputs[name].append(self._row(tensor))
-
-        return look
+    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        rows = [self._row(t) for t in tensors_in(output) if t.dtype in FLOAT_DTYPES]
+        self._outputs[name] += rows
 
     def _unhook(self) -> None:
         for handle in self._handles:

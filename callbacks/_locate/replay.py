@@ -21,8 +21,8 @@ from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
-from lightning_mp.precision.module_selection import as_written
-from lightning_mp.precision.scaled_precision import ScaledPrecision
+from lightning_mp.precision._choice.module_selection import as_written
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "can_replay", "replay"]
 

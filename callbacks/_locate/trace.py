@@ -1,6 +1,7 @@
 """What a replayed step shows: every module's inputs, outputs and gradients, in the order made."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
-from lightning_mp.precision.module_selection import as_written
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["Call", "Seen", "Trace"]
 
@@ -99,9 +100,9 @@ class Trace:
         """Put the hooks on."""
         for path, module in self.root.named_modules():
             if not isinstance(module, torch.jit.ScriptModule) and not _is_metric(module):
-                name = as_written(path)
+                before = functools.partial(self._before, as_written(path))
                 self._handles += [
-                    module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                    module.register_forward_pre_hook(before, with_kwargs=True),
                     module.register_forward_hook(self._after),
                 ]
         return self
@@ -119,22 +120,21 @@ class Trace:
         """Note tensors that belong to no call, such as `"batch"` or `"parameters"`."""
         self._groups[group] += self._take(tensors)
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = Call(name, module)
-            self.calls.append(call)
-            self._open[module].append(call)
-            if torch.is_grad_enabled():
-                views: dict[int, Tensor] = {}
-                args = tuple(_views(each, views) for each in args)
-                kwargs = {key: _views(each, views) for key, each in kwargs.items()}
-            inputs = [*named_tensors(args), *named_tensors(kwargs)]
-            call.tensors["input"] = self._take(iter(inputs))
-            for path, tensor in inputs:
-                self._catch(call, "grad_input", path, tensor)
-            return args, kwargs
-
-        return hook
+    def _before(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = Call(name, module)
+        self.calls.append(call)
+        self._open[module].append(call)
+        if torch.is_grad_enabled():
+            views: dict[int, Tensor] = {}
+            args = tuple(_views(each, views) for each in args)
+            kwargs = {key: _views(each, views) for key, each in kwargs.items()}
+        inputs = [*named_tensors(args), *named_tensors(kwargs)]
+        call.tensors["input"] = self._take(iter(inputs))
+        for path, tensor in inputs:
+            self._catch(call, "grad_input", path, tensor)
+        return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._open[module]

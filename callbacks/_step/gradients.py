@@ -15,7 +15,7 @@ from lightning_mp.callbacks._step.training_state import (
     scaler_of,
 )
 from lightning_mp.numerics.shards import local_shard
-from lightning_mp.precision.module_selection import as_written
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["NamedTensors", "Signals", "gradients_of", "measure", "parameter_names"]
 

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from lightning_mp.precision.scaled_precision import ScaledPrecision
-from lightning_mp.precision.step_control import hold_global_step, hold_schedules
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 
 __all__ = ["StepSkipper"]
 

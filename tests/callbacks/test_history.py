@@ -10,7 +10,7 @@ import torch
 
 from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning, SpikeGuard
 from lightning_mp.callbacks.monitor import History
-from lightning_mp.precision.module_selection import as_written
+from lightning_mp.precision._choice.module_selection import as_written
 from tests.callbacks.models import Watched, watch
 
 
