@@ -1,6 +1,6 @@
 """What monitors say: one message and one remedy for each rule, all in this file.
 
-`tests/callbacks/golden/sentences.txt` holds each of them with sample numbers, for review.
+`tests/callbacks/golden/rules.txt` holds each of them with sample numbers, for review.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ import io
 import shutil
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,7 @@ class Mark:
     lr_factor: float = 1.0  # what rewinds had multiplied learning rates by
 
 
+@dataclass(kw_only=True, eq=False)
 class MarkStore:
     """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
 
@@ -52,16 +53,18 @@ class MarkStore:
     The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
 
-    def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
-        self.dirpath = dirpath
-        self.storage = storage
-        self.memory_gb = memory_gb
-        self.bytes = 0  # of the newest
-        self.is_in_memory = storage != "disk"
-        self._held: dict[str, io.BytesIO] = {}
-        self._rng: dict[str, Any] = {}  # of this rank, by path
-        self._folder = Path()
-        self._lock: IO[str] | None = None
+    dirpath: str | None  # where the folder is made; in the log folder if `None`
+    storage: str
+    memory_gb: float
+    bytes: int = field(default=0, init=False)  # of the newest
+    is_in_memory: bool = field(default=False, init=False)
+    _held: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
+    _rng: dict[str, Any] = field(default_factory=dict, init=False)  # of this rank, by path
+    _folder: Path = field(default=Path(), init=False)
+    _lock: IO[str] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_in_memory = self.storage != "disk"
 
     def start(self, trainer: pl.Trainer, marks: list[Mark]) -> list[Mark]:
         """Find a folder, remove what killed runs have left; return the marks that are there."""

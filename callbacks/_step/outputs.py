@@ -1,8 +1,9 @@
 """Statistics of what modules return, by hooks that are there only while a step is sampled."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +53,10 @@ class OutputSampler:
         """Hook the modules."""
         self.stop()
         for name, module in self.modules.items():
-            self._handles.append(module.register_forward_hook(self._look(name)))
+            self._handles.append(module.register_forward_hook(partial(self._look, name)))
         for name, module in self.norms.items():
             # Before a precision plugin casts what comes in.
-            hook = self._look_ahead(name)
+            hook = partial(self._look_ahead, name)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         if self.callers and self._handles:
             self._mode = AttentionMode(self.callers, self._look_at_logits)
@@ -75,44 +76,32 @@ class OutputSampler:
             return None
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
-    def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            if not self._is_wanted(name, "activation"):
-                return
-            tensors = [t for t in tensors_in(output) if t.dtype in FLOAT_DTYPES and t.numel()]
-            self._add(name, "activation", tensors)
-            if self.backward:
-                for tensor in tensors:
-                    if tensor.requires_grad:
-                        tensor.register_hook(self._look_back(name))
+    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        for tensor in self._add(name, "activation", output):
+            if self.backward and tensor.requires_grad:
+                tensor.register_hook(partial(self._look_back, name))
 
-        return look
+    def _look_back(self, name: str, gradient: Tensor) -> None:
+        self._add(name, "output_gradient", gradient)
 
-    def _look_ahead(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def look(_: nn.Module, inputs: Any) -> None:
-            tensors = [t for t in tensors_in(inputs[:1]) if t.dtype in FLOAT_DTYPES and t.numel()]
-            if tensors and self._is_wanted(name, "norm_input"):
-                self._add(name, "norm_input", tensors)
-
-        return look
+    def _look_ahead(self, name: str, _: nn.Module, inputs: Any) -> None:
+        self._add(name, "norm_input", inputs[:1])
 
     def _look_at_logits(self, name: str, logits: Tensor) -> None:
-        if self._is_wanted(name, "attention_logit"):
-            self._add(name, "attention_logit", [logits])
+        self._add(name, "attention_logit", logits)
 
-    def _is_wanted(self, name: str, kind: str) -> bool:
-        self._calls[name, kind] += 1
-        return self._calls[name, kind] <= self.max_calls
-
-    def _look_back(self, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._add(name, "output_gradient", [gradient])
-
-    def _add(self, name: str, kind: str, tensors: Sequence[Tensor]) -> None:
-        if not self._handles:
-            return  # a backward after the step that was sampled
+    def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
+        """Take in the tensors of a call, and return them; nothing of calls that are too many."""
+        tensors = [t for t in tensors_in(value) if t.dtype in FLOAT_DTYPES and t.numel()]
+        if kind != "output_gradient":  # which only calls that were looked at have
+            self._calls[name, kind] += bool(tensors)
+        is_over = not self._handles  # a backward after the step that was sampled
+        if is_over or self._calls[name, kind] > self.max_calls:
+            return []
         for tensor in tensors:
             row = pack_stats([tensor.detach()])
             self._rows.setdefault(OutputKey(name, kind, tensor.dtype), []).append(row)
+        return tensors
 
 
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
