@@ -219,7 +219,9 @@ class ActivationRangeMonitor(SamplingMonitor):
             if verdict is not None:
                 field = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
                 facts = _of_worst_rank(sample, ranks[:, at, field])
-                self.say(trainer, verdict, facts, lower_scale=_lower_scale(trainer))
+                scale = loss_scale_of(trainer)
+                lower_scale = 1.0 if scale is None else float(scale) / 4
+                self.say(trainer, verdict, facts, lower_scale=lower_scale)
 
     def _judge_tensor(
         self, key: OutputKey, label: str, stats: TensorStats, bits: float
@@ -293,8 +295,3 @@ def _label(key: OutputKey, keys: list[OutputKey]) -> str:
     """Return the module's name, with its dtype where it has outputs of several."""
     is_alone = [each.name for each in keys].count(key.name) == 1
     return key.name if is_alone else f"{key.name} ({_short(key.dtype)})"
-
-
-def _lower_scale(trainer: pl.Trainer) -> float:
-    scale = loss_scale_of(trainer)
-    return 1.0 if scale is None else float(scale) / 4

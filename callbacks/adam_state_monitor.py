@@ -201,16 +201,12 @@ class AdamStateMonitor(SamplingMonitor):
             self._until, self._rule.wants_more = facts.step + 4, False
         bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
         if bad.size:
-            verdicts.append(_bad_state([names[i] for i in bad], self._sizes))
+            largest = max((names[i] for i in bad), key=lambda name: self._sizes.get(name, 0))
+            kind, numbers = "optimizer_state_non_finite", {"count": bad.size}
+            verdicts.append(Verdict(kind, severity="error", tensor=largest, numbers=numbers))
         for verdict in verdicts:
             self.say(trainer, verdict, facts)
 
 
 def _is_of_adam(group: dict[str, Any]) -> bool:
     return "betas" in group and "eps" in group
-
-
-def _bad_state(names: list[str], sizes: dict[str, int]) -> Verdict:
-    largest = max(names, key=lambda name: sizes.get(name, 0))
-    numbers = {"count": len(names)}
-    return Verdict("optimizer_state_non_finite", None, None, "error", largest, numbers=numbers)

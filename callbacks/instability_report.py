@@ -123,13 +123,6 @@ class InstabilityReport(InstabilityMonitor):
         if not self._is_started:
             self._write(trainer)
 
-    def _start(self, trainer: pl.Trainer) -> None:
-        self._is_started = True
-        self._steps = step = step_of(trainer)
-        # In a run from the start the starts of another one mean nothing.
-        self._starts = [each for each in self._starts if each["step"] < step]
-        self._starts.append({"step": step, "time": now()})
-
     def _claim(self, wanted: Path) -> Path:
         """Return the path of the page; keep the alarms that only the run before has written."""
         start = self._starts[-1]["step"]
@@ -231,7 +224,11 @@ class InstabilityReport(InstabilityMonitor):
     ) -> Path | None:
         """Write page and data; waits for the steps on their way where `is_last`."""
         if not self._is_started:
-            self._start(trainer)
+            self._is_started = True
+            self._steps = step = step_of(trainer)
+            # In a run from the start the starts of another one mean nothing.
+            self._starts = [each for each in self._starts if each["step"] < step]
+            self._starts.append({"step": step, "time": now()})
         is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
         if is_trial or not trainer.is_global_zero:
             return None

@@ -1,12 +1,17 @@
 """What all monitors share: alarms, their history, and how they reach people and loggers."""
 
+import copy
 import dataclasses
+import functools
+import inspect
+import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -18,15 +23,11 @@ from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
-from lightning_mp.callbacks._step.side_by_side import (
-    check_peers,
-    never_raising,
-    state_for,
-    state_key_of,
-)
 from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
+
+_log = logging.getLogger(__name__)
 
 
 class InstabilityWarning(UserWarning):
@@ -69,7 +70,7 @@ class InstabilityMonitor(pl.Callback):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "on_exception" in vars(cls):
-            cls.on_exception = never_raising(cls.on_exception)  # type: ignore[method-assign]
+            cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
 
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self._check_at_least(1, repeat_after_steps=repeat_after_steps)
@@ -107,7 +108,10 @@ class InstabilityMonitor(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)
-        check_peers(self, trainer)
+        peers = self._peers(trainer)
+        if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
+            passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
+            raise MisconfigurationException(usage("peers", peers=passed))
         if stage == "fit":
             self.recorder = recorder_of(trainer)
             # What is resumed from a checkpoint is loaded after this.
@@ -253,18 +257,38 @@ class InstabilityMonitor(pl.Callback):
     @property
     @override
     def state_key(self) -> str:
-        """The key of its state in checkpoints."""
-        # Lightning asks for it at every hook.
-        self._state_key = self._state_key or state_key_of(self)
+        """The key of its state in checkpoints, another one for other arguments.
+
+        It is made of the arguments that are not at their default and that are kept as attributes of
+        their name, so that a new argument does not change the key of older checkpoints.
+        """
+        if self._state_key:
+            return self._state_key  # Lightning asks for it at every hook
+        defaults: dict[str, Any] = {}
+        for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
+            for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
+                if parameter.kind is parameter.KEYWORD_ONLY:
+                    defaults[name] = parameter.default
+        values = {name: getattr(self, name, default) for name, default in defaults.items()}
+        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        name = type(self).__qualname__
+        self._state_key = self._generate_state_key(**changed) if changed else name
         return self._state_key
+
+    def _peers(self, trainer: pl.Trainer) -> list[Any]:
+        return [c for c in trainer.callbacks if type(c) is type(self)]  # type: ignore[attr-defined]
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        state = state_for(self, trainer, checkpoint)
-        if state is not None:
-            self.load_state_dict(state)
+        # Lightning finds a state of its own key. Where an argument has changed since, it is the one
+        # state of its class that none claims, if it is the one monitor of its class without.
+        states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)
+        claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
+        free = [k for k in states if k not in claimed and str(k).partition("{")[0] == name]
+        if [peer for peer in peers if peer.state_key not in states] == [self] and len(free) == 1:
+            self.load_state_dict(copy.deepcopy(states[free[0]]))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -280,3 +304,16 @@ class InstabilityMonitor(pl.Callback):
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         if self._rule is not None:
             self._rule.load_state_dict(state_dict)
+
+
+def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep `on_exception` from hiding the exception that it is called for behind its own."""
+
+    @functools.wraps(hook)
+    def on_exception(self: pl.Callback, *args: Any) -> None:
+        try:
+            hook(self, *args)
+        except Exception as error:
+            _log.warning(usage("hook_failed", callback=type(self).__name__, error=error))
+
+    return on_exception

@@ -248,12 +248,13 @@ class NonFiniteLocator(InstabilityMonitor):
             )
         finally:
             self._is_replaying = False
-        is_measured = bool(finding.dtype)
+        is_measured, plugin = bool(finding.dtype), trainer.precision_plugin
+        is_ours = isinstance(plugin, ScaledPrecision)
         alarm = self.alarm(
             trainer,
             "non_finite",
             f"{cause}: {finding.sentence}.",
-            remedy_for(finding, _plugin_of(trainer)),
+            remedy_for(finding, type(plugin).__name__ if is_ours else "BalancedAMP"),
             facts=replace(step.facts, batch_idx=records[index].batch_idx, rank=rank),
             severity="error",
             tensor=finding.name or None,
@@ -282,9 +283,3 @@ def _has_bad_gradient(optimizer: Optimizer) -> bool:
         return False
     count = tensor_stats(gradients)[:, StatField.NON_FINITE].sum()
     return bool(all_reduce_found_inf(count.float()) != 0)
-
-
-def _plugin_of(trainer: pl.Trainer) -> str:
-    """Return the name of the plugin that a remedy is for."""
-    plugin = trainer.precision_plugin
-    return type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
@@ -70,7 +70,9 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trace.note("loss", iter([("loss", loss)]))
         is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # it keeps gradients
-        has_backward = loss.requires_grad and not is_off and not _is_stepped_by_hooks(module)
+        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
+        is_off |= any(hooks)  # which step parameters in the backward
+        has_backward = loss.requires_grad and not is_off
         if not has_backward or not bool(torch.isfinite(loss).all()):
             return loss.detach()
         if scale is not None:
@@ -168,11 +170,6 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
         if name in vars(metric):
             state[name] = vars(metric)[name]
     return state
-
-
-def _is_stepped_by_hooks(module: nn.Module) -> bool:
-    """Return whether a backward steps parameters, which would train."""
-    return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
 
 @contextmanager

@@ -99,7 +99,9 @@ class Trace:
     def __enter__(self) -> "Trace":
         """Put the hooks on."""
         for path, module in self.root.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule) and not _is_metric(module):
+            packages = {cls.__module__.split(".")[0] for cls in type(module).__mro__}
+            is_metric = "torchmetrics" in packages  # no part of the loss
+            if not isinstance(module, torch.jit.ScriptModule) and not is_metric:
                 before = functools.partial(self._before, as_written(path))
                 self._handles += [
                     module.register_forward_pre_hook(before, with_kwargs=True),
@@ -223,8 +225,3 @@ def _views(value: Any, views: dict[int, Tensor]) -> Any:
         items = [_views(each, views) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
-
-
-def _is_metric(module: nn.Module) -> bool:
-    # Metrics are no part of the loss.
-    return any(cls.__module__.split(".")[0] == "torchmetrics" for cls in type(module).__mro__)

@@ -158,8 +158,10 @@ def _digits(value: float, digits: int) -> float:
 def _plain_map(
     name: str, heat: dict[str, Any], max_tensors: int, alarmed: set[str]
 ) -> dict[str, Any]:
-    names = heat["names"]
-    steps, cells_RC = _cells_of(heat["columns"], len(names))
+    names, steps = heat["names"], [step for step, _ in heat["columns"]]
+    cells_RC = np.full((len(names), len(steps)), math.nan)
+    for at, (_, column) in enumerate(heat["columns"]):
+        cells_RC[: len(column), at] = column  # rows that came later have no value yet
     interest_R = _interest(name, cells_RC)
     # Those that an alarm named come first.
     interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
@@ -174,14 +176,6 @@ def _plain_map(
         "steps": [steps[column] for column in columns],
         "cells": [[_cell(cells_RC[row, column]) for column in columns] for row in rows],
     }
-
-
-def _cells_of(columns: list[tuple[int, list[float]]], rows: int) -> tuple[list[int], _Cells]:
-    """Return steps and cells."""
-    cells_RC = np.full((rows, len(columns)), math.nan)
-    for at, (_, column) in enumerate(columns):
-        cells_RC[: len(column), at] = column  # rows that came later have no value yet
-    return [step for step, _ in columns], cells_RC
 
 
 def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:

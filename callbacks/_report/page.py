@@ -211,7 +211,11 @@ def _place(alarm: dict[str, Any]) -> str:
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     curves, run = data["curves"], data["run"]
     others = {
-        name: (_sentence(name), "share" if name.endswith("share") else "number", "auto")
+        name: (
+            name.replace("_", " ").capitalize(),
+            "share" if name.endswith("share") else "number",
+            "auto",
+        )
         for name in sorted(set(curves) - set(_TIME_LINES))
     }
     lines, more = (

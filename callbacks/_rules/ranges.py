@@ -66,9 +66,10 @@ class UnderflowJudge(Learning):
         )
         usual["samples"] += 1
         was_cut = usual["was_cut"] or usual["samples"] == 1
-        usual["was_cut"] = is_gone or (
-            not is_rounding and self._is_cut(zero_share, subnormal_share)
-        )
+        # A format ends inside of the distribution.
+        is_many = zero_share > self.alarm_excess and subnormal_share > 0
+        is_cut = is_many and subnormal_share >= min(zero_share, 0.9 * (1 - zero_share))
+        usual["was_cut"] = is_gone or (self.is_absolute and is_cut and not is_rounding)
         highest = usual["highest"]
         if was_cut and usual["was_cut"]:
             words = {"usual": highest, "excess": self.alarm_excess, "subnormal": subnormal_share}
@@ -96,11 +97,6 @@ class UnderflowJudge(Learning):
         words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
         limit += highest
         return Verdict("underflow", zero_share, limit, severity, name, numbers=words)
-
-    def _is_cut(self, zeros: float, subnormals: float) -> bool:
-        """Return whether a format ends inside of a distribution."""
-        is_many = zeros > self.alarm_excess and subnormals > 0
-        return self.is_absolute and is_many and subnormals >= min(zeros, 0.9 * (1 - zeros))
 
 
 _NEWEST, _LEAST = 16, 5  # samples that a line goes through

@@ -44,7 +44,12 @@ def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
             return Verdict(kind, norm.value, None, "info", tensor, words=words)
     else:
         return _spike(scene, loss, norm)
-    words = (message + _last_seen(bad) + _what_is_done(scene), _non_finite_remedy(scene))
+    if not math.isnan(bad.median):
+        message += f" Its median before was {bad.median:.4g}."
+    ways = ["add `NonFiniteLocator()` to see the module that it comes from"]
+    if facts.lr and not facts.is_rate_ending:
+        ways.append(f"lower the learning rate from {facts.lr:.3g} to {facts.lr / 2:.2g}")
+    words = (message + _what_is_done(scene), _any_of(ways, scene))
     return Verdict(kind, bad.value, None, "error", tensor, words=words)
 
 
@@ -64,13 +69,6 @@ def _what_is_done(scene: Scene) -> str:
         "raise": " Training ends before this step.",
         "rewind": " Training rewinds.",
     }[scene.action]
-
-
-def _non_finite_remedy(scene: Scene) -> str:
-    ways, lr = ["add `NonFiniteLocator()` to see the module that it comes from"], scene.facts.lr
-    if lr and not scene.facts.is_rate_ending:
-        ways.append(f"lower the learning rate from {lr:.3g} to {lr / 2:.2g}")
-    return _any_of(ways, scene)
 
 
 def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
@@ -131,10 +129,6 @@ def _times(verdict: SignalVerdict) -> str:
     if verdict.median > 0:
         return f", {verdict.value / verdict.median:.1f} times"
     return " against"
-
-
-def _last_seen(verdict: SignalVerdict) -> str:
-    return "" if math.isnan(verdict.median) else f" Its median before was {verdict.median:.4g}."
 
 
 def _written(verdict: SignalVerdict) -> str:

@@ -130,10 +130,14 @@ class Rewinder:
         self._total_factor *= self.lr_factor
         scale_rates(trainer, self._total_factor / mark.lr_factor)
         progress = trainer.fit_loop.epoch_loop.batch_progress
+        batches = trainer.accumulate_grad_batches
         to_skip = max(0, self.skip_batches - (progress.total.ready - mark.position))
-        to_skip = self._round_up(trainer, to_skip)
+        to_skip += -(progress.current.ready + to_skip) % batches  # after them a step starts
         mark.position = progress.total.ready + to_skip
-        self._skip(trainer, to_skip)
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        # What the epoch cannot give is taken from the next ones, which start with a new step.
+        left = _pull(trainer, fetcher, to_skip)
+        self._to_skip = left + -left % batches
         if rng is not None:  # a resumed run has none
             _set_rng_states(rng)  # last, because data sets draw random numbers
         return mark, to_skip
@@ -166,22 +170,6 @@ class Rewinder:
                     callback.load_state_dict(states[callback.state_key])
 
     # --- skipping data ---------------------------------------------------------------------------
-
-    @staticmethod
-    def _round_up(trainer: pl.Trainer, to_skip: int) -> int:
-        """Return a number of batches after which a step starts, not the middle of one."""
-        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return to_skip + -(ready + to_skip) % trainer.accumulate_grad_batches
-
-    def _skip(self, trainer: pl.Trainer, to_skip: int) -> None:
-        """Take batches from the data without training on them; at the end of a batch.
-
-        What the epoch cannot give is taken from the next ones, when they start.
-        """
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        self._to_skip = _pull(trainer, fetcher, to_skip)
-        # An epoch starts with a step of its own.
-        self._to_skip += -self._to_skip % trainer.accumulate_grad_batches
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
         """Skip at the start of this epoch what is left to be skipped."""

@@ -70,8 +70,9 @@ class StepSkipper:
             if is_certain:
                 self._hold(pl_module)
         else:
-            if not is_certain:
-                self._warn_of_sync(optimizer)
+            if not is_certain and optimizer not in self._handles and not is_fused(optimizer):
+                self._handles[optimizer] = []
+                rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
@@ -81,12 +82,6 @@ class StepSkipper:
     def _hold(self, pl_module: pl.LightningModule) -> None:
         self._held = True
         hold_global_step(pl_module)
-
-    def _warn_of_sync(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._handles and not is_fused(optimizer):
-            self._handles[optimizer] = []
-            name = type(optimizer).__name__
-            rank_zero_warn(usage("skip_sync", optimizer=name))
 
     def _takes_found_inf(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, SafeAdamW):
