@@ -18,7 +18,7 @@ Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed
 class Finding:
     """The first producer of values that are not finite.
 
-    `"nowhere"` is it where the replay came out finite, `"failed"` where it raised.
+    Its source is `"nowhere"` where the replay came out finite, and `"failed"` where it raised.
     """
 
     source: Source

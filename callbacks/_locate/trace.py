@@ -28,9 +28,9 @@ class Seen(NamedTuple):
     path: str  # in what was passed, such as `[0]["hidden"]`; or its dotted name
     dtype: torch.dtype
     amax: float  # the largest finite magnitude
-    nan: int  # how many values are NaN,
-    inf: int  # +inf or -inf,
-    positive: int  # and +inf
+    nan: int  # how many values are NaN
+    inf: int  # how many are +inf or -inf
+    positive: int  # how many are +inf
 
     @property
     def is_finite(self) -> bool:
@@ -72,8 +72,8 @@ class Call:
     name: str  # dotted; `""` for the root
     module: nn.Module
     ended: int = 0  # when the forward did, on the clock of the trace from 1; 0 where it did not
-    reached: int = 0  # when the first gradient of an output came,
-    left: int = 0  # and when one of an input did
+    reached: int = 0  # when the first gradient of an output came
+    left: int = 0  # when the first gradient of an input came
     tensors: dict[Role, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 

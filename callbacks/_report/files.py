@@ -1,4 +1,4 @@
-"""Files of reports: found, never half there, shared by no two runs, and not worth a run."""
+"""Finds and writes files of reports: never half of one, none for two runs, and none ends a run."""
 
 import contextlib
 import json
@@ -71,10 +71,10 @@ def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
 
 
 def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
-    """Return a path that no other run writes to, which `create` takes or raises `FileExistsError`.
+    """Return a path that no other run writes to, which is from then on taken.
 
-    Where another run has it, `-v1` or a higher number is put behind. What the run that is resumed
-    wrote to is taken again if it is still in the same folder.
+    Where another run has it, so that `create` raises a `FileExistsError`, `-v1` or a higher number
+    is put behind. What the run that is resumed wrote to is taken again if it is in the same folder.
     """
     is_here = earlier and os.path.dirname(earlier) == os.path.abspath(path.parent)
     if earlier and is_here and os.path.exists(earlier):

@@ -1,4 +1,4 @@
-"""Tells loggers, a function or a URL of a report, and never holds up or ends a run for it."""
+"""Hands the report to loggers, and alarms to a function or a URL; none of it ends a run."""
 
 import contextlib
 import dataclasses

@@ -42,7 +42,7 @@ def param(planted: Planted) -> Any:
 def test_planted_failure_ruins_the_run_and_is_named_at_its_step_with_a_remedy(
     planted: Planted,
 ) -> None:
-    """Rounding moves no step: they are the same without AVX, and with other weights by 1e-6."""
+    """Rounding moves no step: without AVX, or with weights off by 1e-6 of their size, all stay."""
     outcome = planted.fail()
     if outcome.is_healthy:
         pytest.fail(f"not ruined: {outcome.measured} is below {outcome.bound}")
