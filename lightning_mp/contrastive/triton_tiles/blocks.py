@@ -5,7 +5,7 @@ Shapes:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +120,8 @@ class KernelLogits:
     def _limits(self, limits: Limits) -> BlockLimits:
         """Return the limits of a block's products, which have the units of split operands in."""
         row_n, column_c, left, right = limits
-        units, guides = self.units, ()
+        units: Sequence[Tensor | None] = self.units
+        guides: tuple[Tensor, ...] = ()
         if self.guides is not None and left is not None and right is not None:
             precision, *units = self.guides
             guides = (
