@@ -221,7 +221,8 @@ class ContrastiveLoss(GroupModule):
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
         check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
-        self._said = None if world_size == 1 else (rank, world_size)
+        self.rank = rank
+        self.world_size = world_size
         self._checks = InputChecks()
         self.workspace_bytes = workspace_bytes
         self.backend = backend
@@ -310,7 +311,7 @@ class ContrastiveLoss(GroupModule):
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
-        check_ranks(self._said, self.process_group)
+        check_ranks(type(self).__name__, self.rank, self.world_size, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
         options = (ids, weights, positives, negatives, guide_image, guide_text)
         pairs = PairOptions(*options, **rules, statistics=statistics)
