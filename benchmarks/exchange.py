@@ -32,10 +32,10 @@ from triton.runtime import KernelInterface
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._common import format_table  # noqa: E402
-from lightning_mp.contrastive import infonce  # noqa: E402
-from lightning_mp.contrastive.agreement import make_plan  # noqa: E402
-from lightning_mp.contrastive.triton_tiles import TritonTiles, workspace  # noqa: E402
-from lightning_mp.contrastive.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES  # noqa: E402
+from lightning_mp.contrastive._exchange.agreement import make_plan  # noqa: E402
+from lightning_mp.contrastive._sums import infonce  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES  # noqa: E402
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
 
