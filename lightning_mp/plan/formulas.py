@@ -19,9 +19,13 @@ from collections.abc import Callable
 
 __all__ = [
     "CLIP_PRODUCTS",
+    "DENSE",
     "FP32",
     "GIB",
+    "INF_CL",
     "INF_CL_PRODUCTS",
+    "LOCAL",
+    "OURS",
     "OUR_PRODUCTS",
     "cross_gpu_loss_bytes",
     "dense_loss_bytes",
@@ -31,6 +35,7 @@ __all__ = [
     "inf_cl_loss_bytes",
     "largest_batch",
     "local_loss_bytes",
+    "loss_bytes",
     "loss_flops",
     "our_features_bytes",
     "our_loss_bytes",
@@ -39,6 +44,7 @@ __all__ = [
 
 GIB = 2**30
 FP32 = 4
+DENSE, LOCAL, INF_CL, OURS = "dense (CLIP)", "local (OpenCLIP)", "Inf-CL", "lightning-mp"
 FP64 = 8
 
 # Matrix products of `2 b B D` FLOPs that a loss takes with its backward. CLIP's code makes the
@@ -62,7 +68,7 @@ OUR_FEATURES = 8.0  # at most, by the docstring of `ContrastiveLoss`, which test
 OUR_VECTORS = 16  # at most; 1/24 of the features at D = 768
 
 
-def dense_loss_bytes(batch: int, width: int) -> float:
+def dense_loss_bytes(batch: float, width: int) -> float:
     """Return what CLIP's loss holds on every rank: logits and softmax of both directions.
 
     Args:
@@ -72,7 +78,7 @@ def dense_loss_bytes(batch: int, width: int) -> float:
     return FP32 * (DENSE_MATRICES * batch**2 + DENSE_FEATURES * batch * width)
 
 
-def local_loss_bytes(batch: int, ranks: int, width: int) -> float:
+def local_loss_bytes(batch: float, ranks: int, width: int) -> float:
     """Return what OpenCLIP's `local_loss` holds on a rank: the rows of its own pairs.
 
     Args:
@@ -136,6 +142,25 @@ def our_loss_bytes(rank_batch: float, width: int, workspace_bytes: int) -> float
     """
     vectors = OUR_VECTORS * FP64 * rank_batch
     return OUR_FEATURES * FP32 * rank_batch * width + vectors + workspace_bytes
+
+
+def loss_bytes(method: str, batch: float, ranks: int, width: int, workspace_bytes: int) -> float:
+    """Return what a loss holds on a rank, gradients of features included.
+
+    Args:
+        method: `DENSE`, `LOCAL`, `INF_CL` or `OURS`.
+        batch: Global batch B.
+        ranks: Number of ranks W.
+        width: Feature width D.
+        workspace_bytes: Of ours.
+    """
+    if method == DENSE:
+        return dense_loss_bytes(batch, width)
+    if method == LOCAL:
+        return local_loss_bytes(batch, ranks, width)
+    if method == INF_CL:
+        return inf_cl_loss_bytes(batch / ranks, width)
+    return our_loss_bytes(batch / ranks, width, workspace_bytes)
 
 
 def peak_bytes(

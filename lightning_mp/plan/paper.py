@@ -30,6 +30,7 @@ L14_WIDTH, B16_WIDTH = 768, 512
 # What `plan --model` counts in fp16 autocast: parameters, and bytes saved of a pair by both towers.
 L14_PARAMETERS, L14_SAVED = 427_616_513, 284_228_976
 B16_PARAMETERS, B16_SAVED = 149_620_737, 93_415_652
+NAMES = {"CLIP": formulas.DENSE, "OpenCLIP": formulas.LOCAL, "Inf-CL+offload": formulas.INF_CL}
 USABLE_GIB = 79.35  # what the driver gives of an A800's 80
 SECONDS_PER_PAIR = 25.0 / (32 * K)  # of 8 GPUs, from Inf-CL's 32k
 
@@ -91,13 +92,7 @@ def figures() -> dict[str, Any]:
 
 def loss_gib(method: str, batch: int, ranks: int, width: int) -> float:
     """Return M_loss of a method as the paper names it, or of lightning-mp, in GiB."""
-    if method == "lightning-mp":
-        return formulas.our_loss_bytes(batch / ranks, width, 2**29) / GIB
-    if method == "CLIP":
-        return formulas.dense_loss_bytes(batch, width) / GIB
-    if method == "OpenCLIP":
-        return formulas.local_loss_bytes(batch, ranks, width) / GIB
-    return formulas.inf_cl_loss_bytes(batch / ranks, width) / GIB
+    return formulas.loss_bytes(NAMES.get(method, method), batch, ranks, width, 2**29) / GIB
 
 
 def counted_backbone_gib(parameters: int, saved_per_pair: int, micro_batch: int) -> float:

@@ -146,7 +146,8 @@ def train(model: pl.LightningModule, data: Any, **options: Any) -> None:
         data: A loader or a data module.
         **options: Of the Trainer.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for package in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(package).setLevel(logging.ERROR)
     off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     options |= dict.fromkeys(off, False)
     with warnings.catch_warnings():
