@@ -133,8 +133,8 @@ class ContrastiveLoss(GroupModule):
     **False negatives**: a negative that is nearer than the positive is probably none (GISTEmbed).
     With `false_negatives` a row leaves out negatives whose similarity is above a limit that its
     positive sets, and a column likewise. Similarities are those of the features, or of a guide's,
-    which takes torch's tiles: a Triton tile would hold a second product in registers. What is
-    nearer by no more than rounding, such as a copy of the positive, stays.
+    whose products every tile then makes beside its own, in both sweeps. What is nearer by no more
+    than rounding, such as a copy of the positive, stays.
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
@@ -172,7 +172,7 @@ class ContrastiveLoss(GroupModule):
         image_features: (b, D), which the caller normalises where that is wanted.
         text_features: (n, D) with n >= b, or any n with `positives`, (b,) or (b, k).
         ids: (n,), those of the texts. weights: (b,). negatives: (b, k, D).
-        guide_image: (b, G). guide_text: (n, G).
+        guide_image: (b, G). guide_text: (n, G), of any G and dtype.
         logit_scale, logit_bias: one value. Returns a scalar in fp32 (float64 for float64).
 
     Raises:
@@ -221,7 +221,8 @@ class ContrastiveLoss(GroupModule):
         check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
         check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
-        self._said = None if world_size == 1 else (rank, world_size)
+        self.rank = rank
+        self.world_size = world_size
         self._checks = InputChecks()
         self.workspace_bytes = workspace_bytes
         self.backend = backend
@@ -310,7 +311,7 @@ class ContrastiveLoss(GroupModule):
         if not torch.compiler.is_compiling():
             check_derivatives(image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
-        check_ranks(self._said, self.process_group)
+        check_ranks(type(self).__name__, self.rank, self.world_size, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
         options = (ids, weights, positives, negatives, guide_image, guide_text)
         pairs = PairOptions(*options, **rules, statistics=statistics)
@@ -327,9 +328,8 @@ class ContrastiveLoss(GroupModule):
         options |= {name: getattr(self, name) for name in RULES}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    def _tiles(self, *, needs_torch: bool = False) -> TileChoice:
-        backend = "torch" if needs_torch else self.backend
-        return TileChoice(backend, self.tile_dtype, self.workspace_bytes, self.autotune)
+    def _tiles(self) -> TileChoice:
+        return TileChoice(self.backend, self.tile_dtype, self.workspace_bytes, self.autotune)
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is to be an operator, which `torch.compile` can take in."""
@@ -339,14 +339,7 @@ class ContrastiveLoss(GroupModule):
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
-        problem = find_problem(image, text, scale, bias, pairs)
-        if problem is None and pairs.needs_torch and self.backend == "triton":
-            problem = (
-                "Passed `guide_image` and `guide_text` to `ContrastiveLoss(backend='triton')`, "
-                "whose kernels multiply features alone. Leave `backend` out: torch multiplies the "
-                "tiles then."
-            )
-        return problem
+        return find_problem(image, text, scale, bias, pairs)
 
     def _loss_by_operator(
         self,
@@ -362,8 +355,7 @@ class ContrastiveLoss(GroupModule):
             raise ValueError(problem)
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
         operate = self._operate if pairs.is_swept else loss_of_targets
-        tiles = self._tiles(needs_torch=pairs.needs_torch)
-        return operate(image_bD, text_bD, scale, bias, pairs, tiles)
+        return operate(image_bD, text_bD, scale, bias, pairs, self._tiles())
 
     @torch.compiler.disable
     def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -389,5 +381,5 @@ class ContrastiveLoss(GroupModule):
         return plan_for(
             problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
             trains_bias=not self._is_softmax, exchange=self.exchange,
-            tiles=self._tiles(needs_torch=pairs.needs_torch), group=self.process_group,
+            tiles=self._tiles(), group=self.process_group,
         )  # fmt: skip

@@ -7,6 +7,7 @@ Shapes:
 import torch.distributed as dist
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive._call.open_clip_arguments import SigLipExchange, take_siglip
 from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
 from lightning_mp.contrastive._operators.sigmoid_library import loss_of_one
 from lightning_mp.contrastive._sums.sigmoid_sweep import SigmoidPairs
@@ -51,6 +52,20 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     (float64 for float64 features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between
     its two products. The pairs of the batch stay outside the sweep in fp32 and float64.
 
+    Args:
+        process_group: As in `ContrastiveLoss`, like all up to `exchange`.
+        workspace_bytes: Memory for tiles, in bytes.
+        backend: Code that multiplies tiles.
+        tile_dtype: What Triton tiles multiply.
+        autotune: Time the Triton tile shapes.
+        exchange: How the texts of other ranks come.
+        cache_labels: As all that follow, for calls written for open_clip's `SigLipLoss`. There are
+            no labels to keep.
+        rank: Of this process; the process group knows, and another one is refused.
+        world_size: Ranks; likewise.
+        dist_impl: How texts travel there; `exchange` says it here. Gradients are the same.
+        chunk_size: Rows of logits at a time there; `workspace_bytes` bounds tiles here.
+
     Shapes:
         image_features: (b, D), which the caller normalises where that is wanted.
         text_features: (n, D) with n >= b. ids: (n,), those of the texts.
@@ -84,11 +99,18 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         tile_dtype: TileDtype = "auto",
         autotune: bool = False,
         exchange: ExchangeName = "slices",
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: SigLipExchange | None = None,
+        chunk_size: int = 0,
     ) -> None:
         super().__init__(
             process_group=process_group, workspace_bytes=workspace_bytes, backend=backend,
-            tile_dtype=tile_dtype, autotune=autotune, exchange=exchange,
+            tile_dtype=tile_dtype, autotune=autotune, exchange=exchange, rank=rank,
+            world_size=world_size,
         )  # fmt: skip
+        take_siglip(dist_impl, chunk_size)
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions

@@ -22,11 +22,6 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         ({}, {"weights": torch.ones(4) > 0}, r"dtype torch.bool.*mask.float\(\)"),
         ({}, {"weights": torch.ones(4, requires_grad=True)}, r"`weights.detach\(\)`"),
         (
-            {"backend": "triton", **GUIDED},
-            GUIDES,
-            r"`guide_text` to `ContrastiveLoss\(backend='triton'\)`.*Leave `backend` out",
-        ),
-        (
             {"false_negatives": "absolute"},
             {"positives": torch.tensor([0, 1, 1, 2])},
             "judges by the one positive of a row or column",

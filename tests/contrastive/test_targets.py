@@ -104,15 +104,22 @@ def copies_of_positives(dtype: torch.dtype) -> list[Tensor]:
     return [image, text, copies]
 
 
-def check_copies(loss_fn: ContrastiveLoss, dtype: torch.dtype) -> None:
+def check_copies(
+    loss_fn: ContrastiveLoss, dtype: torch.dtype, guide: torch.dtype | None = None
+) -> None:
     """Without a margin a copy of the positive is as near as it, and stays a negative."""
     *features, copies = copies_of_positives(dtype)
+    judges, call = features, {}
+    if guide is not None:
+        *judges, _ = copies_of_positives(guide)
+        features = [F.normalize(torch.randn(60, 20), dim=1).to(dtype) for _ in range(2)]
+        call = {"guide_image": judges[0], "guide_text": judges[1]}
     leaves = [*(x.requires_grad_() for x in features), torch.tensor(20.0, requires_grad=True)]
-    loss = loss_fn(*leaves)
+    loss = loss_fn(*leaves, **call)
     found = [loss.detach(), *torch.autograd.grad(loss, leaves)]
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     with torch.no_grad():
-        similarities = doubles[0] @ doubles[1].T
+        similarities = judges[0].double() @ judges[1].double().T
         positive = similarities.diagonal()
         by_row, by_column = (similarities > positive[:, None]) & ~copies, similarities > positive
     match = torch.eye(60, dtype=torch.bool)
@@ -120,9 +127,12 @@ def check_copies(loss_fn: ContrastiveLoss, dtype: torch.dtype) -> None:
     check(found, [right.detach(), *torch.autograd.grad(right, doubles)], dtype)
 
 
+@pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_copy_of_the_positive_stays_a_negative_without_a_margin(dtype: torch.dtype) -> None:
-    check_copies(ContrastiveLoss(false_negatives="absolute", workspace_bytes=2**20), dtype)
+def test_copy_of_the_positive_stays_a_negative_without_a_margin(
+    dtype: torch.dtype, guide: torch.dtype | None
+) -> None:
+    check_copies(ContrastiveLoss(false_negatives="absolute", workspace_bytes=2**20), dtype, guide)
 
 
 @pytest.mark.slow

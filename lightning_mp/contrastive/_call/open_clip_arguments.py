@@ -1,10 +1,15 @@
-"""What the arguments of open_clip's `ClipLoss` mean for a loss that is exact over all ranks."""
+"""What the arguments of open_clip's losses mean for a loss that is exact over all ranks."""
 
 import warnings
+from typing import Literal, get_args
 
 import torch.distributed as dist
 
-__all__ = ["check_ranks", "take_open_clip"]
+from lightning_mp._arguments import check_count
+
+__all__ = ["SigLipExchange", "check_ranks", "take_open_clip", "take_siglip"]
+
+SigLipExchange = Literal["bidir", "shift", "reduce", "gather"]
 
 
 def take_open_clip(gather_with_grad: bool, world_size: int, use_horovod: bool) -> None:
@@ -32,19 +37,36 @@ def take_open_clip(gather_with_grad: bool, world_size: int, use_horovod: bool) -
         )
 
 
-def check_ranks(said: tuple[int, int] | None, group: dist.ProcessGroup | None) -> None:
+def take_siglip(dist_impl: str | None, chunk_size: int) -> None:
+    """Accept what open_clip's `SigLipLoss` knows.
+
+    Raises:
+        ValueError: It does not know the value, either.
+    """
+    known = get_args(SigLipExchange)
+    if dist_impl is not None and dist_impl not in known:
+        raise ValueError(
+            f"Passed `SigmoidContrastiveLoss(dist_impl={dist_impl!r})`. `dist_impl` must be None "
+            f"or one of {', '.join(map(repr, known))}, which make no difference here. Leave it "
+            "out; `exchange` says how texts travel."
+        )
+    fix = "Leave it out; `workspace_bytes` bounds the memory of tiles."
+    check_count("SigmoidContrastiveLoss", "chunk_size", chunk_size, 0, fix=fix)
+
+
+def check_ranks(owner: str, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
     """Refuse a rank and a number of ranks that are not those of the group.
 
     Raises:
         ValueError: They differ, such as where `torch.distributed` is not initialised.
     """
-    if said is None:
+    if world_size == 1:  # open_clip's default
         return
     is_initialized = dist.is_available() and dist.is_initialized()
-    is_found = (dist.get_rank(group), dist.get_world_size(group)) if is_initialized else (0, 1)
-    if said != is_found:
+    found = (dist.get_rank(group), dist.get_world_size(group)) if is_initialized else (0, 1)
+    if (rank, world_size) != found:
         raise ValueError(
-            f"Passed `ContrastiveLoss(rank={said[0]}, world_size={said[1]})`, but the process "
-            f"group has rank {is_found[0]} of {is_found[1]}, so the negatives would be others. "
+            f"Passed `{owner}(rank={rank}, world_size={world_size})`, but the process "
+            f"group has rank {found[0]} of {found[1]}, so the negatives would be others. "
             "Call `torch.distributed.init_process_group` first, or leave both out."
         )

@@ -96,11 +96,6 @@ class PairOptions:
         return self.guide_image, self.guide_text
 
     @property
-    def needs_torch(self) -> bool:
-        """Whether only torch's tiles can tell what is left out."""
-        return self.guides is not None
-
-    @property
     def matched(self) -> int | None:
         """How many images have a text of their own, the first ones; `None` for all."""
         return None if self.pairing is None else self.pairing.matched

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._call.pair_options import PairOptions
 from lightning_mp.contrastive._tiles.tile_backend import Limits, TileBackend
-from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["limits_of"]
@@ -35,20 +35,23 @@ def limits_of(
     if pairs.false_negatives == "keep":
         return None
     b, state = len(image_bD), state_dtype(image_bD.device)
-    guides = pairs.guides
-    left, right = (image_bD, text_nD) if guides is None else guides
+    dtype = accumulation_dtype(image_bD.dtype)
+    guides = [_as_multiplied(x, dtype) for x in pairs.guides or ()]
+    left, right = guides or (image_bD, text_nD)
     limit_b = row_dots(left, right[:b], state)
     if pairs.false_negatives == "absolute":
         limit_b = limit_b - pairs.margin
     else:
         limit_b = limit_b * (1 - pairs.margin)
-    dtype = accumulation_dtype(image_bD.dtype)
-    if guides is None:
-        rounding, _ = tiles.rounding(image_bD.shape[1], image_bD.dtype)
-    else:
-        rounding = sum_rounding(left.shape[1], dtype)
+    rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
     limit_b = limit_b + rounding * math.prod(norms_b)
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)
     limit_n[:b] = limit_b
-    return Limits(limit_b, limit_n, *(guides or ()))
+    return Limits(limit_b, limit_n, *guides)
+
+
+def _as_multiplied(guide_nG: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return guides whose products the tiles sum in `dtype`, as they stand in memory."""
+    is_double = torch.float64 in (guide_nG.dtype, dtype)
+    return (guide_nG.to(dtype) if is_double else guide_nG).contiguous()

@@ -202,12 +202,15 @@ class TileBackend(Protocol):
         """Return how many bytes the sweeps may take at a time on a device."""
         ...
 
-    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+    def rounding(
+        self, width: int, dtype: torch.dtype, *, of_guides: bool = False
+    ) -> tuple[float, float]:
         """Return the error of `Maxima`: a factor of `|scale|` and both norms, and a constant.
 
         Args:
             width: D.
             dtype: Of the features.
+            of_guides: They are guides, which may be multiplied in another way.
         """
         ...
 

@@ -141,7 +141,9 @@ class TorchTiles:
 
         self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
 
-    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+    def rounding(
+        self, width: int, dtype: torch.dtype, *, of_guides: bool = False
+    ) -> tuple[float, float]:
         """Return what a logit may be off by, see `TileBackend.rounding`."""
         return sum_rounding(width, accumulation_dtype(dtype)), 0.0
 

@@ -37,6 +37,7 @@ from triton.runtime.cache import triton_key
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Maxima
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision
 from lightning_mp.contrastive._tiles.triton_tiles.sigmoid_kernels import add_sigmoid
@@ -66,6 +67,7 @@ class Request:
         maxima: The largest logits are wanted, too.
         ids: Pairs of equal ids are left out.
         limits: What is too similar is left out.
+        guides: The dtype of guides whose products say what that is.
     """
 
     kernel: str
@@ -76,6 +78,7 @@ class Request:
     maxima: bool = False
     ids: bool = False
     limits: bool = False
+    guides: torch.dtype | None = None
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -97,6 +100,7 @@ class Request:
             *["maxima"] * self.maxima,
             *["ids"] * self.ids,
             *["limits"] * self.limits,
+            *[f"{self.guides}".replace("torch.", "by-")] * (self.guides is not None),
         ]
         return "-".join(parts)
 
@@ -278,7 +282,8 @@ def _launch(request: Request) -> None:
     maxima = Maxima(*(x.clone() for x in lses)) if request.maxima else None
     own: Any = {"split_scale": precision.is_split, "ids": ids if request.ids else None}
     if request.limits:
-        own["limits"] = torch.zeros(_SIZE), torch.zeros(m)
+        guides = torch.empty(2, _SIZE, _SIZE, dtype=request.guides) if request.guides else ()
+        own["limits"] = BlockLimits(torch.zeros(_SIZE), torch.zeros(m), *(x[:m] for x in guides))
     if request.kernel in ("lse_kernel", "merge_kernel"):
         add_lse(
             rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, maxima=maxima,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
     KernelLogits,
     block_shape,
@@ -143,6 +143,21 @@ def test_whole_waves_leaves_no_fuller_last_wave_down_to_half_of_the_rows() -> No
         assert rows // 2 - 128 < found <= rows
         candidates = range(rows // 128 // 2 + 1, rows // 128 + 1)
         assert fullness(found // 128) == max(map(fullness, candidates))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    # Rounded to 64 values. As it stands, or copied to be padded; halves three times and twice.
+    [(BF16, 0), (FP16, 2 * 128), (FP32, 5 * 128 + 128)],
+    ids=str,
+)
+def test_operands_of_guides_count_in_the_budget(dtype: torch.dtype, values: int) -> None:
+    features = torch.zeros(9, 64, dtype=BF16)
+    guides = [torch.zeros(9, 128 if dtype == BF16 else 100, dtype=dtype) for _ in range(2)]
+    logits = Logits(features, features, torch.ones(()), 0)
+    assert KernelLogits.of(logits, "auto").edge_bytes == 0
+    limits = Limits(torch.zeros(9), torch.zeros(9), *guides)
+    assert KernelLogits.of(logits._replace(limits=limits), "auto").edge_bytes == 2 * values
 
 
 def test_default_workspace_is_16896_by_16384_values_of_two_bytes() -> None:
@@ -326,8 +341,9 @@ def test_table_has_rows_for_every_width(kernel: str, arch: int, dtype: torch.dty
         assert found
         assert all(row.max_width is None or width <= row.max_width for row in found)
     assert any(row.max_width is None for row in found)
-    # The wide twin is for all widths and is never timed.
-    assert kernel != "softmax_wide" or len(found) == 1
+    # The wide twin is for all widths and never timed; a second row is for guides, and smaller.
+    areas = [row.tile[0] * row.tile[1] for row in found]
+    assert kernel != "softmax_wide" or areas in ([areas[0]], [areas[0], areas[0] // 2])
 
 
 def test_interpreter_uses_the_rows_of_the_first_architecture() -> None:

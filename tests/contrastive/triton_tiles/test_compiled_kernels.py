@@ -117,6 +117,10 @@ def _features(request: Request) -> set[tuple[object, ...]]:
     return {(*kernel, *item) for item in properties.items()}
 
 
+def is_lse(request: Request) -> bool:
+    return request.kernel == "lse_kernel"
+
+
 def changed(kernel: str, arch: int, precision: Precision, **changes: object) -> Request:
     """Return a request for a row of the table after changes."""
     row = dataclasses.replace(rows_of(kernel, arch, precision.operand)[1], **changes)
@@ -172,6 +176,10 @@ IDS = [
     for request in TILES + SIGMOIDS
     if not request.maxima or request.config.tile != (128, 256, 64)
 ]
+GUIDED = [
+    bare(find_configs("softmax_wide", arch, dtype, WIDTHS[1])[-1])
+    for arch, dtype in product(CHIPS, FEATURES)
+]
 # With limits both sweeps take the rows of the softmax with two exponentials.
 LIMITS = [
     Request(kernel, bare(row), precision, limits=True)
@@ -180,7 +188,16 @@ LIMITS = [
     for precision in PRECISIONS
     if str(precision.operand).removeprefix("torch.") in row.dtypes
     for kernel in ("lse_kernel", "softmax_kernel")
+    if kernel == "softmax_kernel" or precision.is_split or not precision.keeps_low
 ]
+# Guides are multiplied as they are, or those of fp32 in halves of fp16; they take the last row.
+GUIDES = [
+    dataclasses.replace(request, guides=guides)
+    for request in LIMITS
+    for guides in (torch.bfloat16, torch.float16)
+    if request.kernel == "softmax_kernel" or request.config in GUIDED
+]
+BF16_GUIDES = [r for r in GUIDES if r.precision == BF16 and r.guides == torch.bfloat16]
 # What keeps the most in registers stands for what keeps less; 8.6 is left to the sweep.
 FULLEST = [r for r in USED if r.maxima or r.kernel != "lse_kernel"]
 FULLEST_WITH_IDS = [
@@ -195,7 +212,9 @@ GATE = [
     *(r for r in SIGMOIDS if r.precision == BF16_LOW and r.config.arch == 80),
     *(r for r in FULLEST_WITH_IDS if r.config.arch == 90),
     *(r for r in FULLEST_WITH_IDS if r.config.arch == 80 and r.kernel == "lse_kernel"),
-    *(r for r in LIMITS if r.precision == BF16 and r.config.arch in (80, 90)),
+    # The softmax with a guide has all that it has without, the log-sum-exps compare other values.
+    *(r for r in LIMITS if r.precision == BF16 and r.config.arch in (80, 90) and is_lse(r)),
+    *(r for r in BF16_GUIDES if r.config.arch in (80, 90) or is_lse(r)),
     SPILLING[1],
 ]
 
@@ -208,7 +227,10 @@ def requests(cases: Sequence[Request]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("request_", params, ids=str, scope="module")
 
 
-tiles, kernels = requests(TILES), requests(TILES + MERGES + RELATED + SIGMOIDS + IDS + LIMITS)
+tiles, kernels = (
+    requests(TILES),
+    requests(TILES + MERGES + RELATED + SIGMOIDS + IDS + LIMITS + GUIDES),
+)
 
 
 @pytest.fixture(scope="module")

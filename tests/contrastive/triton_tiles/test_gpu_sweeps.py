@@ -51,10 +51,13 @@ def features(b: int, width: int, dtype: torch.dtype, closeness: float = 0.2) -> 
     return [F.normalize(x, dim=1).to(dtype) for x in (image, text)]
 
 
-def run(image: Tensor, text: Tensor, scale: float, gain: float = 1.0, **options) -> Result:
+def run(
+    image: Tensor, text: Tensor, scale: float, gain: float = 1.0, guides: tuple = (), **options
+) -> Result:
     leaves = [image.detach().requires_grad_(), text.detach().requires_grad_()]
     scale_leaf = torch.tensor(scale, device="cuda", requires_grad=True)
-    loss = ContrastiveLoss(**options)(*leaves, scale_leaf)
+    call = dict(zip(("guide_image", "guide_text"), guides, strict=False))
+    loss = ContrastiveLoss(**options)(*leaves, scale_leaf, **call)
     (loss * gain).backward()
     grads = (leaf.grad.double() / gain for leaf in (*leaves, scale_leaf))
     return Result(loss.detach(), *grads)
@@ -90,10 +93,14 @@ def test_loss_and_gradients_equal_float64(
     assert error["d_scale"] < 10 * GRADIENT_TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-def test_false_negatives_are_left_out_as_in_float64(dtype: torch.dtype) -> None:
+def test_false_negatives_are_left_out_as_in_float64(
+    dtype: torch.dtype, guide: torch.dtype | None
+) -> None:
     # Few enough that no similarity is as near to a limit as rounding is.
     inputs, options = features(193, 130, dtype), {"false_negatives": "absolute", "margin": 0.1}
+    options["guides"] = () if guide is None else features(193, 72, guide)
     result = run(*inputs, 100.0, gain_for(dtype, 193), backend="triton", **options)
     error = result.distance(expected(*inputs, 100.0, **options))
     assert error["loss"] < LOSS_TOLERANCE

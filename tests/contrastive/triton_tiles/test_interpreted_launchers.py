@@ -17,6 +17,7 @@ from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, arch_of, find_configs
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
 from tests.contrastive.triton_tiles.interpreter import (
@@ -131,6 +132,20 @@ def test_more_rows_than_kernels_can_count_are_refused() -> None:
 def test_log_sum_exps_of_another_layout_are_refused(name: str, lse: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         _add_lse(**{name: lse})
+
+
+@pytest.mark.parametrize(
+    ("guides", "message"),
+    [
+        ([torch.zeros(x, 2 * K, dtype=BF16)[:, :K] for x in (N, M)], "must be contiguous. Prep"),
+        ([torch.zeros(x, 40, dtype=BF16) for x in (N, M)], "a multiple of 32 wide"),
+        ([torch.zeros(x, K) for x in (N, M)], "Passed operands of float32 with a tile shape for"),
+    ],
+)
+def test_guides_that_a_kernel_would_misread_are_refused(guides: list[Tensor], message: str) -> None:
+    limits = BlockLimits(torch.zeros(N), torch.zeros(M), *guides)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _add_lse(limits=limits)
 
 
 @pytest.mark.parametrize("name", ["softmax_nm", "low_nm"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Limits
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -34,34 +34,65 @@ def limits_between(similarities: Tensor) -> Tensor:
     return limits
 
 
-class Limited:
-    """A shard with limits, and what rows and columns keep of it."""
+Guides = tuple[torch.dtype, int] | None
+"""Of what dtype and width guides are; `None`: the features judge."""
 
-    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+
+class Limited:
+    """A shard with limits, and what rows and columns keep of it; some pairs have equal ids."""
+
+    def __init__(self, dtype: torch.dtype, scale: float, guides: Guides) -> None:
         self.shard: Shard = make_shard(141, 157, 40, dtype, scale, 20)
-        similarities = self.shard.rows.double() @ self.shard.columns.double().T
-        self.limits = Limits(limits_between(similarities), limits_between(similarities.T))
-        self.kept_by_row = similarities <= self.limits.rows_b[:, None]
-        self.kept_by_column = similarities <= self.limits.columns_m
+        judges = [self.shard.rows, self.shard.columns]
+        if guides is not None:
+            # Of no unit length, as nobody says that guides have one.
+            judges = [3 * torch.randn(len(x), guides[1]).to(guides[0]) for x in judges]
+        similarities = judges[0].double() @ judges[1].double().T
+        self.limits = Limits(
+            limits_between(similarities), limits_between(similarities.T), *judges * bool(guides)
+        )
+        self.ids = None if guides is None else Ids(*(torch.arange(len(x)) % 40 for x in judges))
+        differ = torch.ones(len(judges[0]), len(judges[1]), dtype=torch.bool)
+        if self.ids is not None:
+            differ = self.ids.rows_b[:, None] != self.ids.columns_m
+        self.kept_by_row = differ & (similarities <= self.limits.rows_b[:, None])
+        self.kept_by_column = differ & (similarities <= self.limits.columns_m)
+
+    @property
+    def swept(self) -> Logits:
+        """What the sweeps take."""
+        return self.shard.swept._replace(limits=self.limits, ids=self.ids)
 
 
 # At a scale of 5,000 each tile has rows that one reference does not serve.
-GATE = [(torch.bfloat16, 100.0), (torch.float16, -100.0), (torch.float32, 5000.0)]
+HALF, WIDE = (torch.bfloat16, 7), (torch.float32, 72)
+GATE = [
+    (torch.bfloat16, 100.0, None),
+    (torch.float16, -100.0, None),
+    (torch.float32, 5000.0, None),
+    (torch.bfloat16, 5000.0, WIDE),
+    (torch.float16, -100.0, WIDE),
+    (torch.float32, 100.0, HALF),
+]
 CASES = pytest.mark.parametrize(
-    ("dtype", "scale"),
+    ("dtype", "scale", "guides"),
     [
         pytest.param(*case, marks=() if case in GATE else pytest.mark.sweep)
-        for case in itertools.product(GRADIENT_ERROR, (100.0, -100.0, 5000.0))
+        for case in itertools.product(GRADIENT_ERROR, (100.0, -100.0, 5000.0), (None, HALF, WIDE))
     ],
     ids=str,
 )
+ARCH = {HALF: 90, WIDE: 80}  # by the copy engine, or by pointers
 
 
 @CASES
-def test_log_sum_exps_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -> None:
-    case = Limited(dtype, scale)
+def test_log_sum_exps_are_those_of_what_is_kept(
+    dtype: torch.dtype, scale: float, guides: Guides
+) -> None:
+    case = Limited(dtype, scale, guides)
     shard, lses = case.shard, [lse.clone() for lse in case.shard.start]
-    TritonTiles(workspace_bytes=2**19).lse_sweep(shard.swept._replace(limits=case.limits), *lses)
+    tiles = TritonTiles(workspace_bytes=2**19, arch=ARCH.get(guides, 80))
+    tiles.lse_sweep(case.swept, *lses)
     for dim, kept in ((1, case.kept_by_row), (0, case.kept_by_column)):
         start = shard.start[1 - dim]
         right = torch.logaddexp(start, shard.negatives.where(kept, -torch.inf).logsumexp(dim))
@@ -70,8 +101,10 @@ def test_log_sum_exps_are_those_of_what_is_kept(dtype: torch.dtype, scale: float
 
 
 @CASES
-def test_gradients_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -> None:
-    case = Limited(dtype, scale)
+def test_gradients_are_those_of_what_is_kept(
+    dtype: torch.dtype, scale: float, guides: Guides
+) -> None:
+    case = Limited(dtype, scale, guides)
     shard = case.shard
     kept = [
         shard.logits.where(kept & ~shard.positives, -torch.inf)
@@ -82,8 +115,8 @@ def test_gradients_are_those_of_what_is_kept(dtype: torch.dtype, scale: float) -
         x.logsumexp(dim).nan_to_num(neginf=0.0) + 0.5 for x, dim in zip(kept, (1, 0), strict=True)
     )
     gradients = torch.zeros(shard.rows.shape), torch.zeros(shard.columns.shape)
-    swept = shard.swept._replace(limits=case.limits)
-    TritonTiles(workspace_bytes=2**19).grad_sweep(swept, row_lse, column_lse, *gradients)
+    tiles = TritonTiles(workspace_bytes=2**19, arch=ARCH.get(guides, 80))
+    tiles.grad_sweep(case.swept, row_lse, column_lse, *gradients)
     softmax = (kept[0] - row_lse[:, None]).exp() + (kept[1] - column_lse).exp()
     # Logits of `scale` are rounded three times to fp32, and a power by as much of itself.
     bound = GRADIENT_ERROR[dtype] + abs(scale) * 3 * 2.0**-24

@@ -1,11 +1,13 @@
 """Options beside the sweeps on Triton tiles, in Triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_mp import ContrastiveLoss
-from tests.contrastive.pair_cases import CASES, GUIDED, Case, check, found
+from tests.contrastive.pair_cases import CASES, Case, check, found
 from tests.contrastive.test_ids import LOSSES, dense, few_ids
 from tests.contrastive.test_targets import check_copies
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
@@ -14,11 +16,20 @@ from tests.reference.contrastive import relative_error
 pytestmark = pytest.mark.interpreted
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
-TRITON = [name for name in CASES if name not in GUIDED]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize("name", TRITON)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def _each_once() -> list[Any]:
+    """Every case in one dtype, and all in turn; the others for the sweep."""
+    return [
+        pytest.param(name, dtype, marks=[pytest.mark.sweep] * (number % 3 != place))
+        for number, name in enumerate(CASES)
+        for place, dtype in enumerate(DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), _each_once(), ids=str)
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
     case = Case(name, [(75, 91)], 0)
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", **case.setup)
@@ -44,10 +55,13 @@ def test_equal_ids_are_left_out(name: str, dtype: torch.dtype) -> None:
         assert relative_error(value, other) < bound
 
 
+@pytest.mark.parametrize("guide", [None, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_copy_of_the_positive_stays_a_negative_without_a_margin(dtype: torch.dtype) -> None:
+def test_copy_of_the_positive_stays_a_negative_without_a_margin(
+    dtype: torch.dtype, guide: torch.dtype | None
+) -> None:
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", false_negatives="absolute")
-    check_copies(loss_fn, dtype)
+    check_copies(loss_fn, dtype, guide)
 
 
 def test_batch_of_one_id_has_no_negatives() -> None:

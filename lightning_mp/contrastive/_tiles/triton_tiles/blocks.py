@@ -5,13 +5,14 @@ Shapes:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
+from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
 from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     Operand,
     Precision,
@@ -37,7 +38,7 @@ class Block:
     column_operand: Operand
     diagonal: int | None
     ids: Ids | None
-    limits: tuple[Tensor, Tensor] | None
+    limits: BlockLimits | None
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class KernelLogits:
         logits: The logits, with ids of 32 bits.
         precision: What is multiplied.
         units: What split features of rows and of columns are multiplied by.
+        guides: How guides are multiplied, and by what if they are split; `None` without.
     """
 
     logits: Logits
     precision: Precision
     units: tuple[Tensor | None, Tensor | None]
+    guides: tuple[Precision, Tensor | None, Tensor | None] | None = None
 
     @classmethod
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
@@ -60,7 +63,17 @@ class KernelLogits:
         precision = Precision.of(logits.rows_bD.dtype, tile_dtype)
         units = (precision.unit(logits.rows_bD), precision.unit(logits.columns_mD))
         ids = None if logits.ids is None else _short(logits.ids)
-        return cls(logits._replace(ids=ids), precision, units)
+        guides = None if logits.limits is None else _guides_of(logits.limits)
+        return cls(logits._replace(ids=ids), precision, units, guides)
+
+    @property
+    def edge_bytes(self) -> int:
+        """The most bytes that the operands of a row or a column take."""
+        features = max(self.precision.operand_bytes(x) for x in self.logits[:2])
+        limits = self.logits.limits
+        if self.guides is None or limits is None or limits.row_guides_bG is None:
+            return features
+        return features + self.guides[0].operand_bytes(limits.row_guides_bG)
 
     def log2_scale(self) -> Tensor:
         """Return `scale log2(e) / (unit unit')` as two fp32 values whose sum has 48 bits."""
@@ -104,13 +117,30 @@ class KernelLogits:
         some = Logits(rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS], scale, None)
         return next(KernelLogits(some, self.precision, self.units).blocks((_TUNED_ROWS,) * 2))
 
-    def _limits(self, limits: Limits) -> tuple[Tensor, Tensor]:
+    def _limits(self, limits: Limits) -> BlockLimits:
         """Return the limits of a block's products, which have the units of split operands in."""
-        row_n, column_c = limits.rows_b, limits.columns_m
-        for unit in self.units:
+        row_n, column_c, left, right = limits
+        units: Sequence[Tensor | None] = self.units
+        guides: tuple[Tensor, ...] = ()
+        if self.guides is not None and left is not None and right is not None:
+            precision, *units = self.guides
+            guides = (
+                make_operand(left, precision, units[0], is_columns=False).tiles_nk,
+                make_operand(right, precision, units[1], is_columns=True).tiles_nk,
+            )
+        for unit in units:
             if unit is not None:
                 row_n, column_c = row_n * unit, column_c * unit
-        return row_n.float(), column_c.float()
+        return BlockLimits(row_n.float(), column_c.float(), *guides)
+
+
+def _guides_of(limits: Limits) -> tuple[Precision, Tensor | None, Tensor | None] | None:
+    """Return how guides are multiplied: as they are, or fp32 ones in halves, for any features."""
+    left, right = limits.row_guides_bG, limits.column_guides_mG
+    if left is None or right is None:
+        return None
+    precision = Precision.of(left.dtype, "auto")
+    return precision, precision.unit(left), precision.unit(right)
 
 
 def _short(ids: Ids) -> Ids:

@@ -10,7 +10,16 @@ Kernel parameters are typed by Triton at the launch; the launchers type and vali
 import triton
 import triton.language as tl
 
-__all__ = ["NO_DIAGONAL", "above", "differ", "keep_mask", "tile_at", "tile_dots", "tile_is_cut"]
+__all__ = [
+    "NO_DIAGONAL",
+    "above",
+    "differ",
+    "judged",
+    "keep_mask",
+    "tile_at",
+    "tile_dots",
+    "tile_is_cut",
+]
 
 NO_DIAGONAL = 2**30
 """The offset that puts the diagonal outside every block: no positives here."""
@@ -104,3 +113,24 @@ def above(dots, row_limits, column_limits, row, column, num_rows, num_columns):
     row_limit = tl.load(row_limits + row, mask=row < num_rows, other=0.0)
     column_limit = tl.load(column_limits + column, mask=column < num_columns, other=0.0)
     return dots > row_limit[:, None], dots > column_limit[None, :]
+
+
+@triton.jit
+def judged(
+    dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns, width,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return the products that limits are for: the guides' of the tile, or else its own `dots`.
+
+    Guides are operands as rows and columns are, with no gap between their rows, or `None`.
+    """
+    similarities = dots
+    if row_guides is not None:  # noqa: SIM102  # one is known to the compiler, one is not
+        # Always so. On 10.0, Triton 3.7 cannot compile the reductions to come (of one dimension, as
+        # those of flags are) where it sees that they use a product straight from tensor memory.
+        if width > 0:
+            similarities = tile_dots(
+                row_guides, column_guides, row_tile, column_tile, num_rows, num_columns, width,
+                width, width, TILE_M, TILE_N, TILE_K, TMA,
+            )  # fmt: skip
+    return similarities

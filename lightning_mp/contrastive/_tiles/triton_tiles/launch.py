@@ -1,7 +1,8 @@
 """What the launchers of all sweeps share: checks, tensor descriptors, facts of the device."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from lightning_mp.contrastive._tiles.triton_tiles.dot import NO_DIAGONAL, tile_d
 from lightning_mp.contrastive._tiles.triton_tiles.operands import ROW_MULTIPLE
 
 __all__ = [
+    "BlockLimits",
+    "as_limits",
     "as_operands",
     "as_targets",
     "diagonal_offset",
@@ -21,6 +24,44 @@ __all__ = [
 ]
 
 _LARGEST_BLOCK = 2**30  # rows and columns are 32-bit numbers, sums of two included
+
+
+class BlockLimits(NamedTuple):
+    """What a block leaves out of the sums, as `Limits` has it, ready for the kernels.
+
+    Args:
+        rows_n: The similarities above which rows leave a pair out, fp32.
+        columns_m: Those of columns.
+        row_guides_nk: Operands whose products are the similarities, padded as `make_operand` does
+            it, with no gaps between rows. `None`: the features' are.
+        column_guides_mk: Those of columns.
+    """
+
+    rows_n: Tensor
+    columns_m: Tensor
+    row_guides_nk: Tensor | None = None
+    column_guides_mk: Tensor | None = None
+
+
+def as_limits(limits: BlockLimits | None, config: TileConfig) -> tuple[Any, ...]:
+    """Return limits and guides as the kernels want them, and the guides' width.
+
+    Raises:
+        ValueError: Guides are not laid out in aligned rows without gaps.
+    """
+    if limits is None:
+        return (None,) * 5
+    rows_nk, columns_mk = limits[2:]
+    if rows_nk is None or columns_mk is None:
+        return (*limits[:2], None, None, None)
+    if not (rows_nk.is_contiguous() and columns_mk.is_contiguous()):
+        raise ValueError(
+            f"Passed guides of strides {rows_nk.stride()} and {columns_mk.stride()}. They must be "
+            "contiguous. Prepare them by `make_operand` from contiguous ones."
+        )
+    dtypes = ("bfloat16", "float16")  # which fit the memory of rows for any
+    guides = as_operands(rows_nk, columns_mk, dataclasses.replace(config, dtypes=dtypes))
+    return (*limits[:2], *guides, rows_nk.shape[1])
 
 
 def _check(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> None:

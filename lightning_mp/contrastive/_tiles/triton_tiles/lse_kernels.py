@@ -28,12 +28,15 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.dot import (
     above,
     differ,
+    judged,
     keep_mask,
     tile_at,
     tile_dots,
     tile_is_cut,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.launch import (
+    BlockLimits,
+    as_limits,
     as_operands,
     diagonal_offset,
 )
@@ -81,6 +84,9 @@ def lse_kernel(
     column_ids,
     row_limits,
     column_limits,
+    row_guides,
+    column_guides,
+    guide_width,
     num_rows,
     num_columns,
     width,
@@ -107,6 +113,8 @@ def lse_kernel(
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
         row_limits: (n,) in fp32, or `None`: the products that rows leave out are above; they are
             not with `MAXIMA`. column_limits: (m,): those that columns leave out.
+        row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
+            column_guides: Likewise. guide_width: Theirs.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -115,6 +123,10 @@ def lse_kernel(
     dots = tile_dots(
         rows, columns, row_tile, column_tile, num_rows, num_columns, width,
         row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
+    )  # fmt: skip
+    similarities = judged(
+        dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns,
+        guide_width, TILE_M, TILE_N, TILE_K, TMA,
     )  # fmt: skip
     row = row_tile * TILE_M + tl.arange(0, TILE_M)
     column = column_tile * TILE_N + tl.arange(0, TILE_N)
@@ -129,7 +141,13 @@ def lse_kernel(
         differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
         powers = tl.where(differs, powers, 0.0)
     row_here, column_here = row < num_rows, column < num_columns
-    if row_limits is not None:
+    if row_guides is not None:
+        by_row, by_column = above(
+            similarities, row_limits, column_limits, row, column, num_rows, num_columns
+        )
+        row_sum = tl.sum(tl.where(by_row, 0.0, powers), 1)
+        column_sum = tl.sum(tl.where(by_column, 0.0, powers), 0)
+    elif row_limits is not None:
         # Limits as powers: products held until here would be a second tile in registers.
         row_limit = tl.load(row_limits + row, mask=row_here, other=0.0) * high
         column_limit = tl.load(column_limits + column, mask=column_here, other=0.0) * high
@@ -177,9 +195,14 @@ def lse_kernel(
         row_place = column_tile.to(tl.int64) * num_rows + row
         row_logits, column_logits = logits, logits
         if row_limits is not None:
+            similarities = judged(
+                dots, row_guides, column_guides, row_tile + again, column_tile + again, num_rows,
+                num_columns, guide_width, TILE_M, TILE_N, TILE_K, TMA,
+            )  # fmt: skip
             by_row, by_column = above(
-                dots, row_limits + zero, column_limits + zero, row, column, num_rows, num_columns
-            )
+                similarities, row_limits + zero, column_limits + zero, row, column, num_rows,
+                num_columns,
+            )  # fmt: skip
             row_logits = tl.where(by_row, float("-inf"), logits)
             column_logits = tl.where(by_column, float("-inf"), logits)
         lse, peak = _log2_sum_exp2(row_logits, 1)
@@ -322,7 +345,7 @@ def add_lse(
     split_scale: bool,
     maxima: Maxima | None = None,
     ids: Ids | None = None,
-    limits: tuple[Tensor, Tensor] | None = None,
+    limits: BlockLimits | None = None,
     fresh: tuple[bool, bool] = (False, False),
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
@@ -339,7 +362,7 @@ def add_lse(
         split_scale: Use both values of `log2_scale`.
         maxima: Largest logits of the block's rows and columns to raise; `None` if not wanted.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
-        limits: Products above which rows and columns leave a pair out, fp32; not with `maxima`.
+        limits: Similarities above which rows and columns leave a pair out; not with `maxima`.
         fresh: Whether the log-sum-exps of rows and of columns hold nothing yet.
 
     Raises:
@@ -365,7 +388,7 @@ def add_lse(
     is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
     offset = diagonal_offset(diagonal, n, m)
     sizes = (
-        *(ids or (None, None)), *(limits or (None, None)), n, m, rows_nk.shape[1],
+        *(ids or (None, None)), *as_limits(limits, config), n, m, rows_nk.shape[1],
         rows_nk.stride(0), columns_mk.stride(0), offset,
     )  # fmt: skip
     lse_kernel[(tiles,)](

@@ -33,6 +33,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.dot import (
     above,
     differ,
+    judged,
     keep_mask,
     tile_at,
     tile_dots,
@@ -40,6 +41,8 @@ from lightning_mp.contrastive._tiles.triton_tiles.dot import (
 )
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive._tiles.triton_tiles.launch import (
+    BlockLimits,
+    as_limits,
     as_operands,
     as_targets,
     diagonal_offset,
@@ -84,6 +87,9 @@ def softmax_kernel(
     column_ids,
     row_limits,
     column_limits,
+    row_guides,
+    column_guides,
+    guide_width,
     num_rows,
     num_columns,
     width,
@@ -112,6 +118,8 @@ def softmax_kernel(
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
         row_limits: (n,) in fp32, or `None`: the products that rows leave out are above.
             column_limits: (m,): those that columns leave out.
+        row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
+            column_guides: Likewise. guide_width: Theirs.
     """
     if (tl.load(is_wide) != 0) != WIDE:
         return
@@ -120,6 +128,11 @@ def softmax_kernel(
     dots = tile_dots(
         rows, columns, row_tile, column_tile, num_rows, num_columns, width,
         row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
+    )  # fmt: skip
+    # Before anything is made of the first product: a third tile would not fit into registers.
+    similarities = judged(
+        dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns,
+        guide_width, TILE_M, TILE_N, TILE_K, TMA,
     )  # fmt: skip
     row = row_tile * TILE_M + tl.arange(0, TILE_M)
     column = column_tile * TILE_N + tl.arange(0, TILE_N)
@@ -139,7 +152,7 @@ def softmax_kernel(
         column_gains = tl.load(column_gain + column, mask=column_here, other=0.0)[None, :]
         if row_limits is not None:
             row_out, column_out = above(
-                dots, row_limits, column_limits, row, column, num_rows, num_columns
+                similarities, row_limits, column_limits, row, column, num_rows, num_columns
             )
             # Not by a gain of 0: what is left out may be infinite.
             values = tl.where(row_out, 0.0, values)
@@ -178,7 +191,7 @@ def write_softmax(
     *,
     split_scale: bool,
     ids: Ids | None = None,
-    limits: tuple[Tensor, Tensor] | None = None,
+    limits: BlockLimits | None = None,
 ) -> None:
     """Write the softmax of one block; the twin that is not needed returns at once.
 
@@ -194,21 +207,21 @@ def write_softmax(
             second alone, if `factors` are always wide.
         split_scale: Use both values of `log2_scale`.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
-        limits: Products above which rows and columns leave a pair out, fp32.
+        limits: Similarities above which rows and columns leave a pair out.
 
     Raises:
         ValueError: Operands or softmax have another layout.
     """
     n, m = rows_nk.shape[0], columns_mk.shape[0]
     offset = diagonal_offset(diagonal, n, m)
-    left_out = (*(ids or (None, None)), *(limits or (None, None)))
     for config in configs:
         targets = as_targets(softmax_nm, low_nm, (n, m), config)
         tile_m, tile_n, _ = config.tile
         softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
             *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
-            *factors.columns_3m, factors.is_wide, *targets, *left_out, n, m,
-            rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), softmax_nm.stride(0), offset,
+            *factors.columns_3m, factors.is_wide, *targets, *(ids or (None, None)),
+            *as_limits(limits, config), n, m, rows_nk.shape[1], rows_nk.stride(0),
+            columns_mk.stride(0), softmax_nm.stride(0), offset,
             GROUP=config.group, SPLIT_SCALE=split_scale,
             WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,
             **config.options,

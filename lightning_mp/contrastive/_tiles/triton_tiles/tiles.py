@@ -118,8 +118,8 @@ class TritonTiles:
         with launching_on(rows_bD.device):
             if logits.limits is None:
                 config = self._choose("lse", cut, make_trial)
-            else:
-                config = self._choose("softmax_wide", cut)  # 128 x 256 tiles with limits spill
+            else:  # 128 x 256 tiles with limits spill, and guides have a second product
+                config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             for block in cut.blocks(self._block(cut, bytes_per_value)):
                 lses = row_lse_b[block.rows], column_lse_m[block.columns]
@@ -196,9 +196,12 @@ class TritonTiles:
                 )  # fmt: skip
                 weights.add_products(block, d_rows_bD, d_columns_mD, logits.fresh)
 
-    def rounding(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+    def rounding(
+        self, width: int, dtype: torch.dtype, *, of_guides: bool = False
+    ) -> tuple[float, float]:
         """Return what a logit may be off by, see `TileBackend.rounding`."""
-        operands = Precision.of(dtype, self.tile_dtype).operand_rounding(dtype)
+        tile_dtype = "auto" if of_guides else self.tile_dtype
+        operands = Precision.of(dtype, tile_dtype).operand_rounding(dtype)
         return sum_rounding(width, torch.float32) + operands, _MAXIMUM_ROUNDING
 
     def budget(self, device: torch.device) -> int:
@@ -212,9 +215,9 @@ class TritonTiles:
     def _block(self, cut: KernelLogits, bytes_per_value: float) -> tuple[int, int]:
         """Return the shape of blocks that fit the budget with their operands."""
         rows_bD, columns_mD = cut.logits[:2]
-        edge = max(cut.precision.operand_bytes(x) for x in (rows_bD, columns_mD))
         values = int(self.budget(rows_bD.device) / bytes_per_value)
-        return block_shape(len(rows_bD), len(columns_mD), values, int(edge / bytes_per_value))
+        edge = int(cut.edge_bytes / bytes_per_value)
+        return block_shape(len(rows_bD), len(columns_mD), values, edge)
 
     def _softmax_block(self, cut: KernelLogits) -> tuple[int, int]:
         rows_bD = cut.logits.rows_bD
@@ -228,13 +231,18 @@ class TritonTiles:
         kernel: Kernel,
         cut: KernelLogits,
         make_trial: Callable[[], Callable[[TileConfig], None]] | None = None,
+        *,
+        is_last: bool = False,
     ) -> TileConfig:
-        """Return the row of the table to use: the first, or the fastest where that is asked for."""
+        """Return the row of the table to use: the first, or the fastest where that is asked for.
+
+        The last one keeps the least in registers.
+        """
         width, device = cut.logits.rows_bD.shape[1], cut.logits.rows_bD.device
         arch = arch_of(device) if self.arch is None else self.arch
         configs = find_configs(kernel, arch, cut.precision.operand, width)
         if not self.autotune or make_trial is None or len(configs) == 1:
-            return configs[0]
+            return configs[-1 if is_last else 0]
         key = (kernel, cut.precision, width, device)
         if key not in self._tuned:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,0 +1,141 @@
+"""Both losses in the place of open_clip's on several ranks, and `SigLipLoss`'s arguments.
+
+What open_clip's own tests ask of a loss, as of its 4.2 (`tests/test_siglip_chunked_loss.py`, and
+the tests of its tasks): a size of chunks, whatever remains for the last, does not show in value and
+gradient; a task calls the loss by keywords for a dictionary, and adds up what ends in `_loss`. They
+call `SigLipLoss._loss`, which makes one rank's part of the loss; there is none here, for a loss is
+of all ranks. Where open_clip's losses import, these are compared with, else their formulae.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
+from tests.processes import run_ranks
+from tests.reference.contrastive import dense_loss, dense_sigmoid_loss
+
+try:
+    from open_clip.loss import ClipLoss, SigLipLoss
+except ImportError:  # not there, or without torchvision
+    ClipLoss = SigLipLoss = None
+
+EXCHANGES = ("bidir", "shift", "reduce", "gather")
+BATCH, WIDTH = 10, 16
+SCALE, BIAS = 10.0, -10.0
+# fp32: a logit of 20 is rounded to 1e-6, and so are the loss of all pairs and its gradients.
+RTOL = 1e-5
+
+
+def leaves(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    rows = [torch.randn(count, WIDTH, generator=generator) for _ in range(2)]
+    return [F.normalize(x, dim=1).requires_grad_() for x in rows]
+
+
+def with_gradients(loss: Tensor, features: list[Tensor]) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, features)]
+
+
+@pytest.mark.parametrize("b", [64, 70])
+@pytest.mark.parametrize("options", [{}, {"cache_labels": True, "rank": 0, "world_size": 1}])
+def test_chunks_and_exchanges_of_one_process_change_no_bit(b: int, options: dict[str, Any]) -> None:
+    features = leaves(b)
+    plain = with_gradients(SigmoidContrastiveLoss()(*features, SCALE, BIAS), features)
+    doubles = [x.detach().double().requires_grad_() for x in features]
+    scalars = [torch.tensor(value, dtype=torch.float64) for value in (SCALE, BIAS)]
+    expected = with_gradients(dense_sigmoid_loss(*doubles, *scalars), doubles)
+    assert all((x - y).norm() < RTOL * y.norm() for x, y in zip(plain, expected, strict=True))
+    for chunk_size, dist_impl in itertools.product((0, 1, 8, 64), (None, *EXCHANGES)):
+        loss_fn = SigmoidContrastiveLoss(chunk_size=chunk_size, dist_impl=dist_impl, **options)
+        found = with_gradients(loss_fn(*features, SCALE, BIAS), features)
+        assert all(torch.equal(*pair) for pair in zip(plain, found, strict=True))
+        if SigLipLoss is not None:
+            theirs = SigLipLoss(chunk_size=chunk_size)(*features, SCALE, BIAS)
+            parts = with_gradients(theirs, features)
+            assert all((x - y).norm() < RTOL * y.norm() for x, y in zip(plain, parts, strict=True))
+
+
+@pytest.mark.parametrize("loss_fn", [ContrastiveLoss(), SigmoidContrastiveLoss()])
+def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
+    loss_fn: ContrastiveLoss | SigmoidContrastiveLoss,
+) -> None:
+    image, text = leaves(BATCH)
+    scalars = {"logit_scale": torch.tensor(SCALE), "logit_bias": torch.tensor(BIAS)}
+    features = {"image_features": image, "text_features": text}
+    losses = loss_fn(**features, **scalars, output_dict=True)
+    assert [name for name in losses if name.endswith("_loss")] == ["contrastive_loss"]
+    assert torch.equal(losses["contrastive_loss"], loss_fn(image, text, *scalars.values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dist_impl": "ring"}, "None or one of 'bidir', 'shift', 'reduce', 'gather'.*`exchange`"),
+        ({"chunk_size": -1}, "`chunk_size` must be an integer of at least 0.*`workspace_bytes`"),
+    ],
+)
+def test_what_open_clip_does_not_know_either_is_refused(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        SigmoidContrastiveLoss(**arguments)
+
+
+def test_ranks_without_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`SigmoidContrastiveLoss\(rank=1, world_size=2\)`"):
+        SigmoidContrastiveLoss(rank=1, world_size=2)(*leaves(BATCH), SCALE, BIAS)
+
+
+def _mean_over_ranks(loss: Tensor, features: list[Tensor]) -> list[Tensor]:
+    """Return loss and gradients of all pairs after the mean that DDP takes."""
+    found = [x.clone() for x in with_gradients(loss, features)]
+    for x in found:
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return found
+
+
+def _on_rank(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    features = leaves(world_size * BATCH)
+    own = [x[rank * BATCH : (rank + 1) * BATCH] for x in features]
+    who = {"rank": rank, "world_size": world_size}
+    scalars = [torch.tensor(value) for value in (SCALE, BIAS)]
+    found = {}
+    for dist_impl, chunk_size in itertools.product(EXCHANGES, (0, 3)):
+        options: Any = {"dist_impl": dist_impl, "chunk_size": chunk_size, **who}
+        loss = SigmoidContrastiveLoss(**options)(*own, *scalars)
+        found[f"sigmoid {dist_impl} {chunk_size}"] = _mean_over_ranks(loss, features)
+        if SigLipLoss is not None:
+            loss = SigLipLoss(**options)(*own, *scalars)
+            found[f"sigmoid of open_clip {dist_impl} {chunk_size}"] = _mean_over_ranks(
+                loss, features
+            )
+    for local_loss in (False, True):
+        options = {"local_loss": local_loss, "gather_with_grad": True, **who}
+        loss = ContrastiveLoss(**options)(*own, SCALE)
+        found[f"softmax {local_loss}"] = _mean_over_ranks(loss, features)
+        if ClipLoss is not None:
+            loss = ClipLoss(**options)(*own, SCALE)
+            found[f"softmax of open_clip {local_loss}"] = _mean_over_ranks(loss, features)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_give_what_open_clips_ranks_do_after_the_mean(world_size: int) -> None:
+    features = [x.detach().double().requires_grad_() for x in leaves(world_size * BATCH)]
+    scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (SCALE, BIAS))
+    expected = {
+        "sigmoid": with_gradients(dense_sigmoid_loss(*features, scale, bias), features),
+        "softmax": with_gradients(dense_loss(*features, scale), features),
+    }
+    for results in run_ranks(_on_rank, world_size, world_size):
+        for name, found in results.items():
+            for value, right in zip(found, expected[name.split()[0]], strict=True):
+                assert (value - right).norm() < RTOL * right.norm(), name
