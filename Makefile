@@ -12,8 +12,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workstea
 # Every process that collects tests would compile them anew, 8 s of its time.
 export PYTHONDONTWRITEBYTECODE :=
 QUICK := -m "not (slow or distributed or gpu or sweep)"
+INTERPRETED = $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
 
-.PHONY: help setup test lint types unit quick sweep floor newest wheel docs demo bench monitors-table clean
+.PHONY: help setup test lint types unit interpreted quick sweep floor newest wheel docs demo bench monitors-table clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -34,10 +35,15 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(PYTEST) -m "not sweep"
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreted $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
+
+# Fills the time in which ranks of the other tests wait for each other; says its lines together.
+interpreted: WORKERS := 1
+interpreted: $(STAMP)
+	@output=$$(TRITON_INTERPRET=1 $(PYTEST) -m interpreted $(INTERPRETED) 2>&1); \
+	status=$$?; echo "$$output"; exit $$status
 
 test: lint  ## Lint, check types, run all tests but those of `sweep`
-	@$(MAKE) --no-print-directory -j2 types unit
+	@$(MAKE) --no-print-directory -j3 types interpreted unit
 
 quick: lint  ## Lint, run the tests that take less than a minute together
 	$(PYTEST) $(QUICK)

@@ -32,13 +32,13 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
-from lightning_mp.contrastive.tile_backend import Logits  # noqa: E402
-from lightning_mp.contrastive.triton_tiles import TritonTiles  # noqa: E402
-from lightning_mp.contrastive.triton_tiles.configs import _ARCHS  # noqa: E402
+from lightning_mp.contrastive._tiles.tile_backend import Logits  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS  # noqa: E402
 from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
 from lightning_mp.numerics.row_dots import fused_row_dots  # noqa: E402
-from lightning_mp.optim.adamw_math import AdamWOptions  # noqa: E402
-from lightning_mp.optim.fused_adamw import fused_adamw_step  # noqa: E402
+from lightning_mp.optim._adamw.foreach import AdamWOptions  # noqa: E402
+from lightning_mp.optim._adamw.fused import fused_adamw_step  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Counts of tiles are multiples of 16, as at all larger batches of the suite; and shards are not so

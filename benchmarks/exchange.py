@@ -36,16 +36,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks._common import format_table  # noqa: E402
-from lightning_mp.contrastive import infonce  # noqa: E402
-from lightning_mp.contrastive.agreement import make_plan  # noqa: E402
-from lightning_mp.contrastive.triton_tiles import (  # noqa: E402
+from lightning_mp.contrastive._exchange.agreement import make_plan  # noqa: E402
+from lightning_mp.contrastive._sums import infonce  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles import (  # noqa: E402
     gradient_kernels,
     lse_kernels,
     pair_kernels,
     softmax_kernels,
     workspace,
 )
-from lightning_mp.contrastive.triton_tiles.tiles import (  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles.tiles import (  # noqa: E402
     DEFAULT_WORKSPACE_BYTES,
     TritonTiles,
 )

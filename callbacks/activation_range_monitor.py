@@ -27,8 +27,8 @@ from lightning_mp.callbacks._step.training_state import loss_scale_of, plain_nam
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
+from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision.inf_clamp import InfClamp
-from lightning_mp.precision.module_selection import select_modules
 
 __all__ = ["ActivationRangeMonitor"]
 

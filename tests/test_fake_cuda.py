@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
-from lightning_mp.contrastive import agreement
 from lightning_mp.contrastive._cache import micro_batches
-from lightning_mp.contrastive.triton_tiles import autotune
-from lightning_mp.contrastive.triton_tiles.autotune import fastest
-from lightning_mp.contrastive.triton_tiles.configs import TileConfig, find_configs
+from lightning_mp.contrastive._exchange import agreement
+from lightning_mp.contrastive._tiles.triton_tiles import autotune
+from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
+from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, find_configs
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.tensor_stats import tensor_stats

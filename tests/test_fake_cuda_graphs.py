@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive import infonce
-from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.triton_tiles import (
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._tiles.triton_tiles import (
     TritonTiles,
     gradient_kernels,
     lse_kernels,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp import InfCLStrategy
-from lightning_mp.optim import adamw_tables
-from lightning_mp.optim.adamw_tables import tables_for_capture, tables_of
+from lightning_mp.optim._adamw import tables as adamw_tables
+from lightning_mp.optim._adamw.tables import tables_for_capture, tables_of
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 from tests.fake_cuda import DeviceTensor, FakeCuda
 

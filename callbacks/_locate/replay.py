@@ -23,7 +23,7 @@ from lightning_mp.callbacks._step.nested import named_tensors
 from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
-from lightning_mp.precision.scaled_precision import ScaledPrecision
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "can_replay", "replay"]
 

@@ -25,7 +25,7 @@ from lightning_mp.callbacks._step.gradients import (
 )
 from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
-from lightning_mp.precision.scaled_precision import ScaledPrecision
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 _LATE = 2  # steps that a sample may arrive after the facts of its step
 

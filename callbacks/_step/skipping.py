@@ -10,8 +10,8 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from lightning_mp.precision.scaled_precision import ScaledPrecision
-from lightning_mp.precision.step_control import hold_global_step, hold_schedules
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 
 __all__ = ["StepSkipper"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 
 __all__ = ["MemoryEstimate", "peak_bytes_of_children", "saved_bytes"]
 

@@ -11,9 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import group_size
-from lightning_mp.contrastive.arguments import find_problem
-from lightning_mp.contrastive.backends import (
+from lightning_mp.contrastive._call.arguments import find_problem
+from lightning_mp.contrastive._call.input_checks import InputChecks
+from lightning_mp.contrastive._call.inputs import as_tensors, check_derivatives, in_one_dtype
+from lightning_mp.contrastive._call.open_clip_arguments import check_ranks, take_open_clip
+from lightning_mp.contrastive._call.pair_options import (
+    RULES,
+    Duplicates,
+    FalseNegatives,
+    PairArguments,
+    PairOptions,
+)
+from lightning_mp.contrastive._call.pair_problems import check_pair_rules
+from lightning_mp.contrastive._call.planned import Planned, plan_for
+from lightning_mp.contrastive._exchange.agreement import group_size
+from lightning_mp.contrastive._exchange.group_module import GroupModule
+from lightning_mp.contrastive._operators.library import loss_of_one
+from lightning_mp.contrastive._operators.ranked_library import loss_of_ranks
+from lightning_mp.contrastive._operators.targeted_library import loss_of_targets
+from lightning_mp.contrastive._sums.infonce import InfoNCE
+from lightning_mp.contrastive._sums.targeted_infonce import TargetedInfoNCE
+from lightning_mp.contrastive._tiles.backends import (
     Backend,
     Directions,
     ExchangeName,
@@ -21,25 +39,7 @@ from lightning_mp.contrastive.backends import (
     TileDtype,
     check_choices,
 )
-from lightning_mp.contrastive.group_module import GroupModule
-from lightning_mp.contrastive.infonce import InfoNCE
-from lightning_mp.contrastive.input_checks import InputChecks
-from lightning_mp.contrastive.inputs import as_tensors, check_derivatives, in_one_dtype
-from lightning_mp.contrastive.library import loss_of_one
-from lightning_mp.contrastive.open_clip_arguments import check_ranks, take_open_clip
-from lightning_mp.contrastive.pair_options import (
-    RULES,
-    Duplicates,
-    FalseNegatives,
-    PairArguments,
-    PairOptions,
-)
-from lightning_mp.contrastive.pair_problems import check_pair_rules
-from lightning_mp.contrastive.planned import Planned, plan_for
-from lightning_mp.contrastive.ranked_library import loss_of_ranks
 from lightning_mp.contrastive.statistics import LossStatistics
-from lightning_mp.contrastive.targeted_infonce import TargetedInfoNCE
-from lightning_mp.contrastive.targeted_library import loss_of_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

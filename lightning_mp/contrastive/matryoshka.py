@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.agreement import group_size
-from lightning_mp.contrastive.inputs import check_derivatives, in_one_dtype
+from lightning_mp.contrastive._call.inputs import check_derivatives, in_one_dtype
+from lightning_mp.contrastive._call.pair_options import RULES, PairArguments, PairOptions
+from lightning_mp.contrastive._exchange.agreement import group_size
+from lightning_mp.contrastive._sums.nested_infonce import NestedInfoNCE, Prefix
 from lightning_mp.contrastive.loss import ContrastiveLoss
-from lightning_mp.contrastive.nested_infonce import NestedInfoNCE, Prefix
-from lightning_mp.contrastive.pair_options import RULES, PairArguments, PairOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,12 +7,12 @@ Shapes:
 import torch.distributed as dist
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive.backends import Backend, ExchangeName, TileDtype
+from lightning_mp.contrastive._call.open_clip_arguments import SigLipExchange, take_siglip
+from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
+from lightning_mp.contrastive._operators.sigmoid_library import loss_of_one
+from lightning_mp.contrastive._sums.sigmoid_sweep import SigmoidPairs
+from lightning_mp.contrastive._tiles.backends import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
-from lightning_mp.contrastive.open_clip_arguments import SigLipExchange, take_siglip
-from lightning_mp.contrastive.pair_options import RULES, PairOptions
-from lightning_mp.contrastive.sigmoid_library import loss_of_one
-from lightning_mp.contrastive.sigmoid_sweep import SigmoidPairs
 
 __all__ = ["SigmoidContrastiveLoss"]
 

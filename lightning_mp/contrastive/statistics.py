@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.exchange import Exchange, Home
-from lightning_mp.contrastive.tile_backend import Maxima, TileBackend
+from lightning_mp.contrastive._exchange.exchange import Exchange, Home
+from lightning_mp.contrastive._tiles.tile_backend import Maxima, TileBackend
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = ["LossStatistics", "MaximaSweep", "measure", "softmax_probabilities"]

@@ -23,7 +23,7 @@ from lightning_mp.metrics._checks import (
     check_value,
 )
 from lightning_mp.metrics._repeats import with_keys, without_repeats
-from lightning_mp.metrics.tiled_ranks import SimilarityTiles, retrieval_ranks
+from lightning_mp.metrics._tiled_ranks import SimilarityTiles, retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["ContrastiveRecall"]

@@ -11,9 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
-from lightning_mp.optim.adamw_arguments import check_group, check_loaded_group, check_parameter
-from lightning_mp.optim.adamw_batch import AdamWBatch
-from lightning_mp.optim.adamw_math import mix_seed
+from lightning_mp.optim._adamw.arguments import check_group, check_loaded_group, check_parameter
+from lightning_mp.optim._adamw.batch import AdamWBatch
+from lightning_mp.optim._adamw.foreach import mix_seed
 
 __all__ = ["SafeAdamW"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
 from lightning_mp.plan.subject import Subject
 

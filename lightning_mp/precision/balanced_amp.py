@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision.choices import check_choice
-from lightning_mp.precision.fp32_islands import FP32Islands, outermost
+from lightning_mp.precision._choice.choices import check_choice
+from lightning_mp.precision._choice.module_selection import select_modules
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._weights.fp32_islands import FP32Islands, outermost
+from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
-from lightning_mp.precision.module_selection import select_modules
 from lightning_mp.precision.op_policy import OpPolicy
-from lightning_mp.precision.scaled_precision import ScaledPrecision
-from lightning_mp.precision.working_copies import WorkingCopies
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

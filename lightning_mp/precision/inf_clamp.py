@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.precision.module_selection import as_written, class_names, select_modules
-from lightning_mp.precision.residual_stream import find_residual_stream
+from lightning_mp.precision._choice.module_selection import as_written, class_names, select_modules
+from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 __all__ = ["InfClamp"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.precision.op_tables import (
+from lightning_mp.precision._choice.op_tables import (
     GROUPS,
     INPUT_ONLY,
     OpClass,

@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.precision.choices import check_choice
-from lightning_mp.precision.fp32_islands import outermost
-from lightning_mp.precision.gradient_reduction import average_in_fp32
-from lightning_mp.precision.half_module import MixedInputs, cast_at_borders, cast_floats
-from lightning_mp.precision.half_weight_limits import (
+from lightning_mp.precision._choice.choices import check_choice
+from lightning_mp.precision._choice.module_selection import select_modules
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._weights.fp32_islands import outermost
+from lightning_mp.precision._weights.gradient_reduction import average_in_fp32
+from lightning_mp.precision._weights.half_module import MixedInputs, cast_at_borders, cast_floats
+from lightning_mp.precision._weights.half_weight_limits import (
     check_callbacks,
     check_modules,
     check_optimizer,
 )
-from lightning_mp.precision.half_weights import HalfWeights
+from lightning_mp.precision._weights.half_weights import HalfWeights
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
-from lightning_mp.precision.module_selection import select_modules
-from lightning_mp.precision.scaled_precision import ScaledPrecision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.ring import FollowingSum, Ring, Sending
-from lightning_mp.contrastive.slices import SlicedSum, Slices, block_bytes, slice_count
-from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.contrastive._exchange.ring import FollowingSum, Ring, Sending
+from lightning_mp.contrastive._exchange.slices import SlicedSum, Slices, block_bytes, slice_count
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from tests.processes import run_ranks
 from tests.reference.contrastive import dense_loss, loss_of_logits, relative_error
 

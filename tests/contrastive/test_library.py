@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive.backends import TileChoice
-from lightning_mp.contrastive.library import infonce, infonce_backward
-from lightning_mp.contrastive.sigmoid_library import sigmoid_pairs, sigmoid_pairs_backward
-from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.contrastive._operators.library import infonce, infonce_backward
+from lightning_mp.contrastive._operators.sigmoid_library import (
+    sigmoid_pairs,
+    sigmoid_pairs_backward,
+)
+from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive import slices
+from lightning_mp.contrastive._exchange import slices
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_ids import few_ids

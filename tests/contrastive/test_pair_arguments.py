@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive.pair_options import RULES
+from lightning_mp.contrastive._call.pair_options import RULES
 from tests.processes import run_ranks
 
 GUIDED = {"false_negatives": "absolute"}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import SigmoidContrastiveLoss
-from lightning_mp.contrastive.tile_backend import Logits
-from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from tests.contrastive.test_exchange import (
     BATCHES,
     EXCHANGES,

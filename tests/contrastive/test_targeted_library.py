@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
-from lightning_mp.contrastive.backends import TileChoice
-from lightning_mp.contrastive.pair_options import PairOptions
-from lightning_mp.contrastive.targeted_library import (
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._operators.targeted_library import (
     loss_of_targets,
     targeted_infonce,
     targeted_infonce_backward,
 )
+from lightning_mp.contrastive._tiles.backends import TileChoice
 from tests.contrastive.pair_cases import CASES, Case
 from tests.contrastive.test_targets_uses import leaves_of
 from tests.reference.contrastive import relative_error

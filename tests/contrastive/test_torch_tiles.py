@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive.infonce import InfoNCE, Plan
-from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.tile_backend import Logits
-from lightning_mp.contrastive.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
+from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.

@@ -1,7 +1,9 @@
 """The wheel holds the tree, installs into an empty environment, and imports under right names."""
 
 import ast
+import importlib
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -128,6 +130,16 @@ def test_symlinks_lead_to_the_folders_at_the_top(name: str) -> None:
     link = ROOT / "lightning_mp" / name
     assert link.is_symlink()
     assert os.readlink(link) == f"../{name}"
+
+
+@pytest.mark.parametrize(
+    "package", ["callbacks", "contrastive", "metrics", "optim", "precision", "strategies"]
+)
+def test_root_of_a_package_holds_public_names_only(package: str) -> None:
+    module = importlib.import_module(f"lightning_mp.{package}")
+    rooms = {getattr(module, name).__module__.rpartition(".")[2] for name in module.__all__}
+    roots = {each.name for each in pkgutil.iter_modules(module.__path__)}
+    assert {name for name in roots if not name.startswith("_")} <= rooms
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.backends import TileChoice
-from lightning_mp.contrastive.torch_tiles import TorchTiles
+from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.triton_support import triton_problem
 

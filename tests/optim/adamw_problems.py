@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.split_weights import join_weight
-from lightning_mp.optim.adamw_math import AdamWOptions
+from lightning_mp.optim._adamw.foreach import AdamWOptions
 from tests.reference.adamw import AdamWReference
 
 __all__ = [

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_mp.optim.adamw_kernels import NUM_WARPS
-from lightning_mp.optim.adamw_math import AdamWOptions
-from lightning_mp.optim.fused_adamw import fused_adamw_step
+from lightning_mp.optim._adamw.adamw_kernels import NUM_WARPS
+from lightning_mp.optim._adamw.foreach import AdamWOptions
+from lightning_mp.optim._adamw.fused import fused_adamw_step
 from tests.contrastive.triton_tiles.compiling import Compiled, compiler
 from tests.optim.adamw_problems import BF16, FP16, FP32, OPTIONS, make_problem
 

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_mp.optim import adamw_tables
-from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
-from lightning_mp.optim.fused_adamw import fused_adamw_step
+from lightning_mp.optim._adamw import tables as adamw_tables
+from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.fused import fused_adamw_step
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from tests.optim.adamw_problems import (
     BF16,

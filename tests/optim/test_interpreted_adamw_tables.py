@@ -6,11 +6,11 @@ import pytest
 import torch
 import triton.language as tl
 
-from lightning_mp.optim import adamw_tables
-from lightning_mp.optim.adamw_kernels import CHUNK, adamw_kernel
-from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
-from lightning_mp.optim.adamw_tables import tables_for_capture, tables_of
-from lightning_mp.optim.fused_adamw import fused_adamw_step
+from lightning_mp.optim._adamw import tables as adamw_tables
+from lightning_mp.optim._adamw.adamw_kernels import CHUNK, adamw_kernel
+from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.fused import fused_adamw_step
+from lightning_mp.optim._adamw.tables import tables_for_capture, tables_of
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.optim.adamw_problems import (
     BF16,

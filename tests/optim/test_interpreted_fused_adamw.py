@@ -8,11 +8,11 @@ import torch
 import triton.language as tl
 
 from lightning_mp.numerics.split_weights import residual_unit
-from lightning_mp.optim import adamw_tables
-from lightning_mp.optim.adamw_kernels import BLOCK, CHUNK
-from lightning_mp.optim.adamw_math import AdamWOptions, foreach_adamw_step
-from lightning_mp.optim.adamw_tables import tables_of
-from lightning_mp.optim.fused_adamw import fused_adamw_step
+from lightning_mp.optim._adamw import tables as adamw_tables
+from lightning_mp.optim._adamw.adamw_kernels import BLOCK, CHUNK
+from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.fused import fused_adamw_step
+from lightning_mp.optim._adamw.tables import tables_of
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.optim.adamw_problems import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mp.numerics.split_weights import join_weight
-from lightning_mp.optim.adamw_math import mix_seed
+from lightning_mp.optim._adamw.foreach import mix_seed
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
 HALVES = [torch.float16, torch.bfloat16]

@@ -16,10 +16,10 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
-from lightning_mp.precision.scaled_precision import ScaledPrecision
 from tests.averages import weight_averaging
 from tests.precision.models import (
     Regression,

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
-from lightning_mp.precision.scaled_precision import ScaledPrecision
 from tests.precision.models import (
     Regression,
     fit,

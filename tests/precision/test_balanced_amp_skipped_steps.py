@@ -8,10 +8,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Adam
 
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
-from lightning_mp.precision.scaled_precision import ScaledPrecision
 from tests.averages import weight_averaging
 from tests.precision.models import Regression, fit, loader, parameters_of
 

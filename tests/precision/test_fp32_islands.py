@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import BalancedAMP
-from lightning_mp.precision.fp32_islands import FP32Islands, outermost
+from lightning_mp.precision._weights.fp32_islands import FP32Islands, outermost
 from tests.precision.models import Regression, fit, loader, perceptron
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_mp.numerics.split_weights import join_weight, split_weight
-from lightning_mp.precision.half_weights import HalfWeights
+from lightning_mp.precision._weights.half_weights import HalfWeights
 
 HALVES = [torch.float16, torch.bfloat16]
 half_dtypes = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])

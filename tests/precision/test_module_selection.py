@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp.precision.module_selection import select_modules
+from lightning_mp.precision._choice.module_selection import select_modules
 
 
 class T5LayerNorm(nn.Module):

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_mp.precision._choice.op_tables import GROUPS, autocast_agrees
 from lightning_mp.precision.op_policy import OpPolicy
-from lightning_mp.precision.op_tables import GROUPS, autocast_agrees
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 FP32 = torch.float32

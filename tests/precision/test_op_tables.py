@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp.precision.op_policy import OpPolicy
-from lightning_mp.precision.op_tables import (
+from lightning_mp.precision._choice.op_tables import (
     GROUPS,
     autocast_agrees,
     callables_of,
     canonical_name,
     default_class,
 )
+from lightning_mp.precision.op_policy import OpPolicy
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 LIKE_CUDA = OpPolicy(norm_output="fp32")

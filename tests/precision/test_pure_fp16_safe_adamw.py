@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from lightning_mp.precision.half_weights import HalfWeights
+from lightning_mp.precision._weights.half_weights import HalfWeights
 from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import Regression, fit, loader, parameters_of
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp.precision.residual_stream import find_residual_stream
+from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 
 class RMSNormLike(nn.Module):

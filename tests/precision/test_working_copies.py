@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.precision.working_copies import WorkingCopies
+from lightning_mp.precision._weights.working_copies import WorkingCopies
 from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
 
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.op_policy import OpPolicy
-from lightning_mp.precision.working_copies import WorkingCopies
 from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
 
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)

@@ -34,14 +34,14 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from lightning_mp.contrastive.tile_backend import Ids, Maxima
-from lightning_mp.contrastive.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
-from lightning_mp.contrastive.triton_tiles.launch import BlockLimits
-from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
-from lightning_mp.contrastive.triton_tiles.operands import Precision
-from lightning_mp.contrastive.triton_tiles.sigmoid_kernels import add_sigmoid
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Maxima
+from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
+from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision
+from lightning_mp.contrastive._tiles.triton_tiles.sigmoid_kernels import add_sigmoid
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
 
 __all__ = ["Chip", "Compiled", "Request", "compiler"]
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.tile_backend import Logits
-from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
-from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
 
 __all__ = [
     "GRADIENT_ERROR",

@@ -11,22 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Limits, Logits
-from lightning_mp.contrastive.triton_tiles.blocks import KernelLogits, block_shape, whole_waves
-from lightning_mp.contrastive.triton_tiles.configs import (
+from lightning_mp.contrastive._tiles.tile_backend import Limits, Logits
+from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
+    KernelLogits,
+    block_shape,
+    whole_waves,
+)
+from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     all_configs,
     arch_of,
     find_configs,
 )
-from lightning_mp.contrastive.triton_tiles.operands import (
+from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     WIDTH_MULTIPLE,
     Precision,
     TileDtype,
     make_operand,
 )
-from lightning_mp.contrastive.triton_tiles.products import add_product
-from lightning_mp.contrastive.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.contrastive._tiles.triton_tiles.products import add_product
+from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from tests.reference.contrastive import relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

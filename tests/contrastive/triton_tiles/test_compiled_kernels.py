@@ -16,13 +16,13 @@ from typing import get_args
 import pytest
 import torch
 
-from lightning_mp.contrastive.triton_tiles.configs import (
+from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     Kernel,
     TileConfig,
     all_configs,
     find_configs,
 )
-from lightning_mp.contrastive.triton_tiles.operands import Precision, TileDtype
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, TileDtype
 from tests.contrastive.triton_tiles.compiling import (
     Chip,
     Compiled,

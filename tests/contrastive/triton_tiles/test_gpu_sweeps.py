@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.backends import TileChoice
-from lightning_mp.contrastive.infonce import InfoNCE, Plan
-from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
+from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
 
 pytestmark = pytest.mark.gpu
 

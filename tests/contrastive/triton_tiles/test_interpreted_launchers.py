@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.triton_tiles import TritonTiles
-from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
-from lightning_mp.contrastive.triton_tiles.autotune import fastest
-from lightning_mp.contrastive.triton_tiles.configs import TileConfig, arch_of, find_configs
-from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
-from lightning_mp.contrastive.triton_tiles.launch import BlockLimits
-from lightning_mp.contrastive.triton_tiles.lse_kernels import add_lse
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
+from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
+from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, arch_of, find_configs
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
+from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
@@ -237,7 +237,7 @@ def test_fastest_goes_by_the_clock_and_not_by_the_first_run(
         compiled.add(config)
 
     monkeypatch.setattr(
-        "lightning_mp.contrastive.triton_tiles.autotune.time.perf_counter", lambda: now
+        "lightning_mp.contrastive._tiles.triton_tiles.autotune.time.perf_counter", lambda: now
     )
     assert fastest(configs, run, torch.device("cpu")) == configs[1]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.triton_tiles import TritonTiles
-from lightning_mp.contrastive.triton_tiles.configs import find_configs
-from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
-from lightning_mp.contrastive.triton_tiles.operands import Precision, make_operand
-from lightning_mp.contrastive.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.triton_tiles.configs import find_configs
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, make_operand
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive.tile_backend import Ids, Limits, Logits
-from lightning_mp.contrastive.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

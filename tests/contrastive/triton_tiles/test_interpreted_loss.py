@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive.backends import TileChoice, triton_problem
-from lightning_mp.contrastive.library import infonce, infonce_backward
-from lightning_mp.contrastive.triton_tiles import TritonTiles
+from lightning_mp.contrastive._operators.library import infonce, infonce_backward
+from lightning_mp.contrastive._tiles.backends import TileChoice, triton_problem
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import reference, relative_error
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive import pairs
-from lightning_mp.contrastive.exchange import HEADER
-from lightning_mp.contrastive.triton_tiles import gradient_kernels, pair_kernels
-from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._exchange.exchange import HEADER
+from lightning_mp.contrastive._tiles import pairs
+from lightning_mp.contrastive._tiles.triton_tiles import gradient_kernels, pair_kernels
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 
 pytestmark = pytest.mark.interpreted

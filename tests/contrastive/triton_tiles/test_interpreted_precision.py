@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.infonce import InfoNCE, Plan
-from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.triton_tiles import TritonTiles
-from lightning_mp.contrastive.triton_tiles.operands import TileDtype
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.triton_tiles.operands import TileDtype
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

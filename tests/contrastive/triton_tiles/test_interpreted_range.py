@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.infonce import InfoNCE, Plan
-from lightning_mp.contrastive.ring import Ring
-from lightning_mp.contrastive.tile_backend import Prepared, TileBackend
-from lightning_mp.contrastive.torch_tiles import TorchTiles
-from lightning_mp.contrastive.triton_tiles import TritonTiles, lse_kernels, softmax_kernels
-from lightning_mp.contrastive.triton_tiles import tiles as tiles_module
-from lightning_mp.contrastive.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
+from lightning_mp.contrastive._tiles.tile_backend import Prepared, TileBackend
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, lse_kernels, softmax_kernels
+from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

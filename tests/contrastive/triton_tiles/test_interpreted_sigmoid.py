@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from lightning_mp import SigmoidContrastiveLoss
-from lightning_mp.contrastive.tile_backend import Logits
-from lightning_mp.contrastive.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_sigmoid import expected, leaves, sizes_of_terms
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import relative_error

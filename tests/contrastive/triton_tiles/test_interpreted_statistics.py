@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.tile_backend import Logits, Maxima
-from lightning_mp.contrastive.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_statistics import BIAS, LOSSES, check
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive.tile_backend import Logits
-from lightning_mp.contrastive.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

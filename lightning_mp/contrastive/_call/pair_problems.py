@@ -1,0 +1,200 @@
+"""What can be wrong with the options of pairs, each in a sentence that helps.
+
+Shapes:
+    b: images of this rank. n: its texts. k: positives or negatives of an image. D: feature width.
+"""
+
+import math
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._call.pair_options import Duplicates, FalseNegatives, PairOptions
+from lightning_mp.numerics.floats import FLOAT_DTYPES
+
+__all__ = ["check_pair_rules", "find_pair_problem"]
+
+
+def find_pair_problem(options: PairOptions, image: Tensor, text: Tensor) -> str | None:
+    """Return what cannot be used with features that can, and the fix."""
+    return (
+        _ids_problem(options, text)
+        or (None if options.weights is None else _weights_problem(options.weights, image))
+        or (None if options.positives is None else _positives_problem(options, image))
+        or (None if options.negatives is None else _negatives_problem(options, image))
+        or _guides_problem(options, image, text)
+    )
+
+
+def check_pair_rules(
+    duplicates: str, label_smoothing: float, false_negatives: str, margin: float
+) -> None:
+    """Refuse what a constructor cannot take.
+
+    Raises:
+        ValueError: An argument of `ContrastiveLoss` has a value that is not known.
+    """
+    if duplicates not in get_args(Duplicates):
+        raise ValueError(
+            f"Passed `ContrastiveLoss(duplicates={duplicates!r})`. `duplicates` must be 'mask' or "
+            "'multi_positive'. Leave it out, and pairs of equal `ids` are no negatives."
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(label_smoothing={label_smoothing!r})`. It must be a number "
+            "from 0 to 1. Pass a small one, such as 0.1, or leave it out."
+        )
+    passed = f"Passed `ContrastiveLoss(false_negatives={false_negatives!r}, margin={margin!r})`."
+    if false_negatives not in get_args(FalseNegatives) or not -math.inf < margin < math.inf:
+        raise ValueError(
+            f"{passed} They must be 'keep', 'absolute' or 'relative', and a number. Leave both out "
+            "to keep all negatives."
+        )
+    if false_negatives == "keep" and margin:
+        raise ValueError(
+            f"{passed} A margin is for negatives that are left out. Pass "
+            "`false_negatives='absolute'` or `'relative'`, or leave `margin` out."
+        )
+    if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
+        raise ValueError(
+            f"{passed[:-3]}, duplicates={duplicates!r}, label_smoothing={label_smoothing!r})`. "
+            "What is left out cannot be a target. Leave `false_negatives` or the others out."
+        )
+
+
+def _ids_problem(options: PairOptions, text: Tensor) -> str | None:
+    ids = options.ids
+    if ids is None:
+        if options.duplicates == "mask":
+            return None
+        return (
+            f"Called `ContrastiveLoss(duplicates={options.duplicates!r})` without `ids`, which say "
+            "what else is a positive. Pass `ids=...` in the call, or leave `duplicates` out."
+        )
+    if not isinstance(ids, Tensor):
+        return (
+            f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
+            "each text. Pass `torch.tensor(ids)`."
+        )
+    is_integer = not ids.is_floating_point() and not ids.is_complex()
+    if ids.shape != text.shape[:1] or not is_integer:
+        return (
+            f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with texts of shape "
+            f"{list(text.shape)}. It must be integers of shape [texts]. Number what the "
+            "rows show, the same for the same image on every rank; a hash of its name will do."
+        )
+    return _device_problem("ids", ids, text)
+
+
+def _weights_problem(weights: Tensor, image: Tensor) -> str | None:
+    if not isinstance(weights, Tensor):
+        return (
+            f"Passed `weights` of type {type(weights).__name__}. It must be a tensor of numbers "
+            "that are not negative, one for each image. Pass `torch.tensor(weights)`."
+        )
+    if weights.shape != image.shape[:1] or weights.is_complex() or weights.dtype == torch.bool:
+        return (
+            f"Passed `weights` of dtype {weights.dtype} and shape {list(weights.shape)} with "
+            f"images of shape {list(image.shape)}. It must be numbers of shape [images]. Pass one "
+            "weight for each image; `mask.float()` makes them of a mask."
+        )
+    if weights.requires_grad:
+        return (
+            "Passed `weights` that require a gradient, which the loss has none for. Pass "
+            "`weights.detach()`."
+        )
+    return _device_problem("weights", weights, image)
+
+
+def _positives_problem(options: PairOptions, image: Tensor) -> str | None:
+    positives = options.positives
+    if not isinstance(positives, Tensor):
+        return (
+            f"Passed `positives` of type {type(positives).__name__}. It must be a tensor of the "
+            "texts' row numbers, one or several for each image. Pass `torch.tensor(positives)`."
+        )
+    if options.duplicates != "mask":
+        return (
+            f"Passed `positives` to `ContrastiveLoss(duplicates={options.duplicates!r})`, where "
+            "`ids` say what they are. Pass one of the two."
+        )
+    is_integer = not positives.is_floating_point() and not positives.is_complex()
+    is_integer = is_integer and positives.dtype != torch.bool
+    if positives.ndim not in (1, 2) or len(positives) != len(image) or not is_integer:
+        return (
+            f"Passed `positives` of dtype {positives.dtype} and shape {list(positives.shape)} with "
+            f"images of shape {list(image.shape)}. It must be integers of shape [images] or "
+            "[images, most texts of one]. Pad with -1 where an image has fewer."
+        )
+    return None
+
+
+def _negatives_problem(options: PairOptions, image: Tensor) -> str | None:
+    negatives = options.negatives
+    if options.directions == "text_to_image":
+        return (
+            "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
+            "texts that an image is not to find. Leave one of the two out."
+        )
+    if not isinstance(negatives, Tensor):
+        return (
+            f"Passed `negatives` of type {type(negatives).__name__}. It must be a tensor of shape "
+            "(batch, negatives of each image, width). Pass `torch.stack(negatives, 1)`."
+        )
+    shape = list(negatives.shape)
+    if negatives.ndim != 3 or [shape[0], shape[2]] != list(image.shape):
+        return (
+            f"Passed `negatives` of shape {shape} with images of shape {list(image.shape)}. It "
+            f"must be of shape [{len(image)}, negatives of each image, {image.shape[1]}]. "
+            "Negatives of all images are texts beyond the images' own."
+        )
+    if negatives.dtype not in FLOAT_DTYPES:
+        return (
+            f"Passed `negatives` of dtype {negatives.dtype}. It must be one of "
+            f"{', '.join(map(str, FLOAT_DTYPES))}. Pass the encoder's output, not its input."
+        )
+    return _device_problem("negatives", negatives, image)
+
+
+def _guides_problem(options: PairOptions, image: Tensor, text: Tensor) -> str | None:
+    guides = {"guide_image": options.guide_image, "guide_text": options.guide_text}
+    given = [name for name, guide in guides.items() if guide is not None]
+    if not given:
+        return None
+    if len(given) == 1 or options.false_negatives == "keep" or options.negatives is not None:
+        said = f"Passed `{'` and `'.join(given)}` to `ContrastiveLoss(false_negatives="
+        return (
+            f"{said}{options.false_negatives!r})`. Guides are features of images and of texts that "
+            "judge which negatives are false; `negatives` of an image have none. Pass both, with "
+            "'absolute' or 'relative', and such negatives among the texts."
+        )
+    for (name, guide), features in zip(guides.items(), (image, text), strict=True):
+        if not isinstance(guide, Tensor) or guide.ndim != 2 or len(guide) != len(features):
+            said = f"type {type(guide).__name__}"
+            said = f"shape {list(guide.shape)}" if isinstance(guide, Tensor) else said
+            return (
+                f"Passed `{name}` of {said} with features of shape {list(features.shape)}. It must "
+                "be a tensor with a row for each of them. Pass what the guide's encoder returns."
+            )
+        if guide.dtype not in FLOAT_DTYPES:
+            return f"Passed `{name}` of dtype {guide.dtype}. Pass what the guide's encoder returns."
+        problem = _device_problem(name, guide, features)
+        if problem is not None:
+            return problem
+    left, right = options.guide_image, options.guide_text
+    if left is not None and right is not None and left.shape[1] != right.shape[1]:
+        return (
+            f"Passed `guide_image` of shape {list(left.shape)} and `guide_text` of shape "
+            f"{list(right.shape)}. Both must have one width. Take them from one guide."
+        )
+    return None
+
+
+def _device_problem(name: str, value: Tensor, features: Tensor) -> str | None:
+    if value.device == features.device:
+        return None
+    return (
+        f"Passed `{name}` on {value.device} with features on {features.device}. Both must be "
+        f"on one device. Move them, such as `{name}.to(features.device)`."
+    )

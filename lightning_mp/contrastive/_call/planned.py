@@ -1,0 +1,92 @@
+"""Inputs of a contrastive loss with the plan that all ranks have agreed on.
+
+Shapes:
+    b: this rank's images. n: its texts. D: feature width.
+"""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.contrastive._call.inputs import as_tensors
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._exchange.agreement import (
+    agree,
+    group_size,
+    plan_of_one,
+    report_unusable,
+    trained,
+)
+from lightning_mp.contrastive._sums.infonce import Plan
+from lightning_mp.contrastive._tiles.backends import ExchangeName, TileChoice, triton_problem
+
+__all__ = ["Planned", "plan_for"]
+
+
+class Planned(NamedTuple):
+    """What a loss computes with.
+
+    Args:
+        image_bD: In the order of their pairs, as the texts.
+        text_nD: The texts.
+        scale: On the features' device.
+        bias: Likewise, if there is one.
+        pairs: What the call says of its pairs, in their order.
+        plan: What the ranks have agreed on.
+    """
+
+    image_bD: Tensor
+    text_nD: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    pairs: PairOptions
+    plan: Plan
+
+
+def plan_for(
+    problem: str | None,
+    image_bD: Tensor,
+    text_nD: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float | None,
+    pairs: PairOptions,
+    *,
+    trains_bias: bool,
+    exchange: ExchangeName,
+    tiles: TileChoice,
+    group: dist.ProcessGroup | None,
+) -> Planned:
+    """Agree with all ranks of a group on a plan; one process makes its own.
+
+    Args:
+        problem: What is wrong with the arguments of this rank, if anything is.
+        image_bD: Image features.
+        text_nD: Text features.
+        logit_scale: One value.
+        logit_bias: One value, or `None`.
+        pairs: What the call says of its pairs.
+        trains_bias: Whether the bias's gradient takes work.
+        exchange: How columns travel.
+        tiles: What multiplies tiles.
+        group: Whose ranks share the batch; `None` is the default group.
+
+    Raises:
+        ValueError: Something cannot be used; on all ranks.
+    """
+    is_one = group_size(group) == 1
+    if problem is None and tiles.backend == "triton":
+        problem = triton_problem(image_bD.device, image_bD.dtype)
+    if problem is None:
+        problem, pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
+    if problem is not None:
+        if not is_one:
+            report_unusable(image_bD, group)
+        raise ValueError(problem)
+    scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
+    inputs = (image_bD, text_nD, scale, bias if trains_bias else None)
+    if is_one:
+        plan = plan_of_one(image_bD, text_nD, pairs, tiles, trained(*inputs))
+    else:
+        plan = agree(*inputs, pairs, exchange=exchange, tiles=tiles, group=group)
+    return Planned(image_bD, text_nD, scale, bias, pairs, plan)

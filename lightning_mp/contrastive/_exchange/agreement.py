@@ -1,0 +1,277 @@
+"""What the ranks of a group tell each other before a loss: one collective of twelve numbers a rank.
+
+Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
+can know that another one's have changed: whatever it assumed, the collectives of the two would not
+fit, and NCCL would hang. So every loss reads them. What that costs is one small collective, and not
+a wait for the device: on CUDA it runs on a stream of its own, behind nothing that the towers have
+queued, so that the host waits for the other hosts and the network (tens of microseconds) while the
+device works on. Arguments that do not fit, of any rank, are seen by all of them and raise on all.
+
+Shapes:
+    b: this rank's batch. D: feature width. W: ranks.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_bytes, slice_count
+from lightning_mp.contrastive._sums.false_negatives import limits_of
+from lightning_mp.contrastive._sums.infonce import Plan
+from lightning_mp.contrastive._tiles.backends import ExchangeName, TileChoice
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend
+from lightning_mp.numerics.async_readback import AsyncReadback
+from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
+
+__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable", "trained"]
+
+_NAMES: tuple[str, ...] = get_args(ExchangeName)
+
+_UNUSABLE = -1  # what a rank reports in place of a batch size when its arguments are bad
+_FACTS = 12
+# Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
+# tiles remember by their workspace which shapes were the fastest.
+_PARTS, _MOST_PARTS = 8, 5
+# And beside it four times what the smallest batch takes in fp32: of the eight that are promised,
+# gradients take two, two more while they are put together and rounded.
+_FREE_BATCHES = 4
+
+
+def agree(
+    image_bD: Tensor,
+    text_bD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    pairs: PairOptions | None = None,
+    *,
+    exchange: ExchangeName,
+    tiles: TileChoice,
+    group: dist.ProcessGroup | None,
+    needs_grad: Sequence[bool] | None = None,
+) -> Plan:
+    """Return the plan that all ranks of a group follow; each calls this once a loss.
+
+    Args:
+        image_bD: Image features.
+        text_bD: Text features.
+        scale: The logit scale.
+        bias: The logit bias, if its gradient takes work.
+        pairs: What the call says of its pairs.
+        exchange: How columns travel.
+        tiles: What multiplies tiles.
+        group: Whose ranks share the batch; `None` is the default group.
+        needs_grad: What `trained` returned, where inputs no longer show it: in an operator. Then
+            it has to be the same on all ranks.
+
+    Raises:
+        ValueError: Arguments of some ranks do not fit; on all ranks.
+    """
+
+    def tiles_of(workspace_bytes: int | None) -> TileBackend:
+        chosen = tiles._replace(workspace_bytes=workspace_bytes)
+        return chosen.tiles(image_bD.device, image_bD.dtype)
+
+    budget = tiles_of(tiles.workspace_bytes).budget(image_bD.device)
+    needs = trained(image_bD, text_bD, scale, bias) if needs_grad is None else needs_grad
+    dtype = FLOAT_DTYPES.index(image_bD.dtype)
+    pairs = PairOptions() if pairs is None else pairs
+    given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
+    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_bD)]
+    facts += [pairs.rules_checksum, *needs, pairs.statistics]
+    by_rank = _gather(facts, image_bD.device, group)
+    _refuse_what_differs(by_rank)
+    rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
+    needing = [tuple(map(bool, need)) for need in zip(*by_need[:3], strict=True)]
+    if needs_grad is not None and len(set(needing)) > 1:
+        raise ValueError(
+            f"Compiled a loss whose (images, texts, scale) need gradients as {needing} say, by "
+            "rank. Under `torch.compile` all ranks must need the same. Train alike on all of "
+            "them, or call the loss outside of the compiler."
+        )
+    # What one rank wants, all work out.
+    *any_needs, statistics = [any(need) for need in by_need]
+    plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
+    of_pairs = _of_pairs(pairs, image_bD, text_bD, plan.tiles) | {"statistics": statistics}
+    return dataclasses.replace(plan, pairs=sum(rows), **of_pairs)
+
+
+def plan_of_one(
+    image_bD: Tensor,
+    text_bD: Tensor,
+    pairs: PairOptions,
+    tiles: TileChoice,
+    needs_grad: Sequence[bool],
+) -> Plan:
+    """Return the plan of a process that is alone.
+
+    Args:
+        image_bD: Image features.
+        text_bD: Text features.
+        pairs: What the call says of its pairs.
+        tiles: What multiplies tiles.
+        needs_grad: Whether images, texts, and scale or bias need gradients.
+    """
+    backend = tiles.tiles(image_bD.device, image_bD.dtype)
+    of_pairs = _of_pairs(pairs, image_bD, text_bD, backend)
+    return Plan(Ring([len(text_bD)]), backend, *needs_grad, pairs=len(image_bD), **of_pairs)
+
+
+def _of_pairs(
+    pairs: PairOptions, image_bD: Tensor, text_bD: Tensor, tiles: TileBackend
+) -> dict[str, Any]:
+    """Return what a plan holds of the pairs."""
+    return {
+        "ids_b": pairs.masked_ids,
+        "directions": pairs.directions,
+        "matched": pairs.matched,
+        "statistics": pairs.statistics,
+        "limits": limits_of(pairs, image_bD, text_bD, tiles),
+    }
+
+
+def trained(
+    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
+) -> tuple[bool, bool, bool]:
+    """Return whether this rank needs gradients for images, texts, and scale or bias."""
+    grad = torch.is_grad_enabled()
+    scalars = [x for x in (scale, bias) if x is not None]
+    return (
+        grad and image_bD.requires_grad,
+        grad and text_bD.requires_grad,
+        grad and any([x.requires_grad for x in scalars]),
+    )
+
+
+def make_plan(
+    sizes: Sequence[int],
+    image_bD: Tensor,
+    exchange: str,
+    needs_grad: Sequence[bool],
+    tiles_of: Callable[[int | None], TileBackend],
+    budget: int | None,
+    group: dist.ProcessGroup | None = None,
+) -> Plan:
+    """Return the plan for batch sizes that all ranks know.
+
+    Args:
+        sizes: Rows on each rank.
+        image_bD: Image features.
+        exchange: How columns travel.
+        needs_grad: Whether any rank needs gradients for images, texts and scale.
+        tiles_of: Makes the tiles for a workspace in bytes.
+        budget: The workspace, the same on all ranks, which must cut the same slices. `None`: that
+            of the tiles.
+        group: The process group.
+    """
+    rank = dist.get_rank(group)
+    if exchange == "ring":
+        return Plan(Ring(sizes, rank, group), tiles_of(budget), *needs_grad)
+    budget = tiles_of(budget).budget(image_bD.device)
+    sums = accumulation_dtype(image_bD.dtype).itemsize
+    row_bytes = image_bD.shape[1] * (image_bD.element_size() + sums)
+    free = _FREE_BATCHES * min(sizes) * image_bD.shape[1] * 4
+    count = slice_count(sizes, row_bytes, budget * _MOST_PARTS // _PARTS + free)
+    taken = -(-max(0, block_bytes(sizes, row_bytes, count) - free) * _PARTS // budget)
+    left = budget * max(_PARTS - taken, _PARTS - _MOST_PARTS) // _PARTS
+    return Plan(Slices(sizes, rank, group, count), tiles_of(left), *needs_grad)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return how many ranks share the batch; 1 without `torch.distributed`.
+
+    Raises:
+        ValueError: This rank is not a member.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError(
+            "This rank is not a member of the `process_group` passed to `ContrastiveLoss`. "
+            "Pass the group that this rank belongs to."
+        )
+    return size
+
+
+def report_unusable(image_features: object, group: dist.ProcessGroup | None) -> None:
+    """Stop the other ranks as well, from a rank whose arguments cannot be used."""
+    if isinstance(image_features, Tensor):
+        device = image_features.device
+    else:
+        device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+    _gather([_UNUSABLE] * _FACTS, device, group)
+
+
+def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
+    world_size = len(by_rank)
+    sizes, widths, dtypes = list(zip(*by_rank, strict=True))[:3]
+    if _UNUSABLE in sizes:
+        raise ValueError(
+            f"Rank {sizes.index(_UNUSABLE)} of {world_size} passed arguments that "
+            "`ContrastiveLoss` cannot use; its own error says why. Every rank stops here, so "
+            "that none waits for it."
+        )
+    if len(set(widths)) > 1 or len(set(dtypes)) > 1:
+        formats = [
+            (width, FLOAT_DTYPES[dtype]) for width, dtype in zip(widths, dtypes, strict=True)
+        ]
+        raise ValueError(
+            f"Passed features of (width, dtype) {formats} on ranks 0 to {world_size - 1}. All "
+            "ranks must have the same. Use the same model and precision everywhere."
+        )
+    for place, name in enumerate(PairOptions().given()):
+        having = [rank for rank, facts in enumerate(by_rank) if facts[5] >> place & 1]
+        if 0 < len(having) < world_size:
+            raise ValueError(
+                f"Passed `{name}` on ranks {having} of {world_size} only. All ranks must pass it, "
+                f"or none. Pass `{name}` on every rank."
+            )
+    if len({facts[7] for facts in by_rank}) > 1:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(...)` whose {' or '.join(RULES)} differs between ranks, or "
+            "the guides' width or dtype. All ranks must have the same. Configure every rank alike."
+        )
+    exchanges = [_NAMES[facts[3]] for facts in by_rank]
+    if len(set(exchanges)) > 1:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(exchange=...)` of {exchanges} on ranks 0 to "
+            f"{world_size - 1}. All ranks must have the same. Configure every rank alike."
+        )
+
+
+def _gather(
+    facts: Sequence[int], device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[int]]:
+    """Return the facts of every rank in the order of ranks; the host waits for the other hosts."""
+    readback = AsyncReadback()
+    with _beside(device):
+        mine = torch.tensor([int(fact) for fact in facts])
+        if device.type == "cuda":
+            mine = mine.pin_memory()
+        mine = mine.to(device, non_blocking=True)
+        by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
+        all_gather(by_rank, mine, group=group)
+        readback.submit(0, by_rank)
+    (arrived,) = readback.drain()
+    rows: list[list[int]] = arrived.array.reshape(-1, len(facts)).tolist()
+    return rows
+
+
+def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a stream current that nothing else is queued on."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(_stream_of(device))
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

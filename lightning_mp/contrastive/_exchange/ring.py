@@ -1,0 +1,184 @@
+"""Shards that travel around a ring of ranks while each rank works on the one it has.
+
+Rank `r` of `W` starts with its own shard; at every step it passes the shard on to rank `r + 1` and
+takes the next from rank `r - 1`, so that at step `t` it holds the shard of rank `r - t`. After `W`
+steps each rank has seen every shard, and each shard is home again. This is the exchange of Inf-CL
+(https://arxiv.org/abs/2410.17243).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.contrastive._exchange.exchange import HEADER, Combine, Visit
+
+__all__ = ["FollowingSum", "Ring", "Sending"]
+
+_COMBINED: dict[Combine, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "logsumexp": torch.logaddexp,
+    "max": torch.maximum,
+}
+
+
+class Sending:
+    """Sends tensors to the next rank and receives others from the previous one, in the background.
+
+    Args:
+        outgoing: What to send; held until `wait` returns, because a send reads it in place.
+        incoming: Where to put what arrives, one for each of `outgoing`.
+        ring: The ring to send in.
+    """
+
+    def __init__(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ring: "Ring"
+    ) -> None:
+        self._outgoing = [tensor.contiguous() for tensor in outgoing]
+        self._incoming = list(incoming)
+        # Sends and receives go into one batch: two ranks that both send first would wait for each
+        # other on NCCL, where the operations of a group run in their order.
+        operations = [
+            dist.P2POp(operation, tensor, group=ring.group, group_peer=peer)
+            for sent, received in zip(self._outgoing, self._incoming, strict=True)
+            for operation, tensor, peer in (
+                (dist.isend, sent, ring.next_rank),
+                (dist.irecv, received, ring.previous_rank),
+            )
+        ]
+        self._requests = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> list[Tensor]:
+        """Return what arrived, once it has; on a GPU this holds the stream, not the host."""
+        for request in self._requests:
+            request.wait()
+        self._outgoing.clear()
+        return self._incoming
+
+
+class Ring:
+    """The ranks of a process group in a circle, as an `Exchange`: a shard visits at a time.
+
+    Args:
+        batch_sizes: Rows on each rank; they may differ.
+        rank: This rank within the group.
+        group: The process group; `None` is the default one. Never touched in a ring of one.
+    """
+
+    def __init__(
+        self,
+        batch_sizes: Sequence[int],
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.batch_sizes = tuple(batch_sizes)
+        self.rank = rank
+        self.world_size = len(self.batch_sizes)
+        self.group = group
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows on all ranks together."""
+        return sum(self.batch_sizes)
+
+    @property
+    def next_rank(self) -> int:
+        """The rank within the group that shards are passed on to."""
+        return (self.rank + 1) % self.world_size
+
+    @property
+    def previous_rank(self) -> int:
+        """The rank within the group that shards come from."""
+        return (self.rank - 1) % self.world_size
+
+    @property
+    def holds_all(self) -> bool:
+        """No: shards pass by."""
+        return False
+
+    def visit(
+        self,
+        shard: Sequence[Tensor],
+        published: Tensor | None = None,
+        block: Tensor | None = None,
+    ) -> Iterator[Visit]:
+        """Yield this rank's shard, then every other, see `Exchange.visit`."""
+        own_values = [] if published is None else [published]
+        visiting = [tensor.contiguous() for tensor in (*shard, *own_values)]
+        own = slice(0, len(visiting[0]))
+        for step in range(self.world_size):
+            sending = None
+            if step + 1 < self.world_size:
+                sending = Sending(visiting, self.empty_like(visiting, step + 1), self)
+            yield Visit(visiting, 0 if step == 0 else None, own)
+            if sending is not None:
+                visiting = sending.wait()
+
+    def home(self, combine: Combine) -> "FollowingSum":
+        """Return an empty sum that follows each shard, see `Exchange.home`."""
+        return FollowingSum(self, combine)
+
+    def publish(self, values: Tensor, *, to_visits: bool) -> tuple[Tensor, Tensor]:
+        """Sum the first value; those of the columns travel with them, see `Exchange.publish`."""
+        return self.all_reduce(values[0]), values[HEADER:]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the ranks, in place; a ring of one has nothing to add."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def empty_like(self, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Return buffers for the shard that this rank holds at `step`."""
+        size = self.batch_sizes[(self.rank - step) % self.world_size]
+        return [tensor.new_empty(size, *tensor.shape[1:]) for tensor in tensors]
+
+
+class FollowingSum:
+    """A sum about each shard that follows it around the ring and ends on the shard's own rank.
+
+    What the earlier ranks have summed up arrives while this rank works out its own part, so the
+    transfer overlaps with the work; `visit` yields `world_size` times and `add` is called once in
+    each turn.
+
+    Args:
+        ring: The ring that the shards travel in.
+        combine: How this rank's part is added to the sum so far.
+    """
+
+    def __init__(self, ring: Ring, combine: Combine) -> None:
+        self._ring = ring
+        self._combine = combine
+        self._step = 0
+        self._sending: Sending | None = None
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add this rank's part for the shard that it holds now, and send the sum on."""
+        total = part
+        if self._sending is not None:
+            (so_far,) = self._sending.wait()
+            total = _COMBINED[self._combine](so_far, part)
+        self._step += 1
+        if self._ring.world_size > 1:
+            incoming = self._ring.empty_like([total], self._step)
+            self._sending = Sending([total], incoming, self._ring)
+        else:
+            self._total = total
+
+    def result(self) -> Tensor:
+        """Return the sum over all ranks about this rank's own shard."""
+        if self._sending is not None:
+            (self._total,) = self._sending.wait()
+            self._sending = None
+        if self._total is None or self._step != self._ring.world_size:
+            raise RuntimeError(
+                f"`FollowingSum.result()` came after {self._step} calls of `add`. It needs one in "
+                f"each of the {self._ring.world_size} turns of `Ring.visit`; make them first."
+            )
+        return self._total
+
+    def parts(self) -> Tensor:
+        """Return the sum as the only part."""
+        return self.result()[None]

@@ -1,0 +1,1 @@
+"""The losses of one process as operators, so that `torch.compile` keeps them whole."""

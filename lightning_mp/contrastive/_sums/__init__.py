@@ -1,0 +1,1 @@
+"""The losses themselves: sums over all pairs of the global batch, with gradients in closed form."""

@@ -1,0 +1,1 @@
+"""What multiplies tiles of the logits: plain torch everywhere, Triton on NVIDIA GPUs."""

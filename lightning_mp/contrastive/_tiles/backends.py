@@ -1,0 +1,125 @@
+"""Which code multiplies tiles: the choice by device and dtype, and why a choice cannot be met."""
+
+import functools
+import importlib.util
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from lightning_mp.numerics import triton_support
+
+__all__ = [
+    "Backend",
+    "Directions",
+    "ExchangeName",
+    "TileChoice",
+    "TileDtype",
+    "check_choices",
+    "triton_problem",
+]
+
+Backend = Literal["auto", "triton", "torch"]
+Directions = Literal["both", "image_to_text", "text_to_image"]
+ExchangeName = Literal["slices", "ring"]
+TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+
+
+def check_choices(
+    backend: str,
+    tile_dtype: str,
+    exchange: str,
+    directions: str,
+    workspace_bytes: int | None,
+) -> None:
+    """Refuse what no backend understands.
+
+    Raises:
+        ValueError: An argument of `ContrastiveLoss` has an unknown value.
+    """
+    for name, value, known in (
+        ("backend", backend, get_args(Backend)),
+        ("tile_dtype", tile_dtype, get_args(TileDtype)),
+        ("exchange", exchange, get_args(ExchangeName)),
+        ("directions", directions, get_args(Directions)),
+    ):
+        if value not in known:
+            raise ValueError(
+                f"Passed `ContrastiveLoss({name}={value!r})`. `{name}` must be one of "
+                f"{', '.join(map(repr, known))}. Leave it out to get the best that there is."
+            )
+    if workspace_bytes is not None and workspace_bytes < 2**20:
+        raise ValueError(
+            f"Passed `ContrastiveLoss(workspace_bytes={workspace_bytes!r})`. A tile needs at "
+            "least 1 MiB. Pass bytes, such as `64 * 2**20`, or leave it out."
+        )
+
+
+class TileChoice(NamedTuple):
+    """The arguments of `ContrastiveLoss` that say which code multiplies tiles, and how."""
+
+    backend: str
+    tile_dtype: str
+    workspace_bytes: int | None
+    autotune: bool
+
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> TileBackend:
+        """Return the tile backend for features on a device; equal choices get an equal one.
+
+        Raises:
+            ValueError: `backend="triton"` cannot run there.
+        """
+        # Triton's interpreter is for tests that ask for it: in bf16 it is wrong without repairs.
+        if self.backend == "torch" or (self.backend == "auto" and device.type != "cuda"):
+            return TorchTiles(self.workspace_bytes)
+        problem = triton_problem(device, dtype)
+        if self.backend == "auto" and problem is not None:
+            return TorchTiles(self.workspace_bytes)
+        if problem is not None:
+            raise ValueError(problem)
+        return _triton_tiles(self.workspace_bytes, self.tile_dtype, self.autotune)
+
+    def kept_values(self, image_bD: Tensor, n: int) -> int:
+        """Return the size of the memory for kept tiles of images and `n` texts."""
+        tiles = self.tiles(image_bD.device, image_bD.dtype)
+        return tiles.kept_values(image_bD.shape[0], n, image_bD.dtype, image_bD.device)
+
+
+def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the Triton tiles cannot take features of a dtype on a device, `None` if they can.
+
+    They need an NVIDIA GPU of compute capability 8.0 (A100, RTX 30), for bf16 on its tensor cores.
+    On a CPU they run under Triton's interpreter, which is for tests.
+    """
+    if dtype == torch.float64:
+        reason: str | None = "the features are float64, which tensor cores would round"
+    elif device.type == "cpu" and _is_interpreted():
+        reason = None
+    else:
+        reason = triton_support.triton_problem(device)
+    if reason is None:
+        return None
+    return (
+        f"Passed `ContrastiveLoss(backend='triton')` with features of {dtype} on {device}: "
+        f"{reason}. Triton tiles need fp16, bf16 or fp32 features on a CUDA device of compute "
+        "capability 8.0 or higher, and Triton. Leave `backend` out, and other machines get the "
+        "torch tiles."
+    )
+
+
+def _is_interpreted() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from lightning_mp.contrastive._tiles.triton_tiles.launch import is_interpreted
+
+    return is_interpreted()
+
+
+@functools.cache
+def _triton_tiles(workspace_bytes: int | None, tile_dtype: str, autotune: bool) -> TileBackend:
+    # Triton is there on Linux only.
+    from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+
+    return TritonTiles(workspace_bytes, tile_dtype, autotune)  # type: ignore[arg-type]

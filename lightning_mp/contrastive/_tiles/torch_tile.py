@@ -1,0 +1,271 @@
+"""One tile of the logits in plain torch: what it is made of, and what a loss makes of it.
+
+Shapes:
+    r, c: rows and columns of the tile. D: width.
+
+Logits are in units of log2(e), so that `exp2` serves: on a CPU, `exp` takes 100 times as long for
+results below fp32's smallest normal number, and a GEMM over such results 200 times as long.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits
+
+__all__ = [
+    "HEADER",
+    "KeptTile",
+    "Peaks",
+    "Tile",
+    "limited_softmax",
+    "limited_sums",
+    "log2_sums_exp2",
+    "peaks_of",
+    "sigmoid",
+    "softmax",
+]
+
+# Exponents are raised to these at least, so that neither exp2 nor the GEMM after it ever meets a
+# subnormal number. A log-sum-exp has a largest term of 1 beside it, so that is far below rounding;
+# a gradient gets up to 1.6e-30 for a softmax value that is smaller.
+_MIN_EXPONENT = {torch.float32: -100.0, torch.float64: -1000.0}
+# With one reference for a whole tile, a sum as small as this is still 2^40 times the least term.
+_MIN_SUM = 2.0**-60
+_LARGEST_SPREAD = 60.0
+HEADER = 16
+"""Values before a kept tile, so that tiles stay aligned to 64 bytes."""
+
+
+class KeptTile:
+    """The place of one tile in the memory that lasts from the first sweep to the second.
+
+    It holds `2^(logit - reference)`, or the logits where no reference serves the whole tile; the
+    reference, or NaN, stands in the header.
+    """
+
+    def __init__(self, values: Tensor, shape: tuple[int, int]) -> None:
+        self._header = values[0]
+        self.values_rc = values[HEADER:].view(shape)
+
+    @classmethod
+    def of(cls, kept: Kept | None, shape: tuple[int, int]) -> "KeptTile | None":
+        """Take the next place, if there is one."""
+        values = None if kept is None else kept.take(HEADER + shape[0] * shape[1])
+        return None if values is None else cls(values, shape)
+
+    @property
+    def reference(self) -> Tensor | None:
+        """What the values refer to, in powers of two; `None` if they are logits."""
+        if self._header.device.type != "cpu" or bool(self._header.isnan()):
+            return None
+        return self._header
+
+    def note(self, reference: Tensor | None, logits_rc: Tensor) -> None:
+        """Say what the values refer to; without a reference, keep the logits."""
+        if reference is None:
+            self.values_rc.copy_(logits_rc)
+            self._header.fill_(math.nan)
+        else:
+            self._header.copy_(reference)
+
+
+@dataclasses.dataclass
+class Tile:
+    """One tile: its place, operands in the accumulation dtype, two buffers, what is left out.
+
+    `log2_scale` is what the rows were multiplied by, in the state dtype.
+    """
+
+    rows: slice
+    columns: slice
+    scaled_rD: Tensor
+    columns_cD: Tensor
+    logits_rc: Tensor
+    spare_rc: Tensor
+    diagonal: int | None
+    positive_rows: slice
+    kept: KeptTile | None
+    ids: Ids | None
+    limits: Limits | None
+    log2_scale: Tensor
+
+    def logits(self) -> Tensor:
+        """Work the logits out, in the first buffer."""
+        return torch.mm(self.scaled_rD, self.columns_cD.T, out=self.logits_rc)
+
+    def leave_out(self, tile_rc: Tensor, value: float) -> None:
+        """Give what is no negative a value: positives, and pairs of equal ids."""
+        if self.ids is not None:
+            tile_rc.masked_fill_(self.ids.rows_b[:, None] == self.ids.columns_m, value)
+        if self.diagonal is None:
+            return
+        part_rc = tile_rc[self.positive_rows]
+        offset = self.diagonal + min(self.positive_rows.start, tile_rc.shape[0])
+        if -part_rc.shape[0] < offset < part_rc.shape[1]:
+            part_rc.diagonal(offset).fill_(value)
+
+
+class _Sums(NamedTuple):
+    """`log2(sum(2^logits))` of rows and columns; the reference if one served the whole tile."""
+
+    rows_r: Tensor
+    columns_c: Tensor
+    reference: Tensor | None
+
+
+Peaks = tuple[Tensor, Tensor]
+"""The largest logits of the rows and of the columns of a tile."""
+
+
+def log2_sums_exp2(
+    logits_rc: Tensor, dtype: torch.dtype, powers_rc: Tensor, peaks: Peaks | None = None
+) -> _Sums:
+    """Return the sums of a tile in `dtype`.
+
+    On a CPU, where looking at a value costs nothing, both are first tried with one reference for
+    the whole tile and so with one exponential an element, which `powers_rc` then holds. That is
+    exact unless a row or column lies 60 powers of two below the tile's largest logit; then each
+    gets its own reference. `peaks`, where they are known, save looking for them.
+    """
+    if logits_rc.device.type == "cpu":
+        largest = logits_rc.amax() if peaks is None else peaks[0].amax()
+        torch.sub(logits_rc, largest, out=powers_rc).clamp_(min=_MIN_EXPONENT[logits_rc.dtype])
+        sums = (powers_rc.exp2_().sum(1), powers_rc.sum(0))
+        # NaN and infinities fail this comparison too.
+        if all(bool(total.amin() >= _MIN_SUM) for total in sums):
+            row_r, column_c = (total.to(dtype).log2_().add_(largest) for total in sums)
+            return _Sums(row_r, column_c, largest)
+    row_r, column_c = peaks_of(logits_rc) if peaks is None else peaks
+    return _Sums(
+        _log2_sum_exp2(logits_rc, 1, dtype, row_r, out=powers_rc),
+        _log2_sum_exp2(logits_rc, 0, dtype, column_c, out=powers_rc),
+        None,
+    )
+
+
+def peaks_of(logits_rc: Tensor) -> Peaks:
+    """Return the largest logits of rows and columns; a NaN is larger than all."""
+    return logits_rc.amax(1), logits_rc.amax(0)
+
+
+def _log2_sum_exp2(
+    logits_rc: Tensor, dim: int, dtype: torch.dtype, peak: Tensor, out: Tensor
+) -> Tensor:
+    """Return `log2(sum(2^logits))` along `dim` in `dtype`; infinities and NaN as in logsumexp."""
+    largest = peak.unsqueeze(dim)
+    reference = largest.masked_fill(largest.isinf(), 0.0)
+    torch.sub(logits_rc, reference, out=out).clamp_(min=_MIN_EXPONENT[out.dtype]).exp2_()
+    lse = out.sum(dim, keepdim=True).to(dtype).log2_().add_(reference)
+    return torch.where(largest == -torch.inf, -torch.inf, lse).squeeze(dim)
+
+
+def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
+    """Return `2^(logit - row) + 2^(logit - column)` in the second buffer, positives as they come.
+
+    Powers against one reference `t` give both by a factor for each row and one for each column:
+    `2^(logit - t) (2^(t - row) + 2^(t - column))`. No row or column that a kept reference served
+    lies more than 60 below it.
+    """
+    least = _MIN_EXPONENT[tile.spare_rc.dtype]
+    reference = None if tile.kept is None else tile.kept.reference
+    if tile.kept is not None and reference is not None:
+        powers_rc = tile.kept.values_rc
+    else:
+        powers_rc = tile.logits() if tile.kept is None else tile.kept.values_rc
+        reference = _shared_reference(row_r, column_c)
+        if reference is not None:
+            torch.sub(powers_rc, reference, out=tile.logits_rc)
+            powers_rc = tile.logits_rc.clamp_(min=least).exp2_()
+    if reference is None:
+        row_r, column_c = (power.to(tile.spare_rc.dtype) for power in (row_r, column_c))
+        by_row_rc = torch.sub(powers_rc, row_r[:, None], out=tile.spare_rc)
+        by_column_rc = torch.sub(powers_rc, column_c[None], out=tile.logits_rc)
+        by_row_rc.clamp_(min=least).exp2_()
+        return by_row_rc.add_(by_column_rc.clamp_(min=least).exp2_())
+    row_r, column_c = (
+        (reference - power).clamp_(min=least).exp2_().to(tile.spare_rc.dtype)
+        for power in (row_r, column_c)
+    )
+    torch.mul(powers_rc, row_r[:, None], out=tile.spare_rc)
+    return tile.spare_rc.addcmul_(powers_rc, column_c[None])
+
+
+def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
+    """Return the least of the log-sum-exps if the largest is no more than 60 above it, on a CPU.
+
+    Every logit is below its row's, so that no power is above 2^60, and no factor below 2^-60.
+    """
+    if row_r.device.type != "cpu":
+        return None
+    both = torch.stack([*row_r.aminmax(), *column_c.aminmax()])
+    least = both.amin()
+    is_near = bool(both.amax() - least <= _LARGEST_SPREAD)  # NaN and infinities fail this
+    return least.float() if is_near else None
+
+
+def limited_sums(tile: Tile, limits: Limits, dtype: torch.dtype) -> _Sums:
+    """Return `log2(sum(2^logits))` in `dtype` of what rows and columns do not leave out.
+
+    The logits stand in the first buffer, and are gone after.
+    """
+    by_row_rc, by_column_rc = _above(tile, limits)
+    tile.leave_out(tile.logits_rc, -torch.inf)
+    row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
+    column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
+    return _Sums(
+        _log2_sum_exp2(row_rc, 1, dtype, row_rc.amax(1), out=row_rc),
+        _log2_sum_exp2(column_rc, 0, dtype, column_rc.amax(0), out=column_rc),
+        None,
+    )
+
+
+def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor) -> Tensor:
+    """Return what `softmax` does, without what rows and columns leave out."""
+    least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
+    logits_rc = tile.logits()
+    by_row_rc, by_column_rc = _above(tile, limits)
+    row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
+    column_rc = logits_rc.sub_(column_c.to(dtype))
+    for powers_rc, left_out_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
+        powers_rc.clamp_(min=least).exp2_().masked_fill_(left_out_rc, 0)
+    return row_rc.add_(column_rc)
+
+
+def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Return what rows leave out, and what columns do; guides take the second buffer."""
+    dtype, scale = tile.spare_rc.dtype, tile.log2_scale
+    left, right = limits.row_guides_bG, limits.column_guides_mG
+    if left is not None and right is not None:
+        guided_rc = torch.mm(left.to(dtype), right.to(dtype).T, out=tile.spare_rc)
+        return guided_rc > limits.rows_b[:, None].to(dtype), guided_rc > limits.columns_m.to(dtype)
+    # Logits of a negative scale have the other order.
+    row_r1, column_c = ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
+    is_turned = scale < 0
+    return (tile.logits_rc > row_r1) ^ is_turned, (tile.logits_rc > column_c) ^ is_turned
+
+
+def sigmoid(
+    tile: Tile, log2_bias: Tensor, note: Callable[[Peaks], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`.
+
+    Args:
+        tile: The tile.
+        log2_bias: The bias, in powers of two.
+        note: Gets the largest logits of the negatives, if they are wanted.
+    """
+    dtype = tile.spare_rc.dtype
+    x_rc = tile.logits()
+    if note is not None:
+        tile.leave_out(x_rc, -torch.inf)
+        note(peaks_of(x_rc))
+    x_rc.add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
+    tile.leave_out(x_rc, -torch.inf)
+    x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
+    losses = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc).sum()
+    return x_rc.sigmoid_(), losses

@@ -1,0 +1,271 @@
+"""The tile backend that runs wherever torch runs: GEMMs by its BLAS, softmax by tile.
+
+Shapes:
+    b: rows. m: columns. r, c: rows and columns of one tile. D: width.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._tiles import pairs
+from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits, Maxima, Prepared
+from lightning_mp.contrastive._tiles.torch_tile import (
+    HEADER,
+    KeptTile,
+    Peaks,
+    Tile,
+    limited_softmax,
+    limited_sums,
+    log2_sums_exp2,
+    peaks_of,
+    sigmoid,
+    softmax,
+)
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
+from lightning_mp.numerics.row_dots import row_dots
+
+__all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
+
+DEFAULT_WORKSPACE_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
+"""By device type: on a CPU a tile should stay in the caches, on a GPU it should fill the chip."""
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchTiles:
+    """Both sweeps of `TileBackend` in plain torch, deterministic, for every device and dtype.
+
+    A tile has `t` columns and `2 t` rows; `t` is the largest multiple of 64 (at least 64) for which
+    what the sweep needs at once fits half of the workspace, or 32 MiB (512 MiB on CUDA): two tiles
+    of `2 t^2` values (logits, softmax) and operands of `5 t D`, all in the accumulation dtype.
+    Bigger is not better on a CPU: past the caches, the elementwise passes cost more than the
+    products. Tall tiles were the fastest shape at D = 512, since the columns that all rows meet
+    stay in the cache.
+
+    The rest of the workspace keeps tiles of the first sweep for the second, where a backward is to
+    come: `2^(logit - reference)` of tiles that one reference serves, the logits of others. Where
+    `b^2` values fit, the loss takes three matrix products for four, and no exponential in the
+    backward. A kept tile is the one that would have been worked out again but for the rounding of
+    its exponentials, which is fp32's.
+
+    Args:
+        workspace_bytes: The budget in bytes. `None` takes 32 MiB, on CUDA 512 MiB.
+    """
+
+    workspace_bytes: int | None = None
+
+    def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
+        """Return the pairs' logits, see `TileBackend.prepare`."""
+        state = state_dtype(rows_bD.device)
+        pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
+        return Prepared(pos_b.mul_(scale.to(state).reshape(())))
+
+    pair_terms = staticmethod(pairs.pair_terms)
+    finish = staticmethod(pairs.finish)
+
+    def lse_sweep(
+        self,
+        logits: Logits,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        prepared: Prepared | None = None,
+        maxima: Maxima | None = None,
+    ) -> None:
+        """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        for total, is_fresh in zip((row_lse_b, column_lse_m), logits.fresh, strict=True):
+            if is_fresh:
+                total.fill_(-torch.inf)
+        dtype = row_lse_b.dtype
+        for tile in self._tiles(logits):
+            logits_rc = tile.logits()
+            powers_rc = tile.spare_rc if tile.kept is None else tile.kept.values_rc
+            if tile.limits is None:
+                tile.leave_out(logits_rc, -torch.inf)
+                peaks = None
+                if maxima is not None:
+                    peaks = peaks_of(logits_rc)
+                    _raise(maxima, tile, peaks)
+                sums = log2_sums_exp2(logits_rc, dtype, powers_rc, peaks)
+            else:
+                sums = limited_sums(tile, tile.limits, dtype)
+            if tile.kept is not None:
+                tile.kept.note(sums.reference, logits_rc)
+            for total, part in (
+                (row_lse_b[tile.rows], sums.rows_r),
+                (column_lse_m[tile.columns], sums.columns_c),
+            ):
+                torch.logaddexp(total, part.div_(_LOG2_E), out=total)
+
+    def grad_sweep(
+        self,
+        logits: Logits,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+    ) -> None:
+        """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        row_b, column_m = row_lse_b * _LOG2_E, column_lse_m * _LOG2_E
+
+        def weights_of(tile: Tile) -> Tensor:
+            lses = row_b[tile.rows], column_m[tile.columns]
+            if tile.limits is None:
+                return softmax(tile, *lses)
+            return limited_softmax(tile, tile.limits, *lses)
+
+        self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
+
+    def sigmoid_sweep(
+        self,
+        logits: Logits,
+        bias: Tensor,
+        totals_2: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        maxima: Maxima | None = None,
+    ) -> None:
+        """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
+        log2_bias = bias * _LOG2_E
+
+        def weights_of(tile: Tile) -> Tensor:
+            note = None if maxima is None else functools.partial(_raise, maxima, tile)
+            weights_rc, losses = sigmoid(tile, log2_bias, note)
+            totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
+            return weights_rc
+
+        self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
+
+    def rounding(
+        self, width: int, dtype: torch.dtype, *, of_guides: bool = False
+    ) -> tuple[float, float]:
+        """Return what a logit may be off by, see `TileBackend.rounding`."""
+        return sum_rounding(width, accumulation_dtype(dtype)), 0.0
+
+    def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
+        values = self._tile_budget(device) // accumulation_dtype(dtype).itemsize
+        columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
+        return max(64, columns // 64 * 64)
+
+    def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Return what the workspace has beside a tile, at most what all tiles take."""
+        room = self.budget(device) - self._tile_budget(device)
+        # A tile of 128 x 64 or more has a header and a gap of 32 values at most.
+        everything = b * m + b * m // 256 + b + m + 32
+        size: int = torch.sym_min(everything, room // accumulation_dtype(dtype).itemsize)
+        return size
+
+    def multiplied_twice(
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept_values: int,
+    ) -> int:
+        """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        kept = Kept(torch.empty(kept_values, device="meta"))
+        return sum(
+            shape[0] * shape[1]
+            for shape in (
+                (rows.stop - rows.start, columns.stop - columns.start)
+                for rows, columns in self._places(b, m, width, dtype, device)
+            )
+            if kept.take(HEADER + shape[0] * shape[1]) is None
+        )
+
+    def budget(self, device: torch.device) -> int:
+        """Return the workspace on a device, see `TileBackend.budget`."""
+        if self.workspace_bytes is not None:
+            return self.workspace_bytes
+        return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
+
+    def _tile_budget(self, device: torch.device) -> int:
+        """Return the bytes of the workspace for one tile; the others are for tiles to be kept."""
+        default = DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
+        return min(self.budget(device) // 2, default)
+
+    def _places(
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[slice, slice]]:
+        """Yield rows and columns of every tile, row by row."""
+        limit = self.tile_size(width, dtype, device)
+        height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
+        for top in range(0, b, height):
+            for left in range(0, m, breadth):
+                yield slice(top, min(top + height, b)), slice(left, min(left + breadth, m))
+
+    def _tiles(self, logits: Logits) -> Iterator[Tile]:
+        """Yield every tile of the logits, row by row; each overwrites the one before."""
+        rows_bD, columns_mD, scale, diagonal, positive_rows, ids, limits, kept, _ = logits
+        (b, width), m = rows_bD.shape, columns_mD.shape[0]
+        have = slice(0, b) if positive_rows is None else positive_rows
+        dtype = accumulation_dtype(rows_bD.dtype)
+        places = list(self._places(b, m, width, dtype, rows_bD.device))
+        first_rows, first_columns = places[0]  # no other is larger
+        buffers = rows_bD.new_empty(2, first_rows.stop * first_columns.stop, dtype=dtype)
+        log2_scale = scale.to(state_dtype(rows_bD.device)) * _LOG2_E
+        scale_high = log2_scale.to(dtype)
+        scale_low = (log2_scale - scale_high).to(dtype)
+        scaled_rD = rows_bD[:0].to(dtype)
+        for rows, columns in places:
+            if columns.start == 0:
+                # The scale goes into the O(b D) operand, not into the b x b product; in two parts,
+                # for its rounding would move all logits alike and not cancel against the positives.
+                rows_rD = rows_bD[rows].to(dtype)
+                scaled_rD = torch.addcmul(rows_rD * scale_high, rows_rD, scale_low)
+                del rows_rD
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
+            offset = None if diagonal is None else diagonal + rows.start - columns.start
+            having = slice(max(have.start - rows.start, 0), max(have.stop - rows.start, 0))
+            yield Tile(
+                rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
+                offset, having, KeptTile.of(kept, shape),
+                None if ids is None else ids.block(rows, columns),
+                None if limits is None else limits.block(rows, columns), log2_scale,
+            )  # fmt: skip
+
+    def _multiply(
+        self,
+        logits: Logits,
+        weights_of: Callable[[Tile], Tensor],
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+    ) -> None:
+        """Add the negatives of every tile to the gradients: what all losses share.
+
+        Args:
+            logits: What is swept.
+            weights_of: What a loss gives the pairs of a tile, `B dL/dS`.
+            d_rows_bD: Gets `weights @ columns`; `None` for no product.
+            d_columns_mD: Gets `weights.T @ rows`; likewise.
+        """
+        for gradient, is_fresh in zip((d_rows_bD, d_columns_mD), logits.fresh, strict=True):
+            if gradient is not None and is_fresh:
+                gradient.zero_()
+        for tile in self._tiles(logits):
+            weights_rc = weights_of(tile)
+            tile.leave_out(weights_rc, 0.0)
+            if d_rows_bD is not None:
+                d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
+            if d_columns_mD is not None:
+                rows_rD = logits.rows_bD[tile.rows].to(weights_rc.dtype)
+                d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_rD)
+
+
+def _raise(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
+    """Raise the maxima of a tile's rows and columns to its peaks, which are in powers of two."""
+    maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
+
+
+def _even_step(length: int, limit: int) -> int:
+    """Return a step of at most `limit` that cuts `length` into steps of nearly the same size."""
+    return -(-length // -(-length // limit))

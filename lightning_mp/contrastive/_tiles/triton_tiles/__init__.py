@@ -1,0 +1,5 @@
+"""The tile backend in Triton, for NVIDIA GPUs of compute capability 8.0 and up."""
+
+from lightning_mp.contrastive._tiles.triton_tiles.tiles import TritonTiles
+
+__all__ = ["TritonTiles"]

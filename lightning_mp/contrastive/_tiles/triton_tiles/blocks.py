@@ -1,0 +1,202 @@
+"""Logits as the kernels take them: blocks whose by-products fit the workspace, and their shapes.
+
+Shapes:
+    b: rows. m: columns. D: width. n, c: rows and columns of one block.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
+from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
+from lightning_mp.contrastive._tiles.triton_tiles.operands import (
+    Operand,
+    Precision,
+    TileDtype,
+    make_operand,
+)
+
+__all__ = ["Block", "KernelLogits", "block_shape", "whole_waves"]
+
+_ROW_MULTIPLE = 128
+_COLUMN_MULTIPLE = 64
+_TUNED_ROWS = 8192
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its place, its operands, the offset of its positives, and what is left out."""
+
+    rows: slice
+    columns: slice
+    row_operand: Operand
+    column_operand: Operand
+    diagonal: int | None
+    ids: Ids | None
+    limits: BlockLimits | None
+
+
+@dataclass(frozen=True)
+class KernelLogits:
+    """Logits with what the kernels have to know of all their blocks.
+
+    Args:
+        logits: The logits, with ids of 32 bits.
+        precision: What is multiplied.
+        units: What split features of rows and of columns are multiplied by.
+        guides: How guides are multiplied, and by what if they are split; `None` without.
+    """
+
+    logits: Logits
+    precision: Precision
+    units: tuple[Tensor | None, Tensor | None]
+    guides: tuple[Precision, Tensor | None, Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
+        """Return them for what `tile_dtype` says."""
+        precision = Precision.of(logits.rows_bD.dtype, tile_dtype)
+        units = (precision.unit(logits.rows_bD), precision.unit(logits.columns_mD))
+        ids = None if logits.ids is None else _short(logits.ids)
+        guides = None if logits.limits is None else _guides_of(logits.limits)
+        return cls(logits._replace(ids=ids), precision, units, guides)
+
+    @property
+    def edge_bytes(self) -> int:
+        """The most bytes that the operands of a row or a column take."""
+        features = max(self.precision.operand_bytes(x) for x in self.logits[:2])
+        limits = self.logits.limits
+        if self.guides is None or limits is None or limits.row_guides_bG is None:
+            return features
+        return features + self.guides[0].operand_bytes(limits.row_guides_bG)
+
+    def log2_scale(self) -> Tensor:
+        """Return `scale log2(e) / (unit unit')` as two fp32 values whose sum has 48 bits."""
+        exact = self.logits.scale.double().reshape(()) * _LOG2_E
+        for unit in self.units:
+            if unit is not None:
+                exact = exact / unit.double()
+        high = exact.float()
+        return torch.stack([high, (exact - high.double()).float()])
+
+    def blocks(self, shape: tuple[int, int]) -> Iterator[Block]:
+        """Yield the blocks of a shard, each of at most `shape`, always in the same order.
+
+        Columns are prepared once, rows once for each block of columns: a copy of `n D` values for
+        `n c D` products. Rows that have their positives here and others are not put into one
+        block, so that kernels know of one diagonal only.
+        """
+        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, *_ = self.logits
+        b, m = len(rows_bD), len(columns_mD)
+        for left in range(0, m, shape[1]):
+            columns = slice(left, min(left + shape[1], m))
+            column_operand = make_operand(
+                columns_mD[columns], self.precision, self.units[1], is_columns=True
+            )
+            for rows, has_positives in _row_steps(b, shape[0], diagonal, positive_rows):
+                row_operand = make_operand(
+                    rows_bD[rows], self.precision, self.units[0], is_columns=False
+                )
+                offset = None
+                if diagonal is not None and has_positives:
+                    offset = diagonal + rows.start - left
+                yield Block(
+                    rows, columns, row_operand, column_operand, offset,
+                    None if ids is None else ids.block(rows, columns),
+                    None if limits is None else self._limits(limits.block(rows, columns)),
+                )  # fmt: skip
+
+    def trial_block(self) -> Block:
+        """Return a block to try tile shapes on, of which nothing is left out."""
+        rows_bD, columns_mD, scale, *_ = self.logits
+        some = Logits(rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS], scale, None)
+        return next(KernelLogits(some, self.precision, self.units).blocks((_TUNED_ROWS,) * 2))
+
+    def _limits(self, limits: Limits) -> BlockLimits:
+        """Return the limits of a block's products, which have the units of split operands in."""
+        row_n, column_c, left, right = limits
+        units: Sequence[Tensor | None] = self.units
+        guides: tuple[Tensor, ...] = ()
+        if self.guides is not None and left is not None and right is not None:
+            precision, *units = self.guides
+            guides = (
+                make_operand(left, precision, units[0], is_columns=False).tiles_nk,
+                make_operand(right, precision, units[1], is_columns=True).tiles_nk,
+            )
+        for unit in units:
+            if unit is not None:
+                row_n, column_c = row_n * unit, column_c * unit
+        return BlockLimits(row_n.float(), column_c.float(), *guides)
+
+
+def _guides_of(limits: Limits) -> tuple[Precision, Tensor | None, Tensor | None] | None:
+    """Return how guides are multiplied: as they are, or fp32 ones in halves, for any features."""
+    left, right = limits.row_guides_bG, limits.column_guides_mG
+    if left is None or right is None:
+        return None
+    precision = Precision.of(left.dtype, "auto")
+    return precision, precision.unit(left), precision.unit(right)
+
+
+def _short(ids: Ids) -> Ids:
+    """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
+    known = ids.rows_b.sort().values
+    # The first place among the rows'; the columns' that are not among them all get the same.
+    columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)
+    is_known = known[columns_m.clamp(max=len(known) - 1)] == ids.columns_m
+    rows_b = torch.searchsorted(known, ids.rows_b, out_int32=True)
+    return Ids(rows_b, columns_m.where(is_known, -1))
+
+
+def _row_steps(
+    b: int, step: int, diagonal: int | None, positive_rows: slice | None
+) -> Iterator[tuple[slice, bool]]:
+    """Yield slices of at most `step` rows, and whether they have their positives here."""
+    own = slice(0, b) if positive_rows is None else positive_rows
+    ends = (0, b, b, b) if diagonal is None else (0, own.start, own.stop, b)
+    for start, stop, has_positives in zip(ends, ends[1:], (False, True, False), strict=False):
+        for top in range(start, stop, step):
+            yield slice(top, min(top + step, stop)), has_positives
+
+
+def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
+    """Return rows and columns of a block of at most `values`, as near to a square as it may be.
+
+    Every block adds its part of the gradients to totals in memory. For `n` rows and `c` columns
+    that costs about `1/n + 1/c` of the products, least for a square. Blocks of columns are of even
+    size; no block is smaller than 128 x 64. A row or column takes as much as `edge` values beside:
+    `n c + edge (n + c)` is what has to fit.
+    """
+    square = math.isqrt(edge**2 + values) - edge
+    most = max(square, (values - edge * b) // (b + edge), _COLUMN_MULTIPLE)
+    columns = m
+    if most < m:
+        limit = most // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
+        # Even blocks, of whole multiples; the limit is one, so rounding up stays within it.
+        even = -(-m // -(-m // limit))
+        columns = -(-even // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+    rows = max((values - edge * columns) // (columns + edge), _ROW_MULTIPLE)
+    return min(rows, b), columns
+
+
+def whole_waves(rows: int, width: int, multiprocessors: int) -> int:
+    """Return at most `rows` rows for which the product into (rows, width) fills the device evenly.
+
+    cuBLAS cuts the result into tiles of 128 x 256, one a multiprocessor: with 132 of them, 133
+    tiles take as long as 264. Looks for the fullest last wave down to half of `rows`.
+    """
+    in_a_row = -(-width // 256)
+
+    def fullness(tiles: int) -> float:
+        waves = -(-tiles * in_a_row // multiprocessors)
+        return tiles * in_a_row / (waves * multiprocessors)
+
+    most = rows // _ROW_MULTIPLE
+    if most < 1:
+        return rows
+    return max(range(most, most // 2, -1), key=fullness) * _ROW_MULTIPLE

@@ -1,0 +1,242 @@
+"""What a loss needs of its pairs: their logits and a reference before the sweep, their terms after.
+
+Shapes:
+    b: rows, the images of one rank. n: its texts, of which the first b belong to them. D: width.
+    R: parts of a sum.
+    ROWS, COLUMNS: rows and the slice of the width that a program holds at a time.
+
+As torch's own operations this is some sixty launches of a few microseconds of the host each, which
+at 256 pairs a rank is more than the products of all sweeps take. Log-sum-exps, the pairs' logits
+and their terms are in float64, as in `infonce`, whose formulas these are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_mp.contrastive._exchange.exchange import HEADER
+from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared
+from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import HIGHEST_SUM_EXPONENT
+from lightning_mp.contrastive._tiles.triton_tiles.scalars import (
+    is_last,
+    make_peaks,
+    peak_of,
+    raise_peak,
+    store_log2_scale,
+)
+from lightning_mp.numerics.triton_support import launching_on
+
+__all__ = ["pair_terms", "prepare", "prepare_kernel", "terms_kernel"]
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# A row or column of a tile has at most 2^8 terms.
+_SAFE_EXPONENT = tl.constexpr(HIGHEST_SUM_EXPONENT - 8.0)
+# Up to this bound no sum can overflow while logits of 0 lie inside the range.
+_FULL_RANGE_EXPONENT = tl.constexpr(160.0)
+# Puts the largest logit of the sample 18 powers of two below the end of the range.
+_SAMPLE_MARGIN = tl.constexpr(HIGHEST_SUM_EXPONENT - 18.0)
+_ROWS, _COLUMNS = 16, 128
+_TERMS, _PARTS = 128, 32
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_columns"])
+def prepare_kernel(
+    rows,
+    columns,
+    scale,
+    pos,
+    log2_scale,
+    reference,
+    peaks,
+    num_pairs,
+    num_columns,
+    width,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store the pairs' logits and, in the program that comes last, what the sweep refers to.
+
+    The reference may be any number; a good one keeps tiles from being done twice. No logit is above
+    `|scale| max|row| max|column|`, so a reference 111 powers of two below that bound never
+    overflows. Where the bound is so large that ordinary logits would fall below the range
+    (unnormalised features), the largest logit of a sample takes its place: a program multiplies its
+    rows by all of its columns. The columns of other ranks are taken to be like those of this one.
+
+    Args:
+        rows: (b, D), of rows `row_stride` values apart. columns: (n, D), n >= b, likewise.
+        scale: One value.
+        pos: (b,) in float64.
+        log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
+        reference: Gets one fp32 value.
+        peaks: The largest squared norms of rows and columns, and logit of the sample.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inner = tl.arange(0, COLUMNS)
+    is_pair, is_column = (row < num_pairs)[:, None], (row < num_columns)[:, None]
+    row_at = rows + row[:, None] * row_stride + inner[None, :]
+    column_at = columns + row[:, None] * column_stride + inner[None, :]
+    products = tl.zeros([ROWS, COLUMNS], tl.float64)
+    row_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+    column_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dots = tl.zeros([ROWS, ROWS], tl.float32)
+    for first in range(0, width, COLUMNS):
+        is_there = (first + inner < width)[None, :]
+        x = tl.load(row_at + first, is_pair & is_there, 0.0)
+        y = tl.load(column_at + first, is_column & is_there, 0.0)
+        dots = tl.dot(x, y.T, dots, input_precision="tf32")
+        products += x.to(tl.float64) * y.to(tl.float64)
+        row_squares += x.to(tl.float32) * x.to(tl.float32)
+        column_squares += y.to(tl.float32) * y.to(tl.float32)
+    exact_scale = tl.load(scale).to(tl.float64)
+    tl.store(pos + row, tl.sum(products, 1) * exact_scale, row < num_pairs)
+    raise_peak(peaks, tl.sum(row_squares, 1))
+    raise_peak(peaks + 1, tl.sum(column_squares, 1))
+    high = (exact_scale * _LOG2_E).to(tl.float32)
+    is_negative = is_pair & (row < num_columns)[None, :] & (row[:, None] != row[None, :])
+    raise_peak(peaks + 2, tl.max(tl.where(is_negative, dots * high, float("-inf")), 1))
+    if is_last(peaks):
+        bound = tl.abs(high) * tl.sqrt(peak_of(peaks)) * tl.sqrt(peak_of(peaks + 1))
+        value = bound - _SAFE_EXPONENT
+        if bound > _FULL_RANGE_EXPONENT:
+            value = tl.minimum(value, peak_of(peaks + 2) - _SAMPLE_MARGIN)
+        # NaN fails this too.
+        tl.store(reference, tl.where(tl.abs(value) < float("inf"), value, 0.0))
+        store_log2_scale(log2_scale, scale)
+
+
+def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
+    """Return what a loss works out once, by one launch, see `TileBackend.prepare`."""
+    rows_bD, columns_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_bD, columns_nD))
+    (b, width), n = rows_bD.shape, len(columns_nD)
+    pos_b = rows_bD.new_empty(b, dtype=torch.float64)
+    numbers = rows_bD.new_empty(8, dtype=torch.float32)  # each at a multiple of 16 bytes
+    log2_scale, reference = numbers[:2], numbers[4:5]
+    with launching_on(rows_bD.device):
+        prepare_kernel[(triton.cdiv(max(b, n), _ROWS),)](
+            rows_bD, columns_nD, scale, pos_b, log2_scale, reference, make_peaks(rows_bD),
+            b, n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_ROWS, COLUMNS=_COLUMNS,
+            num_warps=4, num_stages=2, enable_fp_fusion=True,
+        )  # fmt: skip
+    return Prepared(pos_b, (log2_scale, reference))
+
+
+@triton.jit
+def _log_add_exp(left, right):
+    """Return `log(e^left + e^right)` in float64."""
+    peak = tl.maximum(left, right)
+    # With infinities, their difference would be NaN.
+    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    return base + tl.log(tl.exp(left - base) + tl.exp(right - base))
+
+
+@triton.jit
+def _softplus(x):
+    """Return `log(1 + e^x)` in float64, with all digits where it is small."""
+    u = tl.exp(-tl.abs(x))
+    rounded = 1.0 + u
+    # What rounding took from `1 + u`, the logarithm's slope gives back.
+    return tl.maximum(x, 0.0) + (tl.log(rounded) - ((rounded - 1.0) - u) / rounded)
+
+
+@triton.jit
+def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
+    """Return the log-sum-exps of `values`, (parts, length) in float64, by parts at some indices."""
+    peak = tl.full(index.shape, float("-inf"), tl.float64)
+    base = tl.zeros(index.shape, tl.float64)
+    total = tl.zeros(index.shape, tl.float64)  # in units of e^base
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = values + part.to(tl.int64)[:, None] * length + index[None, :]
+        value = tl.load(at, (part < parts)[:, None] & here[None, :], float("-inf"))
+        old = base
+        peak = tl.maximum(peak, tl.max(value, 0))
+        # With infinities, their difference would be NaN.
+        base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+        total = tl.where(total == 0.0, 0.0, total * tl.exp(old - base))
+        total += tl.sum(tl.exp(value - base[None, :]), 0)
+    return base + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["terms", "num_pairs", "num_columns", "parts"])
+def terms_kernel(
+    row_neg,
+    column_neg,
+    pos,
+    row_lse,
+    column_lse,
+    weight,
+    sums,
+    terms,
+    num_pairs,
+    num_columns,
+    parts,
+    BY_ROW: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    TERMS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Store the log-sum-exps with the positives, the positives' weights, and parts of the loss.
+
+    Args:
+        row_neg: (b,) in float64, as all. column_neg: (parts, n). pos: (b,).
+        row_lse: (b,). column_lse: (n,); infinite for what has no term.
+        weight: (b,): `-2B` times the positives' cotangents.
+        sums: (programs,): what the pairs of a program add to the loss.
+        terms: Cross entropies that the loss is the mean of.
+        BY_ROW: The cross entropies of rows count. BY_COLUMN: Those of columns do.
+        PARTS: Parts that are added up at a time.
+    """
+    index = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
+    is_pair, is_column = index < num_pairs, index < num_columns
+    positive = tl.load(pos + index, is_pair, 0.0)
+    # A positive of +inf is an overflow, not a loss of 0.
+    lost = tl.where(positive == float("inf"), float("nan"), 0.0)
+    losses = tl.zeros([TERMS], tl.float64)
+    weights = tl.zeros([TERMS], tl.float64)
+    rows = tl.full([TERMS], float("inf"), tl.float64)
+    columns = tl.full([TERMS], float("inf"), tl.float64)
+    if BY_ROW:
+        negative = tl.load(row_neg + index, is_pair, 0.0)
+        margin = negative - positive + lost
+        losses += _softplus(margin)
+        weights += 1.0 / (1.0 + tl.exp(-margin))
+        rows = _log_add_exp(negative, positive)
+    if BY_COLUMN:
+        negative = _log_sum_exp(column_neg, index, is_pair, num_columns, parts, PARTS)
+        margin = negative - positive + lost
+        losses += _softplus(margin)
+        weights += 1.0 / (1.0 + tl.exp(-margin))
+        columns = tl.where(is_pair, _log_add_exp(negative, positive), float("inf"))
+    tl.store(row_lse + index, rows, is_pair)
+    tl.store(column_lse + index, columns, is_column)
+    tl.store(weight + index, weights, is_pair)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.where(is_pair, losses, 0.0), 0) / terms)
+
+
+def pair_terms(
+    row_neg_b: Tensor,
+    column_neg_Rn: Tensor,
+    pos_b: Tensor,
+    wanted: tuple[bool, bool],
+    terms: int,
+) -> PairTerms:
+    """Return what the pairs make of their negatives, see `TileBackend.pair_terms`.
+
+    It takes one launch and a sum.
+    """
+    b, (parts, n) = len(row_neg_b), column_neg_Rn.shape
+    row_lse_b, weight_b = torch.empty_like(row_neg_b), torch.empty_like(row_neg_b)
+    values = column_neg_Rn.new_empty(HEADER + n)
+    programs = triton.cdiv(n, _TERMS)
+    sums = values.new_empty(programs)
+    with launching_on(pos_b.device):
+        terms_kernel[(programs,)](
+            row_neg_b, column_neg_Rn, pos_b, row_lse_b, values[HEADER:], weight_b, sums, terms, b,
+            n, parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
+            PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    torch.sum(sums, 0, out=values[0])
+    return PairTerms(row_lse_b, values, weight_b)

@@ -1,0 +1,251 @@
+"""The tile backend for NVIDIA GPUs: two fused sweeps in Triton, gradient products by cuBLAS.
+
+Shapes:
+    b: rows. m: columns of the shard. D: width. n, c: rows and columns of one block.
+    R: parts of a sum.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima, Prepared
+from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
+from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
+    Block,
+    KernelLogits,
+    block_shape,
+    whole_waves,
+)
+from lightning_mp.contrastive._tiles.triton_tiles.configs import (
+    Kernel,
+    TileConfig,
+    arch_of,
+    find_configs,
+)
+from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors, finish
+from lightning_mp.contrastive._tiles.triton_tiles.launch import multiprocessors
+from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse, lse_bytes_per_value
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, TileDtype
+from lightning_mp.contrastive._tiles.triton_tiles.pair_kernels import pair_terms, prepare
+from lightning_mp.contrastive._tiles.triton_tiles.sigmoid_kernels import add_sigmoid
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive._tiles.triton_tiles.workspace import Softmax, Workspace
+from lightning_mp.numerics.floats import sum_rounding
+from lightning_mp.numerics.triton_support import launching_on
+
+__all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
+
+DEFAULT_WORKSPACE_BYTES = 544 * 2**20
+"""Room for 16,896 x 16,384 softmax values of two bytes: whole waves of cuBLAS tiles on 132 SMs."""
+
+_LOG2_E = math.log2(math.e)
+# Products of up to this many multiplications take a GPU 0.1 ms each, at half of an H100's rate, and
+# the four of a loss less than the host for its launches. A second exponential of 2^24 logits takes
+# the GPU 5 us; the twin that returns at once takes the host 40.
+_HOST_BOUND = 2**34
+# Of a largest logit in nats: its distance from the reference, below 2^7, is rounded by up to 2^-18
+# with each part of the scale, and its power by 2^-22.
+_MAXIMUM_ROUNDING = 2 * 2.0**-18
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonTiles:
+    """Both sweeps of `TileBackend` in Triton, for CUDA devices of compute capability 8.0 and up.
+
+    The forward sweep multiplies once and takes one exponential an element for rows and columns
+    alike. The gradient sweep multiplies once more, writes the softmax of a block in 16 bit, and
+    leaves both gradient products to cuBLAS, summed in fp32. Nothing depends on the order in which
+    programs run, so results repeat bit for bit, and nothing waits for the device.
+
+    Args:
+        workspace_bytes: The budget in bytes for partial sums or for a block of the softmax, one
+            tile at least. `None` takes 544 MiB.
+        tile_dtype: What is multiplied, see `ContrastiveLoss`.
+        autotune: Time the tile shapes of the table at the first call for a dtype and width, which
+            waits for the device, and keep the fastest.
+        arch: Rows of the table to use, 80 or 90; `None` asks the device.
+    """
+
+    workspace_bytes: int | None = None
+    tile_dtype: TileDtype = "auto"
+    autotune: bool = False
+    arch: int | None = None
+    _tuned: dict[tuple[Kernel, Precision, int, torch.device], TileConfig] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    prepare = staticmethod(prepare)
+    pair_terms = staticmethod(pair_terms)
+    finish = staticmethod(finish)
+
+    def lse_sweep(
+        self,
+        logits: Logits,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        prepared: Prepared | None = None,
+        maxima: Maxima | None = None,
+    ) -> None:
+        """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        rows_bD, columns_mD, scale = logits[:3]
+        cut = KernelLogits.of(logits, self.tile_dtype)
+        if prepared is None:
+            prepared = self.prepare(rows_bD, columns_mD, scale)
+        log2_scale, reference = prepared.own
+        if cut.precision.is_split:
+            log2_scale = cut.log2_scale()
+
+        def add(
+            block: Block, lses: tuple[Tensor, Tensor], config: TileConfig, maxima: Maxima | None
+        ) -> None:
+            firsts = block.columns.start == 0, block.rows.start == 0
+            add_lse(
+                block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
+                *lses, block.diagonal, config, split_scale=cut.precision.is_split, ids=block.ids,
+                limits=block.limits, maxima=maxima,
+                fresh=(logits.fresh[0] and firsts[0], logits.fresh[1] and firsts[1]),
+            )  # fmt: skip
+
+        def make_trial() -> Callable[[TileConfig], None]:
+            block = cut.trial_block()
+            lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
+            return lambda config: add(block, lses, config, None)
+
+        with launching_on(rows_bD.device):
+            if logits.limits is None:
+                config = self._choose("lse", cut, make_trial)
+            else:  # 128 x 256 tiles with limits spill, and guides have a second product
+                config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
+            bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
+            for block in cut.blocks(self._block(cut, bytes_per_value)):
+                lses = row_lse_b[block.rows], column_lse_m[block.columns]
+                own = None if maxima is None else maxima.block(block.rows, block.columns)
+                add(block, lses, config, own)
+
+    def grad_sweep(
+        self,
+        logits: Logits,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+    ) -> None:
+        """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
+        cut = KernelLogits.of(logits, self.tile_dtype)
+
+        def write(block: Block, softmax: Softmax, configs: list[TileConfig]) -> None:
+            write_softmax(
+                block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
+                factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
+                block.diagonal, [*configs, wide], split_scale=cut.precision.is_split,
+                ids=block.ids, limits=block.limits,
+            )  # fmt: skip
+
+        def make_trial() -> Callable[[TileConfig], None]:
+            block = cut.trial_block()
+            softmax = workspace.block(block)
+            return lambda config: write(block, softmax, [config])
+
+        with launching_on(row_lse_b.device):
+            # What a row leaves out and a column does not may lie above all that the row has: with
+            # limits no power of the row's serves both.
+            products = logits.rows_bD.numel() * len(logits.columns_mD)
+            is_wide = logits.limits is not None or products <= _HOST_BOUND
+            factors = SoftmaxFactors.of(
+                row_lse_b, column_lse_m, logits.scale, cut.precision.softmax_exponent,
+                always_wide=is_wide,
+            )  # fmt: skip
+            log2_scale = cut.log2_scale() if cut.precision.is_split else factors.log2_scale
+            shape = self._softmax_block(cut)
+            workspace = Workspace.make(shape, cut.precision, row_lse_b.device)
+            wide = self._choose("softmax_wide", cut)
+            narrow = [] if is_wide else [self._choose("softmax", cut, make_trial)]
+            for block in cut.blocks(shape):
+                softmax = workspace.block(block)
+                write(block, softmax, narrow)
+                softmax.add_products(block, d_rows_bD, d_columns_mD, logits.fresh)
+
+    def sigmoid_sweep(
+        self,
+        logits: Logits,
+        bias: Tensor,
+        totals_2: Tensor,
+        d_rows_bD: Tensor | None,
+        d_columns_mD: Tensor | None,
+        maxima: Maxima | None = None,
+    ) -> None:
+        """Add one shard's negatives to loss and gradients, see `TileBackend.sigmoid_sweep`."""
+        cut = KernelLogits.of(logits, self.tile_dtype)
+        log2_scale, log2_bias = cut.log2_scale(), (bias.double() * _LOG2_E).float().reshape(1)
+        with launching_on(bias.device):
+            shape = self._softmax_block(cut)
+            workspace = Workspace.make(shape, cut.precision, bias.device)
+            config = self._choose("softmax_wide", cut)
+            for block in cut.blocks(shape):
+                weights = workspace.block(block)
+                add_sigmoid(
+                    block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
+                    log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
+                    exponent=weights.exponent, split_scale=cut.precision.is_split,
+                    maxima=None if maxima is None else maxima.block(block.rows, block.columns),
+                    ids=block.ids,
+                )  # fmt: skip
+                weights.add_products(block, d_rows_bD, d_columns_mD, logits.fresh)
+
+    def rounding(
+        self, width: int, dtype: torch.dtype, *, of_guides: bool = False
+    ) -> tuple[float, float]:
+        """Return what a logit may be off by, see `TileBackend.rounding`."""
+        tile_dtype = "auto" if of_guides else self.tile_dtype
+        operands = Precision.of(dtype, tile_dtype).operand_rounding(dtype)
+        return sum_rounding(width, torch.float32) + operands, _MAXIMUM_ROUNDING
+
+    def budget(self, device: torch.device) -> int:
+        """Return the workspace, see `TileBackend.budget`."""
+        return DEFAULT_WORKSPACE_BYTES if self.workspace_bytes is None else self.workspace_bytes
+
+    def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Keep nothing: a logit of 100 in 16 bit is off by a quarter, in fp32 it is 4 bytes."""
+        return 0
+
+    def _block(self, cut: KernelLogits, bytes_per_value: float) -> tuple[int, int]:
+        """Return the shape of blocks that fit the budget with their operands."""
+        rows_bD, columns_mD = cut.logits[:2]
+        values = int(self.budget(rows_bD.device) / bytes_per_value)
+        edge = int(cut.edge_bytes / bytes_per_value)
+        return block_shape(len(rows_bD), len(columns_mD), values, edge)
+
+    def _softmax_block(self, cut: KernelLogits) -> tuple[int, int]:
+        rows_bD = cut.logits.rows_bD
+        rows, columns = self._block(cut, cut.precision.softmax_bytes)
+        if rows < len(rows_bD):
+            rows = whole_waves(rows, rows_bD.shape[1], multiprocessors(rows_bD.device))
+        return rows, columns
+
+    def _choose(
+        self,
+        kernel: Kernel,
+        cut: KernelLogits,
+        make_trial: Callable[[], Callable[[TileConfig], None]] | None = None,
+        *,
+        is_last: bool = False,
+    ) -> TileConfig:
+        """Return the row of the table to use: the first, or the fastest where that is asked for.
+
+        The last one keeps the least in registers.
+        """
+        width, device = cut.logits.rows_bD.shape[1], cut.logits.rows_bD.device
+        arch = arch_of(device) if self.arch is None else self.arch
+        configs = find_configs(kernel, arch, cut.precision.operand, width)
+        if not self.autotune or make_trial is None or len(configs) == 1:
+            return configs[-1 if is_last else 0]
+        key = (kernel, cut.precision, width, device)
+        if key not in self._tuned:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return configs[0]  # nothing can be timed while a graph is made
+            self._tuned[key] = fastest(configs, make_trial(), device)
+        return self._tuned[key]

@@ -1,5 +1,0 @@
-"""The tile backend in Triton, for NVIDIA GPUs of compute capability 8.0 and up."""
-
-from lightning_mp.contrastive.triton_tiles.tiles import TritonTiles
-
-__all__ = ["TritonTiles"]

@@ -1,0 +1,345 @@
+"""AdamW over many tensors in one launch: unscale, decay, moments, update and write-back at once.
+
+Shapes:
+    T: tensors. C: chunks of all tensors together. BLOCK: elements that a program holds at a time.
+
+A program takes one chunk of one tensor, finds its addresses in `table`, and reads and writes each
+of its elements once. The formulas are those of `foreach`. With a clip, `rms_kernel` goes before
+it and leaves partial sums, each in a place of its own, that every program adds up in the same
+order. So there are no atomics, and the same input gives the same bits.
+
+Addresses come as integers, of which Triton knows nothing. Blocks are read in vectors where they are
+whole and the host found all addresses of their tensor aligned to 16 bytes; elsewhere they are read
+element by element, under a mask. Every thread holds four elements of a block: 16 bytes of what is
+fp32, 8 bytes of what is half. With eight, vectors of both would be laid out differently, and values
+would have to pass through shared memory.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_mp.optim._adamw.foreach import ATAN2_A, ATAN2_B
+
+__all__ = ["BLOCK", "CHUNK", "MOST_PARTS", "NUM_WARPS", "ROWS", "adamw_kernel", "rms_kernel"]
+
+ROWS = (
+    "param", "grad", "exp_avg", "exp_avg_sq", "residual", "step",
+    "size", "is_aligned", "first_quad", "first_part", "num_parts",
+)  # fmt: skip
+"""What `table`, int64 of shape (len(ROWS), T), says of each tensor. Up to "step": addresses."""
+NUM_WARPS = 8
+BLOCK = tl.constexpr(4 * 32 * NUM_WARPS)
+# Of a size of its own: Triton would give it the layout of whole blocks, neighbours to one thread.
+MASKED_BLOCK = tl.constexpr(BLOCK.value // 2)
+CHUNK = tl.constexpr(4096)
+MOST_PARTS = tl.constexpr(1024)
+
+_GRAD, _EXP_AVG, _EXP_AVG_SQ = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_RESIDUAL, _STEP, _SIZE, _IS_ALIGNED = (tl.constexpr(row) for row in range(4, 8))
+_FIRST_QUAD, _FIRST_PART, _NUM_PARTS = (tl.constexpr(row) for row in range(8, 11))
+_ATAN2_A, _ATAN2_B = tl.constexpr(ATAN2_A), tl.constexpr(ATAN2_B)
+_HALF_PI = tl.constexpr(1.5707963267948966)
+_INF = tl.constexpr(float("inf"))
+
+
+@triton.jit(do_not_specialize=["num_tensors", "seed", "lr_at", "grad_scale", "found_inf"])
+def adamw_kernel(
+    table,
+    chunks,
+    partials,
+    lr,
+    lr_at,
+    grad_scale,
+    found_inf,
+    num_tensors,
+    seed,
+    beta1,
+    weight1,
+    log_beta1,
+    beta2,
+    weight2,
+    log_beta2,
+    eps,
+    weight_decay,
+    clip,
+    sign,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    IS_ATAN2: tl.constexpr,
+    WRITE_BACK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Step one chunk of one tensor, unless `found_inf` is set.
+
+    Args:
+        table: As `ROWS` says.
+        chunks: int32 of shape (C, 2): which tensor, and which of its chunks.
+        partials: What `rms_kernel` left, or `None` without a clip.
+        lr: A number, which `lr_at` replaces unless it is `None`: one element.
+        grad_scale: One element, or `None`. found_inf: One element, or `None`.
+        weight1: `1 - beta1`, which fp32 cannot tell from `beta1` to more than 4 digits.
+        log_beta1: The natural logarithm of `beta1`.
+        sign: -1 to maximize, else 1.
+        PARAM: Format of the weights. GRAD: Of the gradients.
+        WRITE_BACK: "nearest", "kahan" or "stochastic".
+        UNIT: What residuals are counted in.
+    """
+    if _is_clean(found_inf):
+        of_tensor = table + tl.load(chunks + 2 * tl.program_id(0))
+        start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+        step = tl.load(_of(tl.load(of_tensor + _STEP * num_tensors), tl.float32))
+        size = tl.load(of_tensor + _SIZE * num_tensors)
+
+        rate = lr if lr_at is None else tl.load(lr_at).to(tl.float32)
+        decay = 1 - rate * weight_decay
+        if partials is not None:
+            first = tl.load(of_tensor + _FIRST_PART * num_tensors)
+            part = tl.arange(0, MOST_PARTS)
+            has_part = part < tl.load(of_tensor + _NUM_PARTS * num_tensors)
+            parts = tl.load(partials + first + part, mask=has_part, other=0.0)
+            excess = tl.sqrt(tl.sum(parts, axis=0) / size.to(tl.float32)) / clip
+            rate = tl.where(excess <= 1, rate, rate / excess)  # NaN stays
+        unbias1 = 1 / _correction(step, log_beta1)
+        unbias_root = 1 / tl.sqrt(_correction(step, log_beta2))
+        unscale = _unscale(grad_scale, sign)
+
+        is_aligned = tl.load(of_tensor + _IS_ALIGNED * num_tensors) != 0
+        count = tl.minimum(size - start, CHUNK).to(tl.int32)
+        whole = tl.where(is_aligned, count // BLOCK * BLOCK, 0)
+        quad = tl.load(of_tensor + _FIRST_QUAD * num_tensors) + start // 4
+
+        param = tl.load(of_tensor)
+        grad = tl.load(of_tensor + _GRAD * num_tensors)
+        exp_avg = tl.load(of_tensor + _EXP_AVG * num_tensors)
+        exp_avg_sq = tl.load(of_tensor + _EXP_AVG_SQ * num_tensors)
+        residual = param
+        if WRITE_BACK == "kahan":
+            residual = tl.load(of_tensor + _RESIDUAL * num_tensors)
+
+        # Pointers are made twice: a hint is one for all uses of what it is given to.
+        param_at = tl.multiple_of(_of(param, PARAM) + start, 16)
+        grad_at = tl.multiple_of(_of(grad, GRAD) + start, 16)
+        exp_avg_at = tl.multiple_of(_of(exp_avg, tl.float32) + start, 16)
+        exp_avg_sq_at = tl.multiple_of(_of(exp_avg_sq, tl.float32) + start, 16)
+        residual_at = tl.multiple_of(_of(residual, PARAM) + start, 16)
+        for at in range(0, whole, BLOCK):
+            _step_block(
+                param_at, grad_at, exp_avg_at, exp_avg_sq_at, residual_at, at, None, quad, seed,
+                rate, decay, unscale, unbias1, unbias_root, beta1, weight1, beta2, weight2, eps,
+                IS_ATAN2, WRITE_BACK, UNIT,
+            )  # fmt: skip
+        for at in range(whole, count, MASKED_BLOCK):
+            _step_block(
+                _of(param, PARAM) + start,
+                _of(grad, GRAD) + start,
+                _of(exp_avg, tl.float32) + start,
+                _of(exp_avg_sq, tl.float32) + start,
+                _of(residual, PARAM) + start,
+                at, count, quad, seed,
+                rate, decay, unscale, unbias1, unbias_root, beta1, weight1, beta2, weight2, eps,
+                IS_ATAN2, WRITE_BACK, UNIT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _step_block(
+    param, grad, exp_avg, exp_avg_sq, residual, at, count, quad, seed,
+    rate, decay, unscale, unbias1, unbias_root, beta1, weight1, beta2, weight2, eps,
+    IS_ATAN2: tl.constexpr, WRITE_BACK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Step a block from `at` on, or what is left of `count`."""
+    SIZE: tl.constexpr = BLOCK if count is None else MASKED_BLOCK
+    lane = at + tl.arange(0, SIZE)
+    mask = None if count is None else lane < count
+    g = tl.load(grad + lane, mask=mask).to(tl.float32) * unscale
+    m = tl.load(exp_avg + lane, mask=mask)
+    v = tl.load(exp_avg_sq + lane, mask=mask)
+    plain = tl.load(param + lane, mask=mask)
+    w = plain.to(tl.float32)
+    if WRITE_BACK == "kahan":
+        rest = tl.load(residual + lane, mask=mask).to(tl.float32)
+        w = _join_weight(w, rest, plain.dtype, UNIT)
+
+    # The nearer end is kept exact, as by torch.lerp.
+    m = tl.where(weight1 < 0.5, m + weight1 * (g - m), g - beta1 * (g - m))
+    v = beta2 * v + weight2 * g * g
+    root = tl.sqrt(v) * unbias_root
+    if IS_ATAN2:
+        update = _ATAN2_A * _atan2(m * unbias1, _ATAN2_B * root)
+    else:
+        update = m * unbias1 / (root + eps)
+    w = w * decay - rate * update
+
+    tl.store(exp_avg + lane, m, mask=mask)
+    tl.store(exp_avg_sq + lane, v, mask=mask)
+    if WRITE_BACK == "stochastic":
+        w = _round_stochastically(w, SIZE, plain.dtype, seed, quad + at // 4)
+    kept = w.to(plain.dtype)
+    tl.store(param + lane, kept, mask=mask)
+    if WRITE_BACK == "kahan":
+        rest = _residual_of(w, kept.to(tl.float32), plain.dtype, UNIT)
+        tl.store(residual + lane, rest, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tensors", "grad_scale", "found_inf"])
+def rms_kernel(
+    table,
+    parts,
+    partials,
+    grad_scale,
+    found_inf,
+    num_tensors,
+    beta2,
+    weight2,
+    log_beta2,
+    floor,
+    sign,
+    GRAD: tl.constexpr,
+):
+    """Store what one part of one tensor adds to the sum of `(g / max(root of v, eps))^2`.
+
+    A tensor has no more than `MOST_PARTS` parts, however large it is.
+
+    Args:
+        parts: int32 of shape (parts of all tensors, 2): which tensor, and which of its parts.
+        partials: fp32, one for each part.
+        floor: `eps`, or the least normal number where that is larger.
+    """
+    if _is_clean(found_inf):
+        of_tensor = table + tl.load(parts + 2 * tl.program_id(0))
+        step = tl.load(_of(tl.load(of_tensor + _STEP * num_tensors), tl.float32))
+        unbias_root = 1 / tl.sqrt(_correction(step, log_beta2))
+        unscale = _unscale(grad_scale, sign)
+
+        size = tl.load(of_tensor + _SIZE * num_tensors)
+        num_parts = tl.load(of_tensor + _NUM_PARTS * num_tensors)
+        span = tl.cdiv(tl.cdiv(size, num_parts), BLOCK) * BLOCK
+        start = tl.load(parts + 2 * tl.program_id(0) + 1) * span
+        count = tl.maximum(tl.minimum(size - start, span), 0).to(tl.int32)
+        is_aligned = tl.load(of_tensor + _IS_ALIGNED * num_tensors) != 0
+        whole = tl.where(is_aligned, count // BLOCK * BLOCK, 0)
+        grad = tl.load(of_tensor + _GRAD * num_tensors)
+        exp_avg_sq = tl.load(of_tensor + _EXP_AVG_SQ * num_tensors)
+
+        grad_at = tl.multiple_of(_of(grad, GRAD) + start, 16)
+        exp_avg_sq_at = tl.multiple_of(_of(exp_avg_sq, tl.float32) + start, 16)
+        total, rest = tl.zeros([BLOCK], tl.float32), tl.zeros([MASKED_BLOCK], tl.float32)
+        for at in range(0, whole, BLOCK):
+            total += _squares_of_block(
+                grad_at, exp_avg_sq_at, at, None, unscale, beta2, weight2, unbias_root, floor
+            )
+        for at in range(whole, count, MASKED_BLOCK):
+            rest += _squares_of_block(
+                _of(grad, GRAD) + start, _of(exp_avg_sq, tl.float32) + start, at, count,
+                unscale, beta2, weight2, unbias_root, floor,
+            )  # fmt: skip
+        tl.store(partials + tl.program_id(0), tl.sum(total, axis=0) + tl.sum(rest, axis=0))
+
+
+@triton.jit
+def _squares_of_block(
+    grad, exp_avg_sq, at, count, unscale, beta2, weight2, unbias_root, floor
+):  # fmt: skip
+    SIZE: tl.constexpr = BLOCK if count is None else MASKED_BLOCK
+    lane = at + tl.arange(0, SIZE)
+    mask = None if count is None else lane < count
+    other = None if count is None else 0.0
+    g = tl.load(grad + lane, mask=mask, other=other).to(tl.float32) * unscale
+    v = tl.load(exp_avg_sq + lane, mask=mask, other=other)
+    root = tl.sqrt(beta2 * v + weight2 * g * g) * unbias_root
+    ratio = g / tl.where(root < floor, floor, root)  # NaN stays
+    return ratio * ratio
+
+
+@triton.jit
+def _of(address, FORMAT: tl.constexpr):
+    return address.to(tl.pointer_type(FORMAT))
+
+
+@triton.jit
+def _is_clean(found_inf):
+    """Return whether the step is to be made; without `found_inf`, always."""
+    return True if found_inf is None else tl.load(found_inf) == 0
+
+
+@triton.jit
+def _unscale(grad_scale, sign):
+    """Return what gradients are multiplied by."""
+    return sign if grad_scale is None else sign / tl.load(grad_scale).to(tl.float32)
+
+
+@triton.jit
+def _correction(step, log_beta):
+    """Return `1 - beta^step`: as it stands, fp32 would lose 4 of 7 digits of it at the start."""
+    x = step * log_beta
+    near = 1 + x * (1 / 8)
+    for factor in tl.static_range(7, 1, -1):
+        near = 1 + x * (1 / factor) * near
+    return tl.where(x > -0.5, -x * near, 1 - tl.exp(x))
+
+
+@triton.jit
+def _atan2(y, x):
+    """Return the angle of (x, y) where x is not negative; that of (0, 0) is 0. Good to 3e-7."""
+    height = tl.abs(y)
+    is_steep = height > x
+    ratio = tl.where(is_steep, x, height) / tl.where(is_steep, height, x)
+    ratio = tl.where(height == x, 1.0, ratio)  # not 0 / 0 or inf / inf
+    square = ratio * ratio
+    # Through the Chebyshev nodes of arctan(sqrt(t)) / sqrt(t) on [0, 1].
+    angle = 0.0028340641874819994
+    angle = angle * square - 0.016005029901862144
+    angle = angle * square + 0.042587608098983765
+    angle = angle * square - 0.07495445758104324
+    angle = angle * square + 0.10636754333972931
+    angle = angle * square - 0.14202570915222168
+    angle = angle * square + 0.19992484152317047
+    angle = angle * square - 0.3333306610584259
+    angle = ratio + ratio * square * angle
+    angle = tl.where(is_steep, _HALF_PI - angle, angle)
+    angle = tl.where(height + x == 0, 0.0, angle)
+    return tl.where(y < 0, -angle, angle)
+
+
+@triton.jit
+def _join_weight(plain, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
+    """As `join_weight`: without a residual with which the weight would be another."""
+    both = plain + rest * UNIT
+    return tl.where(both.to(HALF).to(tl.float32) == plain, both, plain)
+
+
+@triton.jit
+def _residual_of(w, kept, HALF: tl.constexpr, UNIT: tl.constexpr):
+    """As `split_weight`: never one with which the weight would be another."""
+    BELOW: tl.constexpr = 1 - 0.6 / (1 << HALF.fp_mantissa_width)
+    rest = ((w - kept) * (1 / UNIT)).to(HALF).to(tl.float32)
+    is_own = (kept + rest * UNIT).to(HALF).to(tl.float32) == kept
+    rest = tl.where(is_own, rest, rest * BELOW)
+    return tl.where(tl.abs(kept) < _INF, rest, 0.0).to(HALF)
+
+
+@triton.jit
+def _round_stochastically(w, SIZE: tl.constexpr, HALF: tl.constexpr, seed, first_quad):
+    """Round to one of the two neighbours at random, right on average, as `split_weights` does.
+
+    Philox makes four words at a time, which are for four elements in a row.
+
+    Args:
+        first_quad: Number of the block's first four elements among those of all tensors.
+    """
+    LOST: tl.constexpr = 23 - HALF.fp_mantissa_width
+    quad = first_quad + tl.arange(0, SIZE // 4)
+    low, high = quad.to(tl.uint32), (quad >> 32).to(tl.uint32)
+    none = low * 0
+    word0, word1, word2, word3 = tl.philox(seed, low, high, none, none)
+    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+    noise = (tl.reshape(words, [SIZE]) >> (32 - LOST)).to(tl.int32)
+    # In fp32 bits, a carry out of the bits that get lost moves the magnitude to the next neighbour.
+    bits = w.to(tl.int32, bitcast=True) + noise
+    rounded = (bits >> LOST << LOST).to(tl.float32, bitcast=True)
+    size = tl.abs(w)
+    if LOST == 13:  # below 2^-14 the steps of fp16 stay at 2^-24
+        steps = tl.floor(size * 16777216.0 + noise.to(tl.float32) * (1 / 8192)) * (1 / 16777216.0)
+        steps = tl.where(w < 0, -steps, steps)
+        rounded = tl.where(size < 6.103515625e-05, steps, rounded)
+    return tl.where(size < _INF, rounded, w)

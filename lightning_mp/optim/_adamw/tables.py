@@ -1,0 +1,271 @@
+"""Where the tensors of a step are, as the kernels of `adamw_kernels` read it from the device.
+
+Legend: a *plan* is what depends on weights, states and step counts alone; a *table* has the
+addresses of gradients too, which come and go.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_mp.optim._adamw.adamw_kernels import CHUNK, MOST_PARTS, ROWS
+
+__all__ = ["Tables", "tables_for_capture", "tables_of"]
+
+_Made = TypeVar("_Made")
+_GRADS = ROWS.index("grad")
+_IS_ALIGNED = ROWS.index("is_aligned")
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
+# An optimizer has one plan for every group and dtype; a table is 88 bytes a tensor.
+_MOST_PLANS = 32
+_MOST_TABLES = 32
+
+
+class Tables(NamedTuple):
+    """What the kernels read, on the device.
+
+    Args:
+        table: As `adamw_kernels.ROWS` says.
+        chunks: int32, which tensor and which of its chunks, for each program that steps.
+        parts: int32, which tensor and which of its parts, for each program that sums.
+    """
+
+    table: Tensor
+    chunks: Tensor
+    parts: Tensor
+
+
+@contextlib.contextmanager
+def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Tables]:
+    """Give the tables of a step; what is laid out unlike its weight is replaced and copied back.
+
+    A training loop whose tensors stay where they are gets what it got before, for the price of
+    asking each for its address. Nothing waits for the device.
+
+    Args:
+        lists: Weights, gradients, first and second moments and, for half weights that have them,
+            residuals.
+        steps: A step count for each weight.
+
+    Raises:
+        ValueError: The lists differ in length, or the tensors in what they should share.
+    """
+    plan = _find_plan(lists, steps)
+    table, odd = plan.table_of(lists)
+    if not odd:
+        yield Tables(table, plan.chunks, plan.parts)
+        return
+    stand_ins = [list(each) for each in lists]
+    for row, index in odd:
+        tensor = lists[row][index]
+        dense = torch.empty_like(lists[0][index], dtype=tensor.dtype)
+        stand_ins[row][index] = dense.copy_(tensor)
+    plan = _Plan.of(stand_ins, steps)
+    yield Tables(plan.table_of(stand_ins)[0], plan.chunks, plan.parts)
+    for row, index in odd:
+        if row != _GRADS:
+            lists[row][index].copy_(stand_ins[row][index])
+
+
+class _Table(NamedTuple):
+    table: Tensor
+    # Lists, and tensors within them, that need a stand-in.
+    odd: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What stays while gradients come and go.
+
+    Args:
+        rows: The table without gradients, on the host.
+        chunks: As in `Tables`.
+        parts: As in `Tables`.
+        strides: Of the weights, if these and their states are dense and laid out alike.
+        tables: By addresses and strides of gradients.
+    """
+
+    rows: Tensor
+    chunks: Tensor
+    parts: Tensor
+    strides: tuple[tuple[int, ...], ...] | None
+    tables: OrderedDict[Any, _Table] = field(default_factory=OrderedDict)
+
+    @classmethod
+    def of(cls, lists: Sequence[list[Tensor]], steps: list[Tensor]) -> "_Plan":
+        """Check the tensors and make the plan."""
+        _check(lists, steps)
+        params, device = lists[0], lists[0][0].device
+        sizes = torch.tensor([p.numel() for p in params])
+        chunks = -(-sizes // CHUNK.value)
+        parts = chunks.clamp_max(MOST_PARTS.value)
+        quads = -(-sizes // 4)
+        # Without residuals their row is never read; any addresses do.
+        kept = [*lists[:4], lists[-1]]
+        addresses = torch.tensor([[tensor.data_ptr() for tensor in each] for each in kept])
+        is_aligned = (addresses % 16 == 0).logical_or(torch.arange(5)[:, None] == _GRADS).all(0)
+        rest = [
+            torch.tensor([step.data_ptr() for step in steps]),
+            sizes, is_aligned.long(), quads.cumsum(0) - quads, parts.cumsum(0) - parts, parts,
+        ]  # fmt: skip
+        is_dense = all(row == _GRADS for row, _ in _odd_ones(lists))
+        return cls(
+            rows=torch.cat([addresses, torch.stack(rest)]),
+            chunks=_send(_numbered(chunks), device),
+            parts=_send(_numbered(parts), device),
+            strides=tuple(map(Tensor.stride, params)) if is_dense else None,
+        )
+
+    def table_of(self, lists: Sequence[list[Tensor]]) -> _Table:
+        """Return the table for these gradients."""
+        addresses, strides = key = _key_of_grads(lists)
+        return _remembered(
+            self.tables, key, _MOST_TABLES, lambda: self._make_table(lists, addresses, strides)
+        )
+
+    def _make_table(
+        self,
+        lists: Sequence[list[Tensor]],
+        addresses: tuple[int, ...],
+        strides: tuple[tuple[int, ...], ...],
+    ) -> _Table:
+        rows = self.rows.clone()
+        rows[_GRADS] = torch.tensor(addresses)
+        rows[_IS_ALIGNED] *= rows[_GRADS] % 16 == 0
+        odd = () if strides == self.strides else tuple(_odd_ones(lists))
+        return _Table(_send(rows, lists[0][0].device), odd)
+
+
+_plans: OrderedDict[Any, _Plan] = OrderedDict()
+# A graph may be replayed at any time: what it reads is never given back.
+_captured: list[Tables] = []
+
+
+def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Tables | None:
+    """Return tables that a CUDA graph may read, for good, or `None` if there are none yet.
+
+    A copy from the host would be captured with the kernels, and repeated from memory that has been
+    given to others since. So tables must have been made before, on any stream: a capture begins
+    when the device is idle.
+
+    Args:
+        lists: As for `tables_of`.
+        steps: As for `tables_of`.
+    """
+    where, _, what = _key_of(lists, steps)
+    for key, plan in _plans.items():
+        if (key[0], key[2]) == (where, what):
+            table = plan.tables.get(_key_of_grads(lists))
+            if table is not None and not table.odd:
+                _captured.append(Tables(table.table, plan.chunks, plan.parts))
+                return _captured[-1]
+    return None
+
+
+def _find_plan(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> _Plan:
+    """Return the plan that was made for weights and states at these addresses, or make it."""
+    return _remembered(_plans, _key_of(lists, steps), _MOST_PLANS, lambda: _Plan.of(lists, steps))
+
+
+def _key_of(
+    lists: Sequence[list[Tensor]], steps: list[Tensor]
+) -> tuple[torch.device, int | None, tuple[object, ...]]:
+    """Return the device, the stream, and all that a plan depends on."""
+    device = lists[0][0].device
+    # What is copied on one stream must not be read on another before it is there.
+    stream = torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else None
+    kept = [each for row, each in enumerate(lists) if row != _GRADS]
+    return device, stream, (
+        lists[0][0].dtype, lists[_GRADS][0].dtype,
+        *(tuple(map(Tensor.data_ptr, each)) for each in (*kept, steps)),
+        tuple(map(Tensor.stride, lists[0])), tuple(map(Tensor.numel, lists[0])),
+    )  # fmt: skip
+
+
+def _key_of_grads(lists: Sequence[list[Tensor]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    grads = lists[_GRADS]
+    return tuple(map(Tensor.data_ptr, grads)), tuple(map(Tensor.stride, grads))
+
+
+def _remembered(
+    made: OrderedDict[Any, _Made], key: object, most: int, make: Callable[[], _Made]
+) -> _Made:
+    """Return what was made for a key; forget what has not been asked for the longest time."""
+    value = made.pop(key) if key in made else make()
+    made[key] = value
+    if len(made) > most:
+        made.popitem(last=False)
+    return value
+
+
+def _numbered(counts: Tensor) -> Tensor:
+    """Return a row for each piece of each tensor: the number of the tensor, and of the piece."""
+    owners = torch.repeat_interleave(counts)
+    pieces = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    return torch.stack([owners, pieces], dim=1).int()
+
+
+def _send(values: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def _odd_ones(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
+    """Find what does not have the elements of its weight in the same order, without gaps."""
+    for index, param in enumerate(lists[0]):
+        dense = _strides(torch.empty_like(param, device="meta"))
+        for row, each in enumerate(lists):
+            if param.numel() > 0 and _strides(each[index]) != dense:
+                yield row, index
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides of the dimensions that have any use for one."""
+    return [n for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _check(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> None:
+    """Refuse what the kernels would misread."""
+    lengths = [len(each) for each in (*lists, steps)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"Passed lists of {lengths} tensors. Each parameter has one gradient, two moments, one "
+            "step count, and a residual if any has. Pass lists of one length."
+        )
+    params, grads = lists[0], lists[_GRADS]
+    half, full, device = params[0].dtype, torch.float32, params[0].device
+    for dtype in (half, grads[0].dtype):
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"Passed weights of {half} with gradients of {grads[0].dtype}. The fused step "
+                "takes fp16, bf16 and fp32. Pass fused=False for others."
+            )
+    dtypes = (half, grads[0].dtype, full, full, half)
+    for name, dtype, each in zip(ROWS, dtypes, lists, strict=False):
+        for index, (param, tensor) in enumerate(zip(params, each, strict=True)):
+            _check_one(f"{name}[{index}]", tensor, dtype, device, param.shape)
+    for index, step in enumerate(steps):
+        _check_one(f"step[{index}]", step, full, device, torch.Size())
+
+
+def _check_one(
+    name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, shape: torch.Size
+) -> None:
+    found = (tensor.dtype, tensor.device, tensor.shape)
+    if found != (dtype, device, shape):
+        raise ValueError(
+            f"Passed `{name}` of {found[0]} on {found[1]} with shape {list(found[2])}. It must be "
+            f"of {dtype} on {device} with shape {list(shape)}. Group parameters by device and by "
+            "the dtypes of weights and gradients; keep moments and step counts in fp32 there."
+        )
+    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise ValueError(
+            f"Passed `{name}` without memory of its own ({type(tensor).__name__}). The fused step "
+            "reads addresses. Pass local, materialized tensors."
+        )

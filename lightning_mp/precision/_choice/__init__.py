@@ -1,0 +1,1 @@
+"""Which modules and ops compute in which format."""

@@ -1,0 +1,1 @@
+"""Scaled losses, unscaled gradients and skipped steps, which all precision plugins share."""

@@ -1,0 +1,391 @@
+"""What all precision plugins share: scaled losses, unscaled fp32 gradients, and skipped steps."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_mp._foreign import ForLightning
+from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
+from lightning_mp.precision._choice.choices import check_adam_epsilon, check_choice
+from lightning_mp.precision._scaling.fp32_accumulation import accumulate_in_fp32
+from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
+from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
+from lightning_mp.precision.inf_clamp import InfClamp
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["HALVES", "ScaledPrecision"]
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Where Lightning's plugins keep torch's GradScaler, and ours their own.
+_KEYS = (
+    *("MixedPrecision", "FSDPPrecision"),
+    *("BalancedAMP", "PureFP16", "FSDPBalancedAMP", "ModelParallelBalancedAMP"),
+)
+
+
+class _SkipStep(Exception):
+    """Leaves `optimizer.step` before anything moves, where a closure runs inside of it."""
+
+
+class ScaledPrecision(Precision, ForLightning):
+    """Steps with unscaled fp32 gradients, or skips the step.
+
+    Between a backward and its step, `p.grad` is scaled, as in Lightning's `16-mixed`. It is
+    unscaled once, in place and in fp32, before `on_before_optimizer_step`, or by
+    `self.clip_gradients` in manual optimization; the next backward scales what is still there.
+
+    Args:
+        half: `"fp16"` or `"bf16"`.
+        loss_scale: What scales losses.
+        gradients_dtype: What gradients pass through on their way to `p.grad`.
+        reduce_dtype: What DDP averages gradients in.
+        adam_epsilon: What happens to the epsilon of optimizers.
+        inf_clamp: Modules whose fp16 outputs are kept from overflowing.
+    """
+
+    def __init__(
+        self,
+        *,
+        half: Literal["fp16", "bf16"],
+        loss_scale: Literal["dynamic"] | float | LossScaleConfig | None,
+        gradients_dtype: torch.dtype,
+        reduce_dtype: Literal["fp32", "half"],
+        adam_epsilon: float | Literal["auto", "keep"],
+        inf_clamp: Sequence[str],
+    ) -> None:
+        super().__init__()
+        check_choice(self, "half", half, tuple(HALVES))
+        check_choice(self, "reduce_dtype", reduce_dtype, ("fp32", "half"))
+        check_adam_epsilon(self, adam_epsilon)
+        if half == "bf16" and loss_scale is not None:
+            raise ValueError(
+                f"Passed `{type(self).__name__}(half='bf16', loss_scale={loss_scale!r})`. bf16 has "
+                "fp32's range and takes no loss scale. Leave it out, or pass `half='fp16'`."
+            )
+        self.half = half
+        self.reduce_dtype = reduce_dtype
+        self.adam_epsilon = adam_epsilon
+        self.inf_clamp = InfClamp(inf_clamp)
+        self.scaler: LossScaler | None = None
+        if half == "fp16":
+            wanted = "dynamic" if loss_scale is None else loss_scale
+            self.scaler = self._make_scaler(LossScaleConfig.parse(wanted, gradients_dtype))
+        self._names: dict[int, str] = {}
+        self._first: nn.Parameter | None = None  # tells where the model is
+        self._optimizers: list[Optimizer] = []
+        self._unscaled = UnscaledGradients(self.scaler)
+        self._stepping: Optimizer | None = None
+        self._in_step = False
+        self._in_backward = False
+        self._stepped_manually = False
+        self._skip_request: Tensor | None = None
+        self._skipped_on_request = False
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def half_dtype(self) -> torch.dtype:
+        """The dtype that modules compute in."""
+        return HALVES[self.half]
+
+    # --- the model -------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prepare the model, in place."""
+        if getattr(module, "_trainer", None) is None:
+            raise MisconfigurationException(
+                f"Passed `{type(self).__name__}` to something that is no `lightning.pytorch` "
+                "Trainer, such as `Fabric(plugins=...)`. It needs the hooks of a Trainer's "
+                "training step. Pass it to `Trainer(plugins=...)`."
+            )
+        self._first = next(module.parameters(), None)
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare optimizers, and hold step-wise schedules while steps are skipped."""
+        self._optimizers = list(optimizers)
+        self._handles.append(accumulate_in_fp32())
+        bare = model.module if isinstance(model, DistributedDataParallel) else model
+        self._names = {id(p): name for name, p in bare.named_parameters()}
+        if isinstance(model, DistributedDataParallel):
+            self._reduce(model)
+        for optimizer in optimizers:
+            self._attach(optimizer)
+        return model, optimizers, hold_schedules(lr_schedulers, self._was_skipped)
+
+    def _reduce(self, model: DistributedDataParallel) -> None:
+        """Let DDP average gradients in `reduce_dtype`, if it has no hook of its own."""
+        if self.reduce_dtype == "half" and not model._comm_hooks:
+            compress = {
+                "fp16": default_hooks.fp16_compress_hook,
+                "bf16": default_hooks.bf16_compress_hook,
+            }
+            model.register_comm_hook(model.process_group, compress[self.half])
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None:
+            if isinstance(optimizer, LBFGS):
+                raise MisconfigurationException(
+                    f"Passed the optimizer `LBFGS` with `{type(self).__name__}`. It evaluates the "
+                    "loss several times a step, which no loss scaler can skip as one. Use a "
+                    "first-order optimizer, or `BalancedAMP(half='bf16')`."
+                )
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not all wrappers have it
+                self._handles.append(optimizer.register_step_pre_hook(self._check_stepping))
+        guard = functools.partial(guard_adam_epsilon, ignore=self._safe_halves())
+        try:
+            self._handles += guard(optimizer, self.adam_epsilon, name_of=self._name_of)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _safe_halves(self) -> set[Tensor]:
+        """Return the half parameters that optimizers step in fp32."""
+        return set()
+
+    @override
+    def teardown(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.inf_clamp.remove()
+        self._unscaled.clear()
+        self._optimizers.clear()
+        self._names.clear()
+        self._first = None
+
+    # --- the step --------------------------------------------------------------------------------
+
+    @override
+    @contextlib.contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Run a training step; with manual optimization, move the loss scale at its end.
+
+        Several optimizers that step in one batch so meet one loss scale.
+        """
+        is_inner, self._in_step = self._in_step, True  # `InfCLStrategy` replays towers in a step
+        try:
+            with super().train_step_context():
+                yield
+        finally:
+            self._in_step = is_inner
+        if self._stepped_manually and not is_inner:
+            self._stepped_manually = False
+            self._update_scale()
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        """Scale the loss, and gradients that were unscaled and not used up."""
+        self._unscaled.scale_again()
+        if self.scaler is not None:
+            tensor = self.scaler.scale_loss(tensor)
+        return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: "pl.LightningModule",
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run the backward."""
+        self._in_backward = True
+        try:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        finally:
+            self._in_backward = False
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: "pl.LightningModule",
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, then step with unscaled gradients, or skip the step."""
+        self._skipped_on_request = False
+        if self.scaler is None and self._steps_in_place:
+            return self._step_with_closure(optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
+            return None  # `training_step` returned None, and no accumulated batch has gradients
+        found_inf = self._unscale(optimizer)
+        self._after_closure(model, optimizer)
+        if self._decide(optimizer, found_inf):
+            with self._step_of(optimizer):
+                optimizer.step(**kwargs)
+        else:
+            hold_global_step(model)
+        if model.automatic_optimization:
+            self._update_scale()
+        else:
+            self._stepped_manually = True
+        return result
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        model: "pl.LightningModule",
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Step as Lightning does without a scaler: the optimizer calls the closure, if often."""
+        result: Any = None
+
+        def run() -> Any:
+            nonlocal result
+            result = self._wrap_closure(model, optimizer, closure)
+            if not self._decide(optimizer, None):
+                raise _SkipStep
+            return result
+
+        try:
+            with self._step_of(optimizer):
+                return optimizer.step(closure=run, **kwargs)
+        except _SkipStep:
+            hold_global_step(model)
+            return result
+
+    _steps_in_place = True
+    """Whether optimizers step the model's own parameters, with their own gradients."""
+
+    @contextlib.contextmanager
+    def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
+        """Surround the step of an optimizer."""
+        self._stepping = optimizer
+        try:
+            yield
+        finally:
+            self._stepping = None
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip unscaled fp32 gradients."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of a LightningOptimizer
+        if clip_val > 0:
+            self._unscale(optimizer)
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def request_skip(self, is_wanted: Tensor) -> None:
+        """Ask, in `on_before_optimizer_step`, that the step to come be skipped.
+
+        It then counts as skipped, but the loss scale does not move for it. Where there is a loss
+        scale, this costs no host sync beside the one that looks for overflows.
+
+        Args:
+            is_wanted: Of shape [], on any device; 0 is for stepping.
+        """
+        self._skip_request = is_wanted
+
+    def _unscale(self, optimizer: Optimizer) -> Tensor | None:
+        """Unscale an optimizer's gradients; return whether one is not finite, on any rank."""
+        found_inf = self._unscaled.unscale(self.main_params(optimizer), self._first_device())
+        return None if found_inf is None else all_reduce_found_inf(found_inf)
+
+    def _decide(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
+        """Return whether to step."""
+        request, self._skip_request = self._skip_request, None
+        is_unwanted = self._skipped_on_request = False
+        if request is not None and found_inf is not None:
+            found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
+        if request is not None:
+            is_unwanted = request.item() != 0
+        if self.scaler is not None and found_inf is not None:
+            is_stepping = self.scaler.record(
+                found_inf,
+                named_gradients=functools.partial(self.named_gradients, optimizer),
+                has_gradient=functools.partial(self._has_gradient_values, optimizer),
+            )
+            if not is_stepping:
+                return False
+        self._skipped_on_request = is_unwanted
+        return not is_unwanted
+
+    def _update_scale(self) -> None:
+        """Move the loss scale, and with it the gradients that wait for a later step."""
+        if self.scaler is None:
+            return
+        parameters = (p for each in self._optimizers for p in self.main_params(each))
+        self._unscaled.follow(self.scaler.update(), parameters)
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        return any(p.grad is not None for p in self.main_params(optimizer))
+
+    def _has_gradient_values(self, optimizer: Optimizer) -> bool:
+        return any(g.any().item() for _, g in self.named_gradients(optimizer))
+
+    def _was_skipped(self) -> bool:
+        has_overflowed = self.scaler is not None and self.scaler.last_step_skipped
+        return has_overflowed or self._skipped_on_request
+
+    def _check_stepping(self, optimizer: Optimizer, *_: object) -> None:
+        # Outside of a training step, torch initialises states by a step on gradients of zero.
+        if self._in_step and self._stepping is not optimizer:
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step()` was called past `{type(self).__name__}`, "
+                "with gradients that are still scaled. Take the optimizer from "
+                "`self.optimizers()`, without `use_pl_optimizer=False`."
+            )
+
+    def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yield gradients under the names of the model's parameters."""
+        for p in self.main_params(optimizer):
+            if p.grad is not None:
+                yield self._name_of(p), p.grad
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of a loss scale."""
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the loss scale of a run under another plugin: `16-mixed`, or one of ours."""
+        if self.scaler is not None and type(self).__qualname__ not in checkpoint:
+            states = [checkpoint[key] for key in _KEYS if checkpoint.get(key)]
+            if states:
+                self.scaler.load_state_dict(states[0])
+
+    def _make_scaler(self, config: LossScaleConfig) -> LossScaler:
+        return LossScaler(config)
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), "an unnamed parameter")
+
+    def _first_device(self) -> torch.device:
+        return torch.device("cpu") if self._first is None else self._first.device

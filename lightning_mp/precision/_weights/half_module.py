@@ -1,0 +1,126 @@
+"""A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.precision._choice.op_tables import (
+    GROUPS,
+    callables_of,
+    follow_changes_of_torch,
+    opened_composites,
+)
+
+__all__ = ["MixedInputs", "cast_at_borders", "cast_floats"]
+
+
+def cast_floats(data: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in a nested collection; uint8 stays uint8."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(data, Tensor, cast)
+
+
+def cast_at_borders(
+    modules: Iterable[nn.Module], inside: torch.dtype, outside: torch.dtype
+) -> list[RemovableHandle]:
+    """Let modules compute in one dtype amid activations of another.
+
+    Args:
+        modules: Whose inputs and outputs are cast.
+        inside: What their inputs are cast to.
+        outside: What their outputs are cast to.
+
+    Returns:
+        What removes the casts.
+    """
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, inside), cast_floats(kwargs, inside)
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        return cast_floats(output, outside)
+
+    handles: list[RemovableHandle] = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    return handles
+
+
+class MixedInputs(TorchFunctionMode):
+    """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
+
+    Buffers stay in fp32: half keeps 11 bits of a table of frequencies, and counts no further than
+    2048. What is added to an fp32 table is fp32 too, and a product with half weights refuses that.
+    Here the inputs of products, attention, recurrent cells and norms become half, and those of the
+    functions that autocast promotes, such as `grid_sample`, become fp32; if all are of one dtype
+    they stay as they are.
+
+    Args:
+        half: `torch.float16` or `torch.bfloat16`.
+    """
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
+        self.half = half
+        self.narrowed, self.widened = _names_of("half", "norm") | _KERNELS, _names_of("promote")
+        self.opened = opened_composites()
+        self.names_opened = frozenset(function.__name__ for function in self.opened)
+        follow_changes_of_torch()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        name = getattr(func, "__name__", "")  # as in `op_policy`: Dynamo traces this
+        if name in self.names_opened and func in self.opened:
+            with self:
+                return self.opened[func](*args, **kwargs)
+        if name in self.narrowed or name in self.widened:
+            dtypes = _dtypes_of([*args, *kwargs.values()])
+            if self.half in dtypes and torch.float32 in dtypes:
+                dtype = self.half if name in self.narrowed else torch.float32
+                args = tuple(self._cast(each, dtype) for each in args)
+                kwargs = {key: self._cast(value, dtype) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.dtype in (self.half, torch.float32) else value
+        if isinstance(value, list | tuple):
+            cast = [self._cast(each, dtype) for each in value]
+            return cast if isinstance(value, list) else tuple(cast)
+        return value
+
+
+# What torch's own transformers call in evaluation.
+_KERNELS = frozenset({"_native_multi_head_attention", "_transformer_encoder_layer_fwd"})
+
+
+@lru_cache(maxsize=4)
+def _names_of(*classes: str) -> frozenset[str]:
+    ops = [op for group in GROUPS if group.op_class in classes for op in group.ops]
+    return frozenset(function.__name__ for op in ops for function in callables_of(op))
+
+
+def _dtypes_of(values: Iterable[Any]) -> set[torch.dtype]:
+    dtypes: set[torch.dtype] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            dtypes.add(value.dtype)
+        elif isinstance(value, list | tuple):
+            dtypes |= _dtypes_of(value)
+    return dtypes

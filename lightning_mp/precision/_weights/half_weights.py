@@ -1,0 +1,296 @@
+"""Half weights with what rounding takes from them, and their fp32 values for whoever steps them.
+
+The model and, at rest, the optimizer hold half weights: everything that looks at parameter groups
+or at the model's parameters, such as freezing, toggling or DDP, meets the parameters that it knows.
+`SafeAdamW` steps weight and residual as they are. While any other optimizer steps or loads its
+state, fp32 *stand-ins* take the place of half weights in its groups, and its state goes with them.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.numerics.split_weights import join_weight, split_weight
+from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
+from lightning_mp.optim.safe_adamw import SafeAdamW
+
+__all__ = ["HalfWeights", "WriteBack"]
+
+WriteBack = Literal["kahan", "stochastic", "nearest"]
+
+
+class HalfWeights:
+    """Turns a model's weights into half, and keeps what they lack of their fp32 values.
+
+    A weight in fp16 moves by 2^-11 of itself at least: updates below half of that vanish, and
+    training stops with no sign of it. The residual takes them.
+
+    Writes into half weights win to half a step: a residual with which a weight would round to
+    another one belongs to what something has overwritten since, and counts for nothing. What is
+    written through `exposed` or `load_state_dict` keeps all bits.
+
+    Args:
+        half: The dtype of weights, `torch.float16` or `torch.bfloat16`.
+        write_back: `"kahan"` keeps a residual beside every weight, in half. Without it weights are
+            rounded at random (`"stochastic"`) or to `"nearest"`.
+    """
+
+    def __init__(self, half: torch.dtype, write_back: WriteBack = "kahan") -> None:
+        self.half = half
+        self.write_back = write_back
+        self.writes = 0  # seeds the noise, so that ranks and resumed runs round alike
+        self._residuals: dict[nn.Parameter, Tensor | None] = {}
+        self._stand_ins: dict[Tensor, nn.Parameter] = {}  # stand-in -> weight, while they stand in
+        self._handles: list[RemovableHandle] = []
+
+    def __len__(self) -> int:
+        return len(self._residuals)
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._residuals
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
+        # A copy of the model, such as an average, brings its hooks, and is a plain half model.
+        return self
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the half weights."""
+        return iter(self._residuals)
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """Return a weight in fp32, with its residual: a new tensor."""
+        residual = self._residual_of(parameter)
+        weight = parameter.detach()
+        return weight.float() if residual is None else join_weight(weight, residual)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write an fp32 value into a weight, rounded to nearest, and into its residual."""
+        weight, rest = split_weight(value, self.half)
+        parameter.copy_(weight)
+        residual = self._residual_of(parameter)
+        if residual is not None:
+            residual.copy_(rest)
+
+    def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
+        residual = self._residuals[parameter]
+        if residual is not None and residual.device != parameter.device:
+            residual = self._residuals[parameter] = residual.to(parameter.device)
+        return residual
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
+        """Turn a model's fp32 parameters into half weights, in place.
+
+        Parameters keep their identity, so tied weights stay tied. Checkpoints of the model hold
+        fp32 values, and loading one writes weights and residuals.
+
+        Args:
+            module: The model.
+            keep_fp32: Modules whose own parameters stay in fp32, also where another shares them.
+        """
+        kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
+        for owner in module.modules():
+            own = [
+                p
+                for p in owner.parameters(recurse=False)
+                if p in self._residuals
+                or (p.dtype in (torch.float32, self.half) and id(p) not in kept)
+            ]
+            for parameter in own:
+                if parameter not in self._residuals:
+                    self._take(parameter)
+            if own:
+                self._handles += [
+                    # Hooks of this kind are marked by an attribute, which methods cannot have.
+                    owner.register_state_dict_post_hook(functools.partial(self._write_fp32)),
+                    owner.register_load_state_dict_pre_hook(self._read_fp32),
+                ]
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        weight, residual = split_weight(parameter.detach().float(), self.half)
+        self._residuals[parameter] = residual if self.write_back == "kahan" else None
+        parameter.grad = None
+        parameter.data = weight
+        parameter.grad_dtype = None  # half from a backward, fp32 once it is unscaled
+
+    def release(self) -> None:
+        """Turn the half weights back into fp32 parameters, and forget them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for parameter in self._residuals:
+            value = self.read(parameter)
+            parameter.grad = None
+            parameter.data = value
+            parameter.grad_dtype = value.dtype
+        self._residuals.clear()
+
+    @contextlib.contextmanager
+    def exposed(self, module: nn.Module) -> Iterator[None]:
+        """Put fp32 parameters in the place of a module's half weights, and take back their values.
+
+        The half weights themselves stay as they are: DDP's hooks hang on them, and would be lost if
+        their dtype changed.
+
+        Args:
+            module: Any part of the model.
+        """
+        shown: dict[nn.Parameter, nn.Parameter] = {}
+        places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and parameter in self._residuals:
+                    places.append((owner, name, parameter))
+        for owner, name, parameter in places:
+            if parameter not in shown:
+                shown[parameter] = nn.Parameter(self.read(parameter), parameter.requires_grad)
+            owner._parameters[name] = shown[parameter]
+        try:
+            yield
+        finally:
+            for owner, name, parameter in places:
+                if owner._parameters.get(name) is shown[parameter]:
+                    owner._parameters[name] = parameter
+            for parameter, value in shown.items():
+                self.write(parameter, value.detach())
+
+    def _write_fp32(
+        self, owner: nn.Module, state_dict: dict[str, object], prefix: str, _: object
+    ) -> None:
+        """Put fp32 values into a checkpoint where the weights would be."""
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            # With `keep_vars` the caller wants the parameters themselves.
+            saved = state_dict.get(prefix + name)
+            if parameter in self._residuals and not isinstance(saved, nn.Parameter):
+                state_dict[prefix + name] = self.read(parameter)
+
+    def _read_fp32(
+        self, owner: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
+    ) -> None:
+        """Take residuals from a checkpoint before the weights are rounded from it."""
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            loaded = state_dict.get(prefix + name)
+            if parameter in self._residuals and isinstance(loaded, Tensor):
+                residual = self._residual_of(parameter)
+                if residual is not None and loaded.shape == residual.shape:
+                    residual.copy_(split_weight(loaded.detach().float(), self.half)[1])
+
+    def narrow_gradients(self) -> None:
+        """Cast gradients that wait for a further backward to half, for DDP's half buckets."""
+        for parameter in self._residuals:
+            if parameter.grad is not None and parameter.grad.dtype != self.half:
+                parameter.grad = parameter.grad.to(self.half)
+
+    def broadcast(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
+        """Give all ranks the residuals of the first; DDP does so for the weights alone."""
+        for parameter in self._residuals:
+            residual = self._residual_of(parameter)
+            if residual is not None:
+                torch.distributed.broadcast(residual, group_src=0, group=process_group)
+
+    # --- the optimizers --------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let an optimizer load its state in fp32, and widen the state that it has already.
+
+        `Optimizer.load_state_dict` casts states to the dtype of their parameter, which would leave
+        Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals kept here.
+        """
+        if isinstance(optimizer, SafeAdamW):
+            self._share(optimizer)
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._share))
+            return
+        for parameter, state in optimizer.state.items():
+            if parameter in self._residuals:
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dtype == self.half:
+                        state[name] = value.float()
+        self._handles += [
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._swap_out),
+        ]
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`.
+
+        Groups are read anew each time, so parameters may join at any time.
+        """
+        if isinstance(optimizer, SafeAdamW):
+            self._share(optimizer)
+            yield
+            return
+        self._swap_in(optimizer)
+        try:
+            for stand_in, parameter in self._stand_ins.items():
+                if parameter.grad is not None:
+                    stand_in.grad = parameter.grad.float()
+            yield
+            self._round(optimizer)
+        finally:
+            self._swap_out(optimizer)
+
+    def _share(self, optimizer: Optimizer) -> None:
+        """Let a `SafeAdamW` step the residuals kept here, as `write_back` here says."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._residuals:
+                    group["write_back"] = self.write_back
+                    residual = self._residual_of(parameter)
+                    # What has never had a gradient has no state at all.
+                    is_used = parameter.grad is not None or parameter in optimizer.state
+                    if residual is not None and is_used:
+                        optimizer.state[parameter]["residual"] = residual
+
+    @torch.no_grad()
+    def _round(self, optimizer: Optimizer) -> None:
+        """Round the stand-ins of an optimizer into their weights and residuals."""
+        stand_ins = (p for group in optimizer.param_groups for p in group["params"])
+        for index, stand_in in enumerate(stand_ins):
+            parameter = self._stand_ins.get(stand_in)
+            if parameter is not None:
+                residual = self._residual_of(parameter)
+                residuals = None if residual is None else [residual]
+                seed = mix_seed(self.writes, index)
+                values = [stand_in.detach()]
+                round_weights([parameter], residuals, values, self.write_back, seed)
+        self.writes += self.write_back == "stochastic"
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        # After a load that torch refuses, no hook would put the weights back.
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        fits = sizes == [len(group["params"]) for group in optimizer.param_groups]
+        if fits and "state" in state_dict:
+            self._swap_in(optimizer)
+
+    def _swap_in(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for index, parameter in enumerate(parameters):
+                if parameter in self._residuals:
+                    stand_in = self.read(parameter).requires_grad_()
+                    self._stand_ins[stand_in] = parameter
+                    parameters[index] = stand_in
+                    _move_state(optimizer, parameter, stand_in)
+
+    def _swap_out(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for index, stand_in in enumerate(parameters):
+                parameter = self._stand_ins.pop(stand_in, None)
+                if parameter is not None:
+                    parameters[index] = parameter
+                    _move_state(optimizer, stand_in, parameter)
+
+
+def _move_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
+    if old in optimizer.state:
+        optimizer.state[new] = optimizer.state.pop(old)
