@@ -39,7 +39,7 @@ unit: $(STAMP)
 # Fills the time in which ranks of the other tests wait for each other; says its lines together.
 interpreted: WORKERS := 1
 interpreted: $(STAMP)
-	@output=$$(TRITON_INTERPRET=1 $(PYTEST) -m interpreted $(INTERPRETED) 2>&1); \
+	@output=$$(TRITON_INTERPRET=1 $(PYTEST) -m "interpreted and not sweep" $(INTERPRETED) 2>&1); \
 	status=$$?; echo "$$output"; exit $$status
 
 test: lint  ## Lint, check types, run all tests but those of `sweep`
@@ -50,6 +50,7 @@ quick: lint  ## Lint, run the tests that take less than a minute together
 
 sweep: $(STAMP)  ## Run what `test` leaves out: every kernel in every variant
 	$(PYTEST) -m sweep
+	TRITON_INTERPRET=1 $(PYTEST) -m "interpreted and sweep" $(INTERPRETED)
 
 floor: BIN := $(FLOOR)/bin
 floor: $(FLOOR)/.installed  ## Run the quick tests with the lowest versions of pyproject.toml

@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.growth import GrowthRule
-from lightning_mp.callbacks._rules.underflow import UnderflowJudge
-from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
+from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.outputs import (
     OutputKey,
@@ -23,11 +23,11 @@ from lightning_mp.callbacks._step.outputs import (
     eager_modules,
 )
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
-from lightning_mp.callbacks._step.training_state import loss_scale_of, plain_name
+from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
-from lightning_mp.precision._choice.module_selection import select_modules
+from lightning_mp.precision._choice.module_selection import as_written, select_modules
 from lightning_mp.precision.inf_clamp import InfClamp
 
 __all__ = ["ActivationRangeMonitor"]
@@ -79,8 +79,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             repeat_after_steps=repeat_after_steps,
         )
         is_fine = 0 <= min_headroom_bits < 16
-        accepted = "from 0 to 16, where 65504 itself has 0 bits"
-        self._check(is_fine, accepted, min_headroom_bits=min_headroom_bits)
+        self._check(is_fine, accepted("headroom"), min_headroom_bits=min_headroom_bits)
         self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
@@ -98,10 +97,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         eager = dict(eager_modules(pl_module))
         if not eager:
-            rank_zero_warn(
-                "`ActivationRangeMonitor` sees nothing of a LightningModule that is compiled as a "
-                "whole. Compile its networks instead, as by `self.net = torch.compile(self.net)`."
-            )
+            rank_zero_warn(usage("compiled"))
         if self.modules is None:
             parents = {name.rpartition(".")[0] for name in eager}
             blocks = set(blocks_in(pl_module))
@@ -115,11 +111,11 @@ class ActivationRangeMonitor(SamplingMonitor):
             chosen = select_modules(pl_module, self.modules)
             chosen = {name: module for name, module in chosen.items() if name in eager}
         self._sampler = OutputSampler(
-            modules={plain_name(name): module for name, module in chosen.items()},
+            modules={as_written(name): module for name, module in chosen.items()},
             backward=self.backward,
             max_calls=self.calls_per_step,
-            norms={plain_name(n): m for n, m in norms.items() if n in eager},
-            callers={plain_name(n): m for n, m in callers.items()},
+            norms={as_written(n): m for n, m in norms.items() if n in eager},
+            callers={as_written(n): m for n, m in callers.items()},
         )
         self._clamped.clear()
 
@@ -149,7 +145,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     ) -> tuple[list[OutputKey], Tensor]:
         """Add rows of the buffers, and of the loss."""
         named = {
-            plain_name(name): buffer
+            as_written(name): buffer
             for name, buffer in pl_module.named_buffers()
             if buffer.dtype in FLOAT_DTYPES and buffer.numel()
         }
@@ -185,7 +181,11 @@ class ActivationRangeMonitor(SamplingMonitor):
             counts = sample.array[:, len(keys) :, 0].sum(axis=0).tolist()
             metrics["clamped_values"] = float(sum(counts))
             for name, total in zip(sample.context["clamped"], counts, strict=True):
-                self._judge_clamp(trainer, facts, name, total)
+                new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
+                if new > 0:
+                    numbers = {"total": total}
+                    verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers=numbers)
+                    self.say(trainer, verdict, facts)
         self.record(trainer, metrics, dataclasses.replace(facts, optimizer=0))
 
     def _judge_kind(
@@ -224,39 +224,25 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _judge_tensor(
         self, key: OutputKey, label: str, stats: TensorStats, bits: float
     ) -> Verdict | None:
-        numbers = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
         where = f"{key.kind}:{label}"
-        says = ""
+        numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
+        found: Verdict | None = None
         if key.dtype == torch.float16 and key.kind != "norm_input":
-            share, subnormals = stats.zero_share[label], stats.subnormal_share[label]
-            found = self._rule.judge(where, share, subnormals)
-        else:
-            found = None
-        severity: Severity = "warning"
-        value: float | None
-        threshold: float | None
+            found = self._rule.judge(where, stats.zero_share[label], stats.subnormal_share[label])
         # What is not finite while the loss is, at the first sample, is a mask of -inf. What goes
         # into a norm came out of something that is looked at as well.
         if stats.non_finite[label] and self._finite[where] and key.kind != "norm_input":
-            what, severity, value, threshold = "non_finite", "error", stats.non_finite[label], 0.0
+            found = Verdict("non_finite", stats.non_finite[label], 0.0, "error")
         elif bits < self.min_headroom_bits:
-            what, value, threshold = "headroom", bits, self.min_headroom_bits
             numbers["largest"] = torch.finfo(key.dtype).max
             overflow = self._growth.overflow_step(where)
-            if overflow is not None:
-                numbers["overflow"], says = overflow, f"{key.kind}_headroom_forecast"
-        elif found is not None:
-            what, severity, value, threshold = (
-                "underflow",
-                found.severity,
-                found.value,
-                found.threshold,
-            )
-            numbers |= found.numbers
-        else:
+            says = "" if overflow is None else f"{key.kind}_headroom_forecast"
+            numbers["overflow"] = overflow
+            found = Verdict("headroom", bits, self.min_headroom_bits, says=says)
+        if found is None:
             return None
-        kind = f"{key.kind}_{what}"
-        return Verdict(kind, value, threshold, severity, key.name, says, numbers=numbers)
+        kind, numbers = f"{key.kind}_{found.kind}", {**numbers, **found.numbers}
+        return dataclasses.replace(found, kind=kind, tensor=key.name, numbers=numbers)
 
     def _judge_buffers(self, trainer: pl.Trainer, sample: Readback, chosen: list[int]) -> None:
         for at in chosen:
@@ -291,12 +277,6 @@ class ActivationRangeMonitor(SamplingMonitor):
         super().load_state_dict(state_dict)
         self._growth.load_state_dict(state_dict)
         self._finite = dict(state_dict["finite"])
-
-    def _judge_clamp(self, trainer: pl.Trainer, facts: StepFacts, name: str, total: float) -> None:
-        new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
-        if new > 0:
-            verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers={"total": total})
-            self.say(trainer, verdict, facts)
 
 
 def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:

@@ -17,11 +17,13 @@ from lightning_mp.callbacks._rules.adam_statistics import (
     has_second_moments,
     quantized_states,
 )
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, plain_name
+from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["AdamStateMonitor"]
 
@@ -82,37 +84,34 @@ class AdamStateMonitor(SamplingMonitor):
         self._sizes: dict[str, int] = {}
         self._unwatched: set[str] = set()  # classes of optimizers that were warned of
         self._rule = AdamStateRule(baseline_samples=baseline_samples, **limits)
-        self._extra_samples = 0
+        self._until = 0  # the last step to sample, whatever is due
 
     @override
     def is_due(self, trainer: pl.Trainer) -> bool:
-        """Return whether to sample now: also in the steps after one with a high RMS."""
-        if self._extra_samples > 0:
-            self._extra_samples -= 1
-            return True
-        return super().is_due(trainer)
+        """Return whether to sample now: also until states are there, and after a high RMS."""
+        return step_of(trainer) <= self._until or super().is_due(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         embeddings = [
-            plain_name(f"{path}.weight")
+            as_written(f"{path}.weight")
             for path, module in pl_module.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
-        self._sizes = {plain_name(name): p.numel() for name, p in pl_module.named_parameters()}
+        self._until = 0
+        self._sizes = {as_written(name): p.numel() for name, p in pl_module.named_parameters()}
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any(map(_is_of_adam, groups)):
-            rank_zero_warn(
-                "Passed `AdamStateMonitor`, but no optimizer has `betas` and `eps`. It watches "
-                "Adam and optimizers with its states. Leave it out, or train with one."
-            )
+            rank_zero_warn(usage("no_adam"))
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if is_sharded(trainer):  # ranks must agree on the steps to sample
+            self._judge_all(trainer, self._readback.drain())
         if not self.is_due(trainer):
             return
         groups = [group for group in optimizer.param_groups if _is_of_adam(group)]
@@ -124,6 +123,8 @@ class AdamStateMonitor(SamplingMonitor):
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
         self._name_unwatched(optimizer)
         if not chosen:
+            if groups and not optimizer.state:  # no step has been made yet
+                self._until = step_of(trainer) + 1
             return
         sums_NK = adam_statistics(
             optimizer,
@@ -147,16 +148,16 @@ class AdamStateMonitor(SamplingMonitor):
         states = quantized_states(optimizer)
         if states and name not in self._unwatched:
             self._unwatched.add(name)
-            rank_zero_warn(
-                f"`AdamStateMonitor` does not look at the states {', '.join(states)} of `{name}`, "
-                "which are quantized. Train with states in fp32 to have them watched."
-            )
+            rank_zero_warn(usage("quantized", states=", ".join(states), optimizer=name))
 
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         names, facts = sample.context["names"], sample.context["facts"]
         sums_NK = sample.array.sum(axis=0)
         sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
+        if not sums_NK[:, AdamField.STEP].any():
+            self._until = facts.step + 1
+            return
         count = np.maximum(sums_NK[:, AdamField.NUMEL], 1)
         moving = np.maximum(sums_NK[:, AdamField.NON_ZERO], 1)
         rms = np.sqrt(sums_NK[:, AdamField.SQUARED_RATIO] / count)
@@ -197,7 +198,7 @@ class AdamStateMonitor(SamplingMonitor):
             first=self._first,
         )
         if self._rule.wants_more:
-            self._extra_samples, self._rule.wants_more = 4, False
+            self._until, self._rule.wants_more = facts.step + 4, False
         bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
         if bad.size:
             verdicts.append(_bad_state([names[i] for i in bad], self._sizes))

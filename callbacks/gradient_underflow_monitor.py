@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.underflow import ROUNDING, UnderflowJudge
+from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
@@ -61,11 +62,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             repeat_after_steps=repeat_after_steps,
         )
         if not 0 < warn_share <= alarm_share < 1:
-            raise ValueError(
-                f"Passed `GradientUnderflowMonitor(warn_share={warn_share!r}, "
-                f"alarm_share={alarm_share!r})`. They must be shares between 0 and 1, the first "
-                "the lower. Pass 0.01 and 0.05."
-            )
+            raise ValueError(usage("shares", warn_share=warn_share, alarm_share=alarm_share))
         self.warn_share = warn_share
         self.alarm_share = alarm_share
         self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)
@@ -126,15 +123,13 @@ class GradientUnderflowMonitor(SamplingMonitor):
             return  # a loss of exactly 0, as of a margin that all samples keep
         is_gone = zeros == 1 and bool(np.isfinite(losses).all()) and _passes_through_fp16(trainer)
         judge, prefix = functools.partial(self._rule.judge, is_gone=is_gone), f"{facts.optimizer}:"
-        verdicts = [judge(prefix + _ALL, zeros, subnormals)]
         squares = stats.column(StatField.SUM_OF_SQUARES)
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
+        verdicts = [judge(prefix + _ALL, zeros, subnormals)]
         verdicts += [
-            judge(
-                prefix + name, share, stats.subnormal_share[name], is_rounding=bool(is_rounding[at])
-            )
-            for at, (name, share) in enumerate(stats.zero_share.items())
+            judge(prefix + name, share, stats.subnormal_share[name], is_rounding=is_small)
+            for (name, share), is_small in zip(stats.zero_share.items(), is_rounding, strict=True)
         ]
         found = [v for v in verdicts if v is not None]
         found.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
@@ -145,25 +140,19 @@ class GradientUnderflowMonitor(SamplingMonitor):
         name, scale = str(found.tensor).partition(":")[2], sample.context["scale"]
         start = torch.finfo(torch.float16).max if scale is None else scale * 64
         says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
+        # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
+        fix = "" if "." in name else "all_gradients_underflow"
         verdict = replace(
             found,
+            kind="gradient_underflow",
             says=says + found.says,
-            fix=_remedy(name, _passes_through_fp16(trainer)),
+            fix=fix if _passes_through_fp16(trainer) else "gradient_underflow_wide",
             tensor=name,
             numbers={**found.numbers, "count": count},
         )
-        owner = name.rpartition(".")[0]
-        higher = 2 ** int(np.log2(start))
-        self.say(trainer, verdict, sample.context["facts"], owner=owner, higher_scale=higher)
-
-
-def _remedy(name: str, passes_through_fp16: bool) -> str:
-    if not passes_through_fp16:
-        return "gradient_underflow_wide"
-    # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
-    return "" if "." in name else "all_gradients_underflow"
+        numbers = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
+        self.say(trainer, verdict, sample.context["facts"], **numbers)
 
 
 def _passes_through_fp16(trainer: pl.Trainer) -> bool:
-    precision = str(trainer.precision_plugin.precision)
-    return precision.startswith("16")
+    return str(trainer.precision_plugin.precision).startswith("16")

@@ -5,8 +5,9 @@ import dataclasses
 import json
 import math
 import os
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,20 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._report.alerts import Alerts
-from lightning_mp.callbacks._report.artifacts import log_report
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import alarms_since
-from lightning_mp.callbacks._report.pace import Pace
+from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, write_atomically
+from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
-from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
-from lightning_mp.callbacks._step.recorder import Arrived
-from lightning_mp.callbacks._step.training_state import step_of
+from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
 
-_NAME = "InstabilityReport"
 _BEFORE = "Before the run was resumed: "
+_REST = 20  # times as long as the last report took
 
 
 @explains_arguments()
@@ -74,16 +72,12 @@ class InstabilityReport(InstabilityMonitor):
         super().__init__()
         is_name = type(filename) is str and Path(filename).name == filename
         if not is_name or Path(filename).suffix not in (".html", ".htm"):
-            raise ValueError(
-                f"Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
-                "name that ends in .html, without a folder. Pass the folder as `dirpath`."
-            )
+            raise ValueError(usage("filename", filename=filename))
         self._check_positive(every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
-        self._check(is_fine, "an integer from 1 to 500", max_tensors=max_tensors)
+        self._check(is_fine, accepted("to_500"), max_tensors=max_tensors)
         is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
-        accepted = "a function, or a URL that begins with http:// or https://"
-        self._check(alert is None or callable(alert) or is_url, accepted, alert=alert)
+        self._check(alert is None or callable(alert) or is_url, accepted("alert"), alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds
@@ -91,10 +85,10 @@ class InstabilityReport(InstabilityMonitor):
         self.log_artifact = log_artifact
         self.path: Path | None = None  # of the page, on rank zero, once training has begun
         self._alerts = Alerts(alert)  # a URL may hold a secret: not in the key of checkpoints
-        self._pace = Pace(every_n_seconds)
+        self._pace = _Pace(every_n_seconds)
         self._wanted: Path | None = None  # where to write to, if no other run does
         self._earlier: str | None = None  # the page of the run that is resumed
-        self._inbox: deque[Arrived] = deque()
+        self.inbox = deque()
         self._skips = -1  # the last step that was skipped, which several optimizers may share
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
         self._is_started = False  # whether this start is among them
@@ -123,10 +117,6 @@ class InstabilityReport(InstabilityMonitor):
 
     def _absolute_path(self) -> str | None:
         return None if self.path is None else os.path.abspath(self.path)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._inbox = self.recorder.subscribe()
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -179,8 +169,7 @@ class InstabilityReport(InstabilityMonitor):
         values that are not finite go into a curve of their own, named after it. `skipped` has a
         point for each skipped step, whose value is how many there were so far.
         """
-        while self._inbox:
-            facts = self._inbox.popleft().facts
+        for facts, _ in self.arrived():
             suffix = f"_{facts.optimizer}" if facts.optimizer else ""
             numbers = {
                 f"loss{suffix}": facts.loss,
@@ -222,7 +211,7 @@ class InstabilityReport(InstabilityMonitor):
         if path is not None and self.log_artifact:
             data = self._data(trainer)
             for logger in trainer.loggers:
-                with forgiven(_NAME, f"could not give its page to {type(logger).__name__}"):
+                with forgiven("report_not_logged", logger=type(logger).__name__):
                     log_report(logger, path, data)
         self._alerts.finish()
 
@@ -247,8 +236,7 @@ class InstabilityReport(InstabilityMonitor):
         if is_trial or not trainer.is_global_zero:
             return None
         wanted = self.path or self._wanted or self._page_path(trainer)
-        fix = "Pass a `dirpath` that can be written to."
-        with forgiven(_NAME, f"could not write {str(wanted)!r}", fix), self._pace.measured():
+        with forgiven("report_not_written", path=str(wanted)), self._pace.measured():
             if is_last:
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()
@@ -267,7 +255,7 @@ class InstabilityReport(InstabilityMonitor):
             "starts": self._starts,
             "written": now(),
             "end": self._end,
-            "has_loss_scale": getattr(trainer.precision_plugin, "scaler", None) is not None,
+            "has_loss_scale": scaler_of(trainer) is not None,
             "facts": run_facts(trainer),
         }
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -292,3 +280,30 @@ class InstabilityReport(InstabilityMonitor):
         super().load_state_dict(state_dict)
         self._starts = list(state_dict["starts"])
         self._earlier = state_dict.get("path")
+
+
+class _Pace:
+    """When to write: by time, at once after an alarm, and never for more than 5% of a run."""
+
+    def __init__(self, every_n_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every_n_seconds = every_n_seconds
+        self.has_news = False  # an alarm since the last report
+        self._clock = clock
+        self._ended = self._took = 0.0
+
+    def is_due(self) -> bool:
+        """Return whether to write now."""
+        elapsed = self._clock() - self._ended
+        wait = 0.0 if self.has_news else self.every_n_seconds
+        return elapsed >= max(wait, _REST * self._took)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure a report."""
+        self.has_news = False
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._ended = self._clock()
+            self._took = self._ended - began

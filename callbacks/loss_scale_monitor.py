@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.loss_scale import LossScaleRule
+from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.facts import StepFacts
-from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
 
@@ -50,7 +50,7 @@ class LossScaleMonitor(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
-        self._check(max_skip_rate < 1, "below 1", max_skip_rate=max_skip_rate)
+        self._check(max_skip_rate < 1, accepted("below_1"), max_skip_rate=max_skip_rate)
         self._check_at_least(1, window_steps=window_steps)
         self._check_at_least(0, calibration_steps=calibration_steps)
         self.max_skip_rate = max_skip_rate
@@ -63,7 +63,7 @@ class LossScaleMonitor(InstabilityMonitor):
             calibration_steps=calibration_steps,
             min_scale=min_scale,
         )
-        self._inbox: deque[Arrived] = deque()
+        self.inbox = deque()
         self._judged = -1  # the last step, which several optimizers may share
 
     steps = property(lambda self: self._rule.steps, doc="Steps judged so far.")
@@ -74,12 +74,11 @@ class LossScaleMonitor(InstabilityMonitor):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._inbox, self._judged = self.recorder.subscribe(), -1
+        self._judged = -1
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        while self._inbox:
-            facts = self._inbox.popleft().facts
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        for facts, _ in self.arrived():
             if facts.next_loss_scale is not None and facts.step != self._judged:
                 self._judged = facts.step
                 self._judge(trainer, facts, facts.next_loss_scale)

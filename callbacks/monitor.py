@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +14,10 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
-from lightning_mp.callbacks._step.recorder import FactsRecorder, facts_of, recorder_of
+from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.side_by_side import (
     check_peers,
     never_raising,
@@ -73,34 +75,34 @@ class InstabilityMonitor(pl.Callback):
         self._check_at_least(1, repeat_after_steps=repeat_after_steps)
         self.repeat_after_steps = repeat_after_steps
         self.history = History()
+        self.inbox: deque[Arrived] | None = None  # for steps that have arrived, if it wants them
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
         self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
-    def _check(self, is_good: bool, accepted: str, **value: object) -> None:
+    def _check(self, is_good: bool, what: str, **value: object) -> None:
         ((name, passed),) = value.items()
         if not is_good:
-            raise ValueError(
-                f"Passed `{type(self).__name__}({name}={passed!r})`. `{name}` must be {accepted}. "
-                "Leave it out for the default."
-            )
+            fields = {"callback": type(self).__name__, "name": name, "value": passed}
+            raise ValueError(usage("argument", **fields, accepted=what))
 
     def _check_at_least(self, least: int, **values: object) -> None:
         for name, value in values.items():
             is_good = type(value) is int and value >= least
-            self._check(is_good, f"an integer of at least {least}", **{name: value})
+            self._check(is_good, accepted("at_least", least=least), **{name: value})
 
     def _check_positive(self, **values: object) -> None:
         for name, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_good = is_number and value > 0  # type: ignore[operator]
-            self._check(is_good, "a positive number", **{name: value})
+            self._check(is_good, accepted("positive"), **{name: value})
 
-    def _check_one_of(self, *accepted: object, **values: object) -> None:
+    def _check_one_of(self, *choices: object, **values: object) -> None:
         for name, value in values.items():
-            is_good = any(type(value) is type(each) and value == each for each in accepted)
-            self._check(is_good, f"one of {', '.join(map(repr, accepted))}", **{name: value})
+            is_good = any(type(value) is type(each) and value == each for each in choices)
+            names = ", ".join(map(repr, choices))
+            self._check(is_good, accepted("one_of", names=names), **{name: value})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -110,6 +112,11 @@ class InstabilityMonitor(pl.Callback):
             self.recorder = recorder_of(trainer)
             # What is resumed from a checkpoint is loaded after this.
             self.history.forget_from(step_of(trainer))
+
+    def arrived(self) -> Iterator[Arrived]:
+        """Take the steps that have arrived, one by one."""
+        while self.inbox:
+            yield self.inbox.popleft()
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -145,34 +152,56 @@ class InstabilityMonitor(pl.Callback):
         Returns:
             The alarm, `None` where it was held back.
         """
-        facts = self._step_of(trainer, facts)
-        if self._is_held_back(kind, tensor, severity, facts.step):
+        words = (message, remedy)
+        verdict = Verdict(kind, value, threshold, severity, tensor, words=words)
+        return self.say(trainer, verdict, facts)
+
+    def say(
+        self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
+    ) -> Alarm | None:
+        """Raise the alarm of a verdict, in the words of `_rules/sentences.py`.
+
+        Args:
+            trainer: The trainer.
+            verdict: What a rule found.
+            facts: The step that it found it in; the one under way if `None`.
+            numbers: What the sentences have further.
+
+        Returns:
+            The alarm, `None` where the same was raised a short while ago.
+        """
+        facts = facts or self.recorder.now or facts_of(trainer)
+        key, is_note = (verdict.kind, verdict.tensor), verdict.severity == "info"
+        last = self._raised.get(key)
+        if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
             return None
-        self._raised[kind, tensor] = facts.step
-        keeper = self.recorder.batches if severity != "info" else None
+        self._raised[key] = facts.step
+        numbers["lower_rate"] = learning_rate_of(trainer) / 2
+        message, remedy = words_for(verdict, is_ending=facts.is_rate_ending, **numbers)
+        keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
             step=facts.step,
             monitor=type(self).__name__,
-            kind=kind,
-            severity=severity,
+            kind=verdict.kind,
+            severity=verdict.severity,
             message=message,
             remedy=remedy,
-            tensor=tensor,
-            value=value,
-            threshold=threshold,
+            tensor=verdict.tensor,
+            value=verdict.value,
+            threshold=verdict.threshold,
             epoch=facts.epoch,
             batch_idx=facts.batch_idx,
             rank=facts.rank,
             batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
-        saved = f"Its batch is in `{alarm.batch_path}`." if alarm.batch_path else ""
+        saved = usage("batch_saved", path=alarm.batch_path) if alarm.batch_path else ""
         text = " ".join(part for part in (f"{alarm.place}:", message, remedy, saved) if part)
         alarm = dataclasses.replace(alarm, message=text)
         self.history.add_alarm(alarm)
-        if severity != "info":
+        if not is_note:
             rank_zero_warn(alarm.message, category=InstabilityWarning)
-        is_plottable = value is not None and math.isfinite(value)
-        metrics = {f"instability/{kind}": value if is_plottable else 1.0}
+        is_plottable = alarm.value is not None and math.isfinite(alarm.value)
+        metrics = {f"instability/{alarm.kind}": alarm.value if is_plottable else 1.0}
         self.log_metrics(trainer, metrics, facts.step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InstabilityMonitor):
@@ -186,47 +215,6 @@ class InstabilityMonitor(pl.Callback):
             trainer: The trainer.
             alarm: The newest alarm.
         """
-
-    def _step_of(self, trainer: pl.Trainer, facts: StepFacts | None) -> StepFacts:
-        return facts or self.recorder.now or facts_of(trainer)
-
-    def _is_held_back(self, kind: str, tensor: str | None, severity: Severity, step: int) -> bool:
-        last = self._raised.get((kind, tensor))
-        is_repeated = last is not None and 0 <= step - last < self.repeat_after_steps
-        return is_repeated and severity != "info"
-
-    def say(
-        self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
-    ) -> Alarm | None:
-        """Raise the alarm of a verdict, in the words of `_rules/sentences.py`.
-
-        Args:
-            trainer: The trainer.
-            verdict: What a rule found.
-            facts: The step that it found it in.
-            numbers: What the sentences have further.
-
-        Returns:
-            The alarm, `None` where it was held back.
-        """
-        known = self._step_of(trainer, facts)
-        if self._is_held_back(verdict.kind, verdict.tensor, verdict.severity, known.step):
-            return None
-        lower_rate = learning_rate_of(trainer) / 2
-        message, remedy = words_for(
-            verdict, is_ending=known.is_rate_ending, lower_rate=lower_rate, **numbers
-        )
-        return self.alarm(
-            trainer,
-            verdict.kind,
-            message,
-            remedy,
-            facts=known,
-            severity=verdict.severity,
-            tensor=verdict.tensor,
-            value=verdict.value,
-            threshold=verdict.threshold,
-        )
 
     def record(
         self,

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
+from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -83,7 +84,7 @@ class NonFiniteLocator(InstabilityMonitor):
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
         self._check_positive(near_limit=near_limit)
-        self._check(near_limit < 1, "below 1", near_limit=near_limit)
+        self._check(near_limit < 1, accepted("below_1"), near_limit=near_limit)
         self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
         self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
@@ -149,9 +150,9 @@ class NonFiniteLocator(InstabilityMonitor):
         step.optimizer_steps += 1
         self._take_losses(step)
         if step.bad and (step.scale is None or trainer.world_size == 1):
-            self._locate(trainer, step, step.bad, sentences.BAD_LOSS)
+            self._locate(trainer, step, step.bad, SAYS["bad_loss"])
         elif self._has_bad_gradient(step, optimizer):
-            self._locate(trainer, step, [], sentences.BAD_GRADIENTS)
+            self._locate(trainer, step, [], SAYS["bad_gradients"])
         if trainer.should_stop and step.located:
             one = torch.ones((), device=trainer.strategy.root_device)
             self._skipper.skip(pl_module, optimizer, one, is_certain=True)
@@ -165,7 +166,7 @@ class NonFiniteLocator(InstabilityMonitor):
             if not trainer.lightning_module.automatic_optimization:
                 self._take_losses(step)
                 if step.bad and (step.scale is None or trainer.world_size == 1):
-                    self._locate(trainer, step, step.bad, sentences.BAD_LOSS)
+                    self._locate(trainer, step, step.bad, SAYS["bad_loss"])
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
@@ -224,9 +225,10 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         bad = {index for each in gather_objects(trainer, step.bad) for index in each}
         if bad:
-            self._locate(trainer, step, sorted(bad), sentences.BAD_LOSS)
+            self._locate(trainer, step, sorted(bad), SAYS["bad_loss"])
         elif self._skips >= self.repeated:
-            self._locate(trainer, step, [], sentences.overflowed(self._skips))
+            cause = SAYS["overflows" if self._skips > 1 else "overflow"].format(count=self._skips)
+            self._locate(trainer, step, [], cause)
 
     def _locate(self, trainer: pl.Trainer, step: _Step, indices: list[int], cause: str) -> None:
         """Replay a step, or the batches of it that failed, and raise the alarm."""
@@ -251,7 +253,7 @@ class NonFiniteLocator(InstabilityMonitor):
             trainer,
             "non_finite",
             f"{cause}: {finding.sentence}.",
-            sentences.remedy_for(finding, _plugin_of(trainer)),
+            remedy_for(finding, _plugin_of(trainer)),
             facts=replace(step.facts, batch_idx=records[index].batch_idx, rank=rank),
             severity="error",
             tensor=finding.name or None,

@@ -13,17 +13,13 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules import spike_sentences
 from lightning_mp.callbacks._rules.course import CourseRule
-from lightning_mp.callbacks._rules.robust_window import (
-    Column,
-    RobustWindow,
-    SignalVerdict,
-    is_slight,
-)
+from lightning_mp.callbacks._rules.robust_window import RobustWindow, SignalVerdict, is_slight
 from lightning_mp.callbacks._rules.spike_sentences import Scene
+from lightning_mp.callbacks._rules.usage import accepted, usage
 from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
-from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
@@ -108,18 +104,15 @@ class SpikeGuard(InstabilityMonitor):
             rewind_memory_gb=rewind_memory_gb,
             rewind_lr_factor=rewind_lr_factor,
         )
-        self._check(z_threshold < math.inf, "finite", z_threshold=z_threshold)
-        self._check(rewind_lr_factor <= 1, "at most 1", rewind_lr_factor=rewind_lr_factor)
+        self._check(z_threshold < math.inf, accepted("finite"), z_threshold=z_threshold)
+        self._check(rewind_lr_factor <= 1, accepted("at_most_1"), rewind_lr_factor=rewind_lr_factor)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
         self._check_at_least(0, skip_batches=skip_batches, max_rewinds=max_rewinds)
         if judge_after_steps > window_steps:
-            raise ValueError(
-                f"Passed `SpikeGuard(judge_after_steps={judge_after_steps!r}, "
-                f"window_steps={window_steps!r})`. `judge_after_steps` must be at most "
-                f"`window_steps`. Pass `judge_after_steps={max(2, window_steps // 2)}`."
-            )
+            sizes = {"judge_after_steps": judge_after_steps, "window_steps": window_steps}
+            raise ValueError(usage("judge_after_steps", **sizes, fitting=max(2, window_steps // 2)))
         self.action = action
         self.z_threshold = float(z_threshold)
         self.window_steps = window_steps
@@ -138,7 +131,7 @@ class SpikeGuard(InstabilityMonitor):
             skip_batches=skip_batches,
         )
         self._skipper = StepSkipper()
-        self._inbox: deque[Arrived] = deque()
+        self.inbox = deque()
         self._windows: list[RobustWindow] = []
         self._courses: list[CourseRule] = []
         self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
@@ -152,7 +145,6 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._inbox = self.recorder.subscribe()
         self._add_windows(len(trainer.optimizers))
         if self.action in ("skip", "stop"):
             self._skipper.attach(trainer)
@@ -185,15 +177,15 @@ class SpikeGuard(InstabilityMonitor):
             return  # `training_step` returned None
         self._add_windows(now.optimizer + 1)
         window = self._windows[now.optimizer]
-        report = window.judge(signals.values, signals.judged, self._spread(trainer))
-        report[0, Column.IS_SPIKE] *= ~is_slight(report[0], report[1], window.highest_k[0])
-        self.recorder.send_along(self, report.flatten())
-        is_bad = (report[:, Column.IS_SPIKE] != 0) | (report[:, Column.IS_FINITE] == 0)
+        verdict = window.judge(signals.values, signals.judged, self._spread(trainer))
+        verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
+        self.recorder.send_along(self, torch.cat([part.float() for part in verdict]))
+        is_bad = verdict.is_spike | ~verdict.is_finite
         if self.action == "skip":
-            self._skipper.skip(pl_module, optimizer, is_bad.any().to(report.dtype))
+            self._skipper.skip(pl_module, optimizer, is_bad.any().float())
         elif self.action in ("stop", "raise"):
             if loss_scale_of(trainer) is not None:  # an overflow is left to the scaler
-                is_bad[1] &= report[1, Column.IS_FINITE] != 0
+                is_bad[1] &= verdict.is_finite[1]
             is_bad = is_bad.any()
             self._is_ending |= bool(is_bad)  # the host waits
             if self._is_ending:
@@ -262,13 +254,12 @@ class SpikeGuard(InstabilityMonitor):
         self._skipper.detach()
 
     def _report_all(self, trainer: pl.Trainer) -> None:
-        while self._inbox:
-            self._report(trainer, self._inbox.popleft())
+        for arrived in self.arrived():
+            self._report(trainer, arrived)
 
     def _read(self, trainer: pl.Trainer) -> bool:
         """Report steps, act on the first event, and return whether there was one."""
-        while self._inbox:
-            arrived = self._inbox.popleft()
+        for arrived in self.arrived():
             event = self._report(trainer, arrived)
             if event is None or event.severity == "info":
                 continue
@@ -287,7 +278,7 @@ class SpikeGuard(InstabilityMonitor):
         facts, rows = arrived.facts, arrived.extras.get(id(self))
         if rows is None:
             return None
-        loss, norm = (SignalVerdict.from_row(row) for row in rows.reshape(-1, len(Column)))
+        loss, norm = (SignalVerdict(*row) for row in rows.reshape(-1, 2).T.tolist())
         metrics = {"loss": loss.value, "loss_z": loss.z}
         metrics |= {"gradient_norm": norm.value, "gradient_norm_z": norm.z}
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]

@@ -4,7 +4,8 @@ import fnmatch
 import io
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._report.writing import claim, forgiven, write_atomically
+from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
+from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.gradients import parameter_names
-from lightning_mp.callbacks._step.nested import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, plain_name, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.moments import (
@@ -32,6 +34,7 @@ from lightning_mp.numerics.moments import (
     reduced,
     tensor_moments,
 )
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["TensorCollector"]
 
@@ -80,7 +83,7 @@ class TensorCollector(SamplingMonitor):
     ) -> None:
         super().__init__(every_n_steps=every_n_steps)
         names = ["patterns of names"]
-        for accepted, known, value in (
+        for wanted, known, value in (
             (names, None, {"include": include}),
             (get_args(Kind), get_args(Kind), {"collect": collect}),
             (REDUCTIONS, REDUCTIONS, {"reductions": reductions}),
@@ -88,7 +91,7 @@ class TensorCollector(SamplingMonitor):
             (passed,) = value.values()
             is_list = not isinstance(passed, str) and len(passed) > 0
             is_fine = is_list and all(known is None or each in known for each in passed)
-            self._check(is_fine, f"a list of {', '.join(accepted)}", **value)
+            self._check(is_fine, accepted("list", names=", ".join(wanted)), **value)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -109,10 +112,8 @@ class TensorCollector(SamplingMonitor):
         try:
             return re.compile(pattern[3:] if is_regex else fnmatch.translate(pattern))
         except re.error as error:
-            raise ValueError(
-                f"Passed `TensorCollector(include=[{pattern!r}])`. What follows `re:` must be a "
-                f"regular expression: {error}. Leave out `re:` to write `*` and `?`."
-            ) from None
+            text = usage("regular_expression", pattern=pattern, error=error)
+            raise ValueError(text) from None
 
     # --- what to look at -------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class TensorCollector(SamplingMonitor):
             self._earlier = None
         self._rows.clear()
         self._unhook()
-        modules = {plain_name(path): module for path, module in eager_modules(pl_module) if path}
+        modules = {as_written(path): module for path, module in eager_modules(pl_module) if path}
         parameters = parameter_names(pl_module)
         known = list(modules) if "outputs" in self.collect else []
         known += parameters.values() if {*self.collect} - {"outputs"} else []
@@ -144,11 +145,8 @@ class TensorCollector(SamplingMonitor):
         for text, pattern in self._patterns.items():
             found = [name for name in names if pattern.fullmatch(name)]
             if not found:
-                raise ValueError(
-                    f"Passed `TensorCollector(include=[{text!r}])`, which matches none of "
-                    f"{len(names)} names, such as {', '.join(map(repr, names[:3]))}. Write "
-                    "`*` for what may stand before and behind."
-                )
+                some = ", ".join(map(repr, names[:3]))
+                raise ValueError(usage("no_match", pattern=text, count=len(names), names=some))
             yield from found
 
     # --- a step ----------------------------------------------------------------------------------
@@ -165,15 +163,11 @@ class TensorCollector(SamplingMonitor):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if "outputs" in self.collect and self.is_due(trainer) and not self._handles:
             for name, module in self._modules.items():
-                self._handles.append(module.register_forward_hook(self._look(name)))
+                self._handles.append(module.register_forward_hook(partial(self._look, name)))
 
-    def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
-                if tensor.dtype in FLOAT_DTYPES:
-                    self._outputs[name].append(self._row(tensor))
-
-        return look
+    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        rows = [self._row(t) for t in tensors_in(output) if t.dtype in FLOAT_DTYPES]
+        self._outputs[name] += rows
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -272,8 +266,7 @@ class TensorCollector(SamplingMonitor):
         if "histogram" in arrays:
             arrays["histogram"] = arrays["histogram"].astype(np.int64)
             arrays["exponents"] = EXPONENTS
-        fix = "Pass a `dirpath` that can be written to."
-        with forgiven("TensorCollector", f"could not write to {str(self._wanted)!r}", fix):
+        with forgiven("tensors_not_written", path=str(self._wanted)):
             self.folder = self.folder or claim(self._wanted, self._earlier, Path.mkdir)
             content = io.BytesIO()
             np.savez_compressed(content, **arrays)

@@ -1,5 +1,6 @@
 """Keeps apart what cannot run together, and skips what the machine cannot run."""
 
+import functools
 import gc
 import os
 import sys
@@ -50,6 +51,15 @@ def pytest_runtest_teardown() -> None:
 
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_look_at_entry_points() -> None:
+    """Let Lightning read the metadata of all packages once, not for each Trainer: 6 ms of its 7."""
+    if "lightning.fabric" in sys.modules:
+        from lightning.fabric.utilities import registry
+
+        registry.entry_points = functools.cache(registry.entry_points)
 
 
 @pytest.fixture(scope="session")

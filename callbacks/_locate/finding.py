@@ -18,35 +18,19 @@ Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed
 class Finding:
     """The first producer of values that are not finite.
 
-    Args:
-        source: A tensor of the batch, a parameter, or a module in its forward or backward;
-            `"nowhere"` where the replay came out finite, `"failed"` where it raised.
-        name: The dotted name of the tensor or module; that of its class for the root.
-        sentence: What happened, without its full stop.
-        dtype: Of what is not finite, such as `"float16"`.
-        amax: The largest magnitude that went in.
-        limit: The largest number of the dtype.
-        suspects: Dotted names of modules near the limit before it, the nearest in time first.
-        is_root: Whether no submodule made it, but code of the LightningModule.
-        loss_scale: The scale that the backward ran at.
-        fitting_scale: A loss scale at which the replayed backward was finite.
+    `"nowhere"` is it where the replay came out finite, `"failed"` where it raised.
     """
 
     source: Source
-    name: str
-    sentence: str
-    dtype: str = ""
-    amax: float = 0.0
-    limit: float = 0.0
-    suspects: tuple[str, ...] = ()
-    is_root: bool = False
-    loss_scale: float | None = None
-    fitting_scale: float | None = None
-
-    def at_fitting_scale(self, fitting: float) -> "Finding":
-        """Say which loss scale cures it."""
-        sentence = sentences.with_fitting_scale(self.sentence, fitting)
-        return replace(self, sentence=sentence, fitting_scale=fitting)
+    name: str  # dotted, of the tensor or module; the class of the root
+    sentence: str  # without its full stop
+    dtype: str = ""  # of what is not finite, such as `"float16"`
+    amax: float = 0.0  # the largest magnitude that went in
+    limit: float = 0.0  # the largest number of the dtype
+    suspects: tuple[str, ...] = ()  # modules near the limit before it, the nearest first
+    is_root: bool = False  # whether no submodule made it, but code of the LightningModule
+    loss_scale: float | None = None  # what the backward ran at
+    fitting_scale: float | None = None  # at which the replayed backward was finite
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
@@ -54,24 +38,19 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
 
     A producer takes finite inputs, with finite parameters, and gives what is not finite; what gets
     it from its inputs only passes it on. Modules inside a module end before it, so that the
-    innermost producer is the first.
-
-    Args:
-        trace: A replayed step.
-        near_limit: The share of a dtype's largest number from which on a module is a suspect.
-        scale: The loss scale of the replay.
+    innermost producer is the first. From `near_limit` of a dtype's largest number on, a module is a
+    suspect.
     """
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.group("parameters"))
     if parameter is not None:
-        sentence = sentences.parameter(parameter)
-        return _found("parameter", parameter.path, sentence, [parameter], parameter)
+        return _held("parameter", parameter)
     producer, masked = _first_producer(trace, ended, near_limit)
     if producer is not None:
         return _in_forward(trace, producer, ended, near_limit)
     entry = _first_tainted(trace.group("batch"))
     if entry is not None:
-        return _found("batch", entry.path, sentences.batch(entry), [entry], entry)
+        return _held("batch", entry)
     return _outside(trace, ended, near_limit, masked) or _in_backward(trace, near_limit, scale)
 
 
@@ -137,7 +116,7 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
         before = [c for c in before if c.ended < given.ended]
     suspects = _suspects_before(trace, before, call, near_limit)
     sentence = sentences.forward(
-        sentences.title_of(trace, call),
+        trace.title(call),
         bad,
         inputs,
         passed_to=given,
@@ -184,14 +163,15 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     if producer is None:
         bad = (bad_outputs or bad_parameters)[0]
         came = trace.group("loss")
-        sentence = sentences.backward_of_loss(root, bad, scale)
+        at = sentences.at_scale(scale)
+        sentence = sentences.SAYS["backward_of_loss"].format(root=root, bad=bad, at=at)
         suspects: list[tuple[str, str]] = []
     else:
         came = trace.seen(producer, "grad_output")
         leaving = [*trace.seen(producer, "grad_input"), *_own_gradients(trace, producer)]
         bad = _first_bad(leaving) or leaving[0]
         sentence = sentences.backward(
-            sentences.title_of(trace, producer),
+            trace.title(producer),
             bad,
             came,
             is_parameter=bad in _own_gradients(trace, producer),
@@ -229,16 +209,21 @@ def _found(
     suspects: Sequence[tuple[str, str]] = (),
     is_root: bool = False,
 ) -> Finding:
+    listed = "; ".join(f"`{name}` ({words})" for name, words in suspects)
     return Finding(
         source=source,
         name=name,
-        sentence=sentences.with_suspects(sentence, suspects),
+        sentence=sentence + (sentences.SAYS["suspects"].format(listed=listed) if suspects else ""),
         dtype=bad.dtype_name,
         amax=max((s.amax for s in went_in), default=0.0),
         limit=bad.limit,
         suspects=tuple(suspect for suspect, _ in suspects),
         is_root=is_root,
     )
+
+
+def _held(source: Source, bad: Seen) -> Finding:
+    return _found(source, bad.path, sentences.SAYS[source].format(bad=bad), [bad], bad)
 
 
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:

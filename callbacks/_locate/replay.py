@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_mp.callbacks._locate.trace import Trace
-from lightning_mp.callbacks._step.batches import copy_containers
-from lightning_mp.callbacks._step.nested import named_tensors
-from lightning_mp.callbacks._step.training_state import plain_name
+from lightning_mp.callbacks._step.batches import copy_containers, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
+from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "can_replay", "replay"]
@@ -32,19 +31,12 @@ _MISSING = object()
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What it takes to run a batch again.
+    """What it takes to run a batch again."""
 
-    Args:
-        batch: As `training_step` got it: its containers are copies, its tensors are not.
-        batch_idx: Its number in the epoch.
-        rng: The generators before the step.
-        loss: What came out; `None` where it is not known.
-    """
-
-    batch: Any
-    batch_idx: int
-    rng: RngState
-    loss: float | None = None
+    batch: Any  # as `training_step` got it; containers are copies
+    batch_idx: int  # of the epoch
+    rng: RngState  # the generators before the step
+    loss: float | None = None  # what came out, if it is known
 
 
 class _ReachedStepError(Exception):
@@ -62,23 +54,18 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
 
     Generators start where they started, under the precision plugin's contexts. Afterwards
     generators, buffers, gradients, the states of torchmetrics, logged values and counts of clamped
-    values are as before. Optimizers and schedules do not step. Compiled code runs eagerly.
+    values are as before. Optimizers and schedules do not step. Compiled code runs eagerly. In
+    manual optimization it ends before the step of an optimizer with the number `optimizer_steps`
+    within the batch, from 1; with 0 it runs to the end.
 
     DDP neither reduces gradients nor broadcasts buffers, but what `training_step` itself sends to
     other ranks is sent again: all ranks must replay together.
-
-    Args:
-        trainer: The trainer.
-        record: The batch.
-        scale: What to scale losses by; `None` for no loss scale.
-        optimizer_steps: In manual optimization, the step of an optimizer to end before, counted
-            from 1 within the batch; 0 to run to the end.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     trace = Trace(module)
     trace.note("batch", named_tensors(record.batch, "batch"))
-    trace.note("parameters", ((plain_name(n), p) for n, p in module.named_parameters()))
-    trace.note("buffers", ((plain_name(n), b) for n, b in module.named_buffers()))
+    trace.note("parameters", ((as_written(n), p) for n, p in module.named_parameters()))
+    trace.note("buffers", ((as_written(n), b) for n, b in module.named_buffers()))
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trace.note("loss", iter([("loss", loss)]))
@@ -106,7 +93,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             loss = _loss_of(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
             backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
-        gradients = ((plain_name(n), p.grad) for n, p in module.named_parameters())
+        gradients = ((as_written(n), p.grad) for n, p in module.named_parameters())
         trace.note("gradients", ((n, g) for n, g in gradients if g is not None))
         trace.read()
     return trace

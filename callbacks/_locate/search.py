@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
 from lightning_mp.callbacks._locate.replay import Record, can_replay, replay
+from lightning_mp.callbacks._locate.sentences import SAYS
 from lightning_mp.callbacks._locate.trace import Trace
 
 __all__ = ["gather_objects", "search"]
@@ -37,20 +37,12 @@ def search(
     optimizer_steps: int,
     near_limit: float,
 ) -> tuple[int, int, Finding]:
-    """Replay batches one by one until one of them shows where it began.
+    """Replay batches one by one until one of them shows where it began; as many on every rank.
 
-    Args:
-        trainer: The trainer.
-        records: The batches to look at, as many on every rank.
-        scale: The loss scale of the step.
-        optimizer_steps: Where a replay ends in manual optimization, see `replay`.
-        near_limit: The share of a dtype's largest number that makes a suspect.
-
-    Returns:
-        Index of the batch, rank and finding, the same on all ranks.
+    Return its index, the rank and the finding, the same on all ranks.
     """
     if not can_replay(trainer):
-        return 0, 0, Finding(source="failed", name="", sentence=sentences.NO_REPLAY)
+        return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
 
@@ -65,8 +57,8 @@ def search(
             if finding.source == "backward" and scale is not None:
                 rank, finding = _at_lower_scales(look, rank, finding)
             return index, rank, replace(finding, sentence=finding.sentence + difference)
-    sentence = sentences.nowhere(len(records)) + inexact
-    return 0, 0, Finding(source="nowhere", name="", sentence=sentence)
+    nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
+    return 0, 0, Finding(source="nowhere", name="", sentence=nowhere + inexact)
 
 
 def _difference(trace: Trace, record: Record) -> str:
@@ -79,7 +71,8 @@ def _difference(trace: Trace, record: Record) -> str:
         is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
     else:
         is_same = loss.is_finite == math.isfinite(before)
-    return "" if is_same else sentences.not_exact(before, loss)
+    now = f"{loss.amax:.4g}" if loss.is_finite else loss.kind
+    return "" if is_same else SAYS["not_exact"].format(now=now, before=before)
 
 
 def _at_lower_scales(
@@ -87,9 +80,8 @@ def _at_lower_scales(
 ) -> tuple[int, Finding]:
     """Tell a loss scale that is too high from a gradient that is not finite at any.
 
-    Returns:
-        Rank and finding: that at a loss scale of 1 if there is one, else that of before with the
-        largest power of two, or nearly so, at which gradients are finite.
+    Return the finding at a loss scale of 1 if there is one, else that of before with the largest
+    power of two, or nearly so, at which gradients are finite.
     """
     seen = look(1.0)
     for other, (found, _, _) in enumerate(seen):
@@ -101,9 +93,12 @@ def _at_lower_scales(
         fitting *= 2
     for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
         if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:
-            return rank, finding.at_fitting_scale(fitting)
+            break
         fitting = max(fitting / 4, 1.0)
-    return rank, finding.at_fitting_scale(1.0)
+    else:
+        fitting = 1.0
+    sentence = finding.sentence + SAYS["fitting_scale"].format(scale=fitting)
+    return rank, replace(finding, sentence=sentence, fitting_scale=fitting)
 
 
 def _look(
@@ -118,5 +113,7 @@ def _look(
         trace = replay(trainer, record, scale, optimizer_steps)
     except Exception as error:
         # Without memory for a second backward, say: no reason to end a run that goes on without.
-        return Finding(source="failed", name="", sentence=sentences.failed(error)), 0.0, ""
+        text = (str(error).splitlines() or [""])[0][:200]
+        sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
+        return Finding(source="failed", name="", sentence=sentence), 0.0, ""
     return find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)

@@ -1,6 +1,7 @@
 """What a replayed step shows: every module's inputs, outputs and gradients, in the order made."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -9,36 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.callbacks._step.nested import named_tensors
-from lightning_mp.callbacks._step.training_state import plain_name
+from lightning_mp.callbacks._step.batches import named_tensors
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
+from lightning_mp.precision._choice.module_selection import as_written
 
-__all__ = ["Call", "Seen", "Trace", "module_path"]
+__all__ = ["Call", "Seen", "Trace"]
 
 Role = Literal["input", "output", "grad_output", "grad_input"]
 
 
 class Seen(NamedTuple):
-    """One tensor as it was at one moment.
+    """One tensor as it was at one moment."""
 
-    Args:
-        path: Where it is in what was passed, such as `[0]["hidden"]`; or its dotted name.
-        dtype: Its dtype.
-        amax: The largest finite magnitude.
-        nan: How many values are NaN.
-        inf: How many are +inf or -inf.
-        positive: How many are +inf.
-    """
-
-    path: str
+    path: str  # in what was passed, such as `[0]["hidden"]`; or its dotted name
     dtype: torch.dtype
-    amax: float
-    nan: int
-    inf: int
-    positive: int
+    amax: float  # the largest finite magnitude
+    nan: int  # how many values are NaN,
+    inf: int  # +inf or -inf,
+    positive: int  # and +inf
 
     @property
     def is_finite(self) -> bool:
@@ -56,6 +48,13 @@ class Seen(NamedTuple):
         return self.is_masked and self.amax == 0
 
     @property
+    def kind(self) -> str:
+        """What is in it that is not finite."""
+        if self.nan and self.inf:
+            return "NaN and inf"
+        return "NaN" if self.nan else "inf"
+
+    @property
     def dtype_name(self) -> str:
         """Its dtype, such as `"float16"`."""
         return str(self.dtype).removeprefix("torch.")
@@ -68,21 +67,13 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a module.
+    """One call of a module; what was seen, by role, as indices of the trace's tensors."""
 
-    Args:
-        name: The module's dotted name, `""` for the root.
-        module: The module.
-        ended: When the forward ended, on the clock of the trace, from 1; 0 for one that did not.
-        reached: When the first gradient of an output came, and `left` when one of an input did.
-        tensors: What was seen, by role; each an index of the trace's tensors.
-    """
-
-    name: str
+    name: str  # dotted; `""` for the root
     module: nn.Module
-    ended: int = 0
-    reached: int = 0
-    left: int = 0
+    ended: int = 0  # when the forward did, on the clock of the trace from 1; 0 where it did not
+    reached: int = 0  # when the first gradient of an output came,
+    left: int = 0  # and when one of an input did
     tensors: dict[Role, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
@@ -90,12 +81,8 @@ class Trace:
     """Hooks on all modules of a model that note statistics of tensors, for one step.
 
     Nothing is read until the step is over: statistics stay on the device, and the host waits once.
-
     Gradients are caught by hooks on tensors, as module hooks overlook those in dicts. A tensor that
     two modules take has one gradient, their sum; each module is therefore given a view of its own.
-
-    Args:
-        root: The model.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -113,9 +100,9 @@ class Trace:
         """Put the hooks on."""
         for path, module in self.root.named_modules():
             if not isinstance(module, torch.jit.ScriptModule) and not _is_metric(module):
-                name = module_path(path)
+                before = functools.partial(self._before, as_written(path))
                 self._handles += [
-                    module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                    module.register_forward_pre_hook(before, with_kwargs=True),
                     module.register_forward_hook(self._after),
                 ]
         return self
@@ -133,22 +120,21 @@ class Trace:
         """Note tensors that belong to no call, such as `"batch"` or `"parameters"`."""
         self._groups[group] += self._take(tensors)
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = Call(name, module)
-            self.calls.append(call)
-            self._open[module].append(call)
-            if torch.is_grad_enabled():
-                views: dict[int, Tensor] = {}
-                args = tuple(_views(each, views) for each in args)
-                kwargs = {key: _views(each, views) for key, each in kwargs.items()}
-            inputs = [*named_tensors(args), *named_tensors(kwargs)]
-            call.tensors["input"] = self._take(iter(inputs))
-            for path, tensor in inputs:
-                self._catch(call, "grad_input", path, tensor)
-            return args, kwargs
-
-        return hook
+    def _before(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = Call(name, module)
+        self.calls.append(call)
+        self._open[module].append(call)
+        if torch.is_grad_enabled():
+            views: dict[int, Tensor] = {}
+            args = tuple(_views(each, views) for each in args)
+            kwargs = {key: _views(each, views) for key, each in kwargs.items()}
+        inputs = [*named_tensors(args), *named_tensors(kwargs)]
+        call.tensors["input"] = self._take(iter(inputs))
+        for path, tensor in inputs:
+            self._catch(call, "grad_input", path, tensor)
+        return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._open[module]
@@ -210,14 +196,15 @@ class Trace:
         """Return what was seen of a call."""
         return [self._read[i] for i in call.tensors.get(role, ())]
 
+    def title(self, call: Call) -> str:
+        """Return how a module is called."""
+        if not call.name:
+            return f"the root `{type(self.root).__name__}` itself"
+        return f"`{call.name}` ({type(call.module).__name__})"
+
     def group(self, group: str) -> list[Seen]:
         """Return what was noted under a name."""
         return [self._read[i] for i in self._groups.get(group, ())]
-
-
-def module_path(path: str) -> str:
-    """Return a module's name without what wrappers put into it, also at its end."""
-    return plain_name(path + ".")[:-1] if path else path
 
 
 def _views(value: Any, views: dict[int, Tensor]) -> Any:

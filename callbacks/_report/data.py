@@ -33,14 +33,7 @@ _Points = list[tuple[int, float]]
 def report_data(
     own: "History", others: Iterable["History"], run: dict[str, Any], max_tensors: int
 ) -> dict[str, Any]:
-    """Return what a page shows, in at most a few MB.
-
-    Args:
-        own: What the report recorded itself.
-        others: The histories of the monitors.
-        run: Facts about the run.
-        max_tensors: Rows of a heat map.
-    """
+    """Return what a page shows, in at most a few MB: facts about the run, and all histories."""
     histories = [own, *others]
     alarms = sorted((a for h in histories for a in h.alarms), key=lambda alarm: alarm.step)
     curves = _pick_curves(histories)

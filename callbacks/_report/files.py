@@ -1,16 +1,17 @@
-"""Finds the data of a report in a run's folder, and makes its page."""
+"""Files of reports: found, never half there, shared by no two runs, and not worth a run."""
 
+import contextlib
 import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
-from lightning_mp.callbacks._report.writing import write_atomically
+from lightning_mp.callbacks._rules.usage import usage
 
-__all__ = ["alarms_since", "rebuild_page"]
-
-_WRITTEN_BY = "It is written by the callback `InstabilityReport`"
+__all__ = ["alarms_since", "claim", "forgiven", "rebuild_page", "write_atomically"]
 
 
 def rebuild_page(run_dir: str | Path) -> Path:
@@ -29,10 +30,7 @@ def rebuild_page(run_dir: str | Path) -> Path:
     if path.is_file():
         data = _read(path)
         if data is None:
-            raise ValueError(
-                f"Passed {str(path)!r}, which does not hold a report's data. {_WRITTEN_BY}, as "
-                "`instability.json`. Pass the folder of a run."
-            )
+            raise ValueError(usage("no_report_data", path=str(path)))
         source = path
     else:
         source, data = _search(path)
@@ -43,22 +41,18 @@ def rebuild_page(run_dir: str | Path) -> Path:
 
 def _search(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not folder.is_dir():
-        raise ValueError(f"Passed {str(folder)!r}, which does not exist. Pass the folder of a run.")
+        raise ValueError(usage("no_folder", path=str(folder)))
     for pattern in ("*.json", "**/*.json"):
         read = {path: _read(path) for path in sorted(folder.glob(pattern))}
         found = {path: data for path, data in read.items() if data is not None}
         if len(found) > 1:
             names = ", ".join(repr(str(each)) for each in list(found)[:5])
             raise ValueError(
-                f"Passed {str(folder)!r}, which holds the data of {len(found)} reports: {names}. "
-                "Pass one of them."
+                usage("several_reports", path=str(folder), count=len(found), names=names)
             )
         if found:
             return next(iter(found.items()))
-    raise ValueError(
-        f"Passed {str(folder)!r}, where no report's data is, nor in a folder below. {_WRITTEN_BY}, "
-        "as `instability.json`. Add it to the callbacks of the run, or pass its `dirpath`."
-    )
+    raise ValueError(usage("no_report", path=str(folder)))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -74,3 +68,46 @@ def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
     """Return the alarms of a step and of later ones that a report's data holds."""
     found = _read(data)
     return [] if found is None else [a for a in found["alarms"] if a["step"] >= step]
+
+
+def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
+    """Return a path that no other run writes to, which `create` takes or raises `FileExistsError`.
+
+    Where another run has it, `-v1` or a higher number is put behind. What the run that is resumed
+    wrote to is taken again if it is still in the same folder.
+    """
+    is_here = earlier and os.path.dirname(earlier) == os.path.abspath(path.parent)
+    if earlier and is_here and os.path.exists(earlier):
+        return Path(earlier)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mine, number = path, 0
+    while True:
+        try:
+            create(mine)
+        except FileExistsError:
+            number += 1
+            mine = path.with_name(f"{path.stem}-v{number}{path.suffix}")
+        else:
+            return mine
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that at any moment the old or the new one is there, whole."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def forgiven(key: str, **fields: object) -> Iterator[None]:
+    """Warn of an error, in the words of `_rules/usage.py`: a file is never worth a run."""
+    try:
+        yield
+    except Exception as error:
+        from lightning.pytorch.utilities import rank_zero_warn  # `lightning-mp report` needs none
+
+        rank_zero_warn(usage(key, error=f"{type(error).__name__}: {error}", **fields))

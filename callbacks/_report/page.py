@@ -40,13 +40,10 @@ _WIDE = ' class="wide"'
 
 
 def report_page(data: dict[str, Any]) -> str:
-    """Return the page.
+    """Return the page of what `report_data` returned, also after a trip through JSON.
 
     Names and messages come from users' code: they are escaped here, and the script writes them
     as text. A content security policy forbids all other scripts and any request.
-
-    Args:
-        data: What `report_data` returned, also after a trip through JSON.
     """
     run = data["run"]
     style, script = _asset("css"), _asset("js")

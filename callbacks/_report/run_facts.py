@@ -33,13 +33,11 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
     device = str(trainer.strategy.root_device)
     if trainer.strategy.root_device.type == "cuda":
         device = torch.cuda.get_device_name(trainer.strategy.root_device)
-    facts = [
+    batches = trainer.accumulate_grad_batches
+    return [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
-    ]
-    facts += [["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]]
-    batches = trainer.accumulate_grad_batches
-    facts += [
+        *(["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]),
         ["Accumulation", "none" if batches == 1 else f"{batches} batches a step"],
         ["Clipping", _clipping(trainer)],
         ["Strategy", f"{type(trainer.strategy).__name__}, world size {trainer.world_size}"],
@@ -50,7 +48,6 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
             f"lightning {lightning.__version__}, Python {platform.python_version()}",
         ],
     ]
-    return facts
 
 
 def _clipping(trainer: pl.Trainer) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_mp.callbacks._rules.learning import Learning
-from lightning_mp.callbacks._rules.underflow import ROUNDING
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.ranges import ROUNDING
+from lightning_mp.callbacks._rules.verdict import Learning, Verdict
 
 __all__ = ["AdamNumbers", "AdamStateRule"]
 
@@ -30,58 +29,40 @@ _UNKNOWN: dict[str, Any] = {
     "moment": 0.0,  # the second moment at the last sample,
     "at": 0,  # and Adam's step
     "from": 0,  # its first step
-    "is_below": False,  # whether all of it was below epsilon in the last sample
     "is_real": False,  # whether its gradient ever was more than rounding
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamNumbers:
-    """What one step is about to do to one tensor.
-
-    Args:
-        name: The parameter.
-        numel: How many values it has.
-        rms: The RMS of `g / max(sqrt(v_hat), eps)`.
-        below_epsilon: The share of moving values with `sqrt(v_hat) < eps`.
-        ratio: The norm of the update over that of the weights; NaN for weights of 0.
-        is_zero: Whether the whole gradient is 0.
-        gradient_rms: The RMS of its values.
-        second_moment: The sum of `v` after the step.
-        step: How many steps Adam will have made.
-    """
+    """What one step is about to do to one tensor."""
 
     name: str
     numel: int
-    rms: float
-    below_epsilon: float
-    ratio: float
-    is_zero: bool
+    rms: float  # the RMS of `g / max(sqrt(v_hat), eps)`
+    below_epsilon: float  # the share of moving values with `sqrt(v_hat) < eps`
+    ratio: float  # the norm of the update over that of the weights; NaN for weights of 0
+    is_zero: bool  # whether the whole gradient is 0
     gradient_rms: float
-    second_moment: float
-    step: int
+    second_moment: float  # the sum of `v` after the step
+    step: int  # how many steps Adam will have made
 
 
 @dataclass(kw_only=True, eq=False)
 class AdamStateRule(Learning):
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
 
-    Without a baseline: a tensor all of whose `sqrt(v_hat)` are below epsilon, twice in a row, and
-    updates that are too small to move a weight. By what was learnt: the others. What is sparse by
-    nature is held against itself. A tensor that has a gradient in a share q of the samples has a
-    second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is usual for it.
+    Without a baseline, from the first sample on: a tensor all of whose `sqrt(v_hat)` are below
+    epsilon, and updates that are too small to move a weight. By what was learnt: the others. What
+    is sparse by nature is held against itself. A tensor that has a gradient in a share q of the
+    samples has a second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is
+    usual for it.
     A run without gradient is too long where it is as long as `zero_run_steps` and the tensor always
     had one before, or where it is unlikely: `exp(-c n / T) < 1e-4` for n of T steps, if before it
     the second moment has grown between c pairs of samples. Where no tensor has a gradient, as for a
     loss of exactly 0, a run counts when it makes the next step `max_update_rms` times as long.
 
-    Args:
-        baseline_samples: Samples of a tensor that tell what is usual for it.
-        max_update_rms: The RMS that is too high, before the allowance for few values.
-        max_below_epsilon: The share below epsilon, above the usual, that is too large.
-        zero_run_steps: Steps without gradient that are too many.
-        min_ratio: The ratio of update to weight that is too small.
-        max_ratio: And the one that is too large.
+    The arguments are those of `AdamStateMonitor`.
     """
 
     baseline_samples: int
@@ -106,15 +87,9 @@ class AdamStateRule(Learning):
         eps: float,
         first: Collection[str],
     ) -> list[Verdict]:
-        """Take in a sample, and return what is wrong.
+        """Take in a sample of the tensors whose numbers are all finite; return what is wrong.
 
-        Args:
-            step: Of the sample.
-            tensors: Those whose numbers are all finite.
-            rate: The learning rate, if it is known.
-            beta2: Of Adam.
-            eps: Of Adam.
-            first: Names to name before others, of several with a high RMS.
+        Of several with a high RMS, those in `first` are named before others.
         """
         self._highest_rate = max(self._highest_rate, rate or 0.0)
         is_rising, self._last_rate = (rate or 0.0) > self._last_rate, rate or 0.0
@@ -168,7 +143,6 @@ class AdamStateRule(Learning):
         self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
     ) -> list[Verdict]:
         share = numbers.below_epsilon
-        was_below, usual["is_below"] = usual["is_below"], share >= _ALL
         # What Adam divides by should be mostly the gradient's size: a thousandth of it is left.
         root = math.sqrt(numbers.second_moment / numbers.numel)
         power = math.floor(math.log10(max(numbers.gradient_rms, root, 1e-30))) - 3
@@ -177,7 +151,7 @@ class AdamStateRule(Learning):
         threshold = usual["below"] + self.max_below_epsilon
         if is_known and share > threshold:
             return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
-        if was_below and usual["is_below"]:
+        if share >= _ALL:
             says = "below_epsilon_all"
             verdict = Verdict("below_epsilon", share, _ALL, says=says, numbers=words)
             return [replace(verdict, tensor=numbers.name)]

@@ -83,16 +83,9 @@ def adam_statistics(
         m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
 
     In fp32 and parameter by parameter, so that beside one parameter's copies nothing is held; a
-    non-finite sum of squares counts as non-finite.
-
-    Args:
-        optimizer: Adam, or one with its states `exp_avg`, `exp_avg_sq` and `step`.
-        parameters: Those of its parameters to look at; the row of one without state is zero.
-        gradients: Of each parameter; an empty one for none.
-        unscale: What gradients are to be multiplied by.
-
-    Returns:
-        sums_NK: float64 (fp32 on MPS), on the device of the parameters; one row a parameter.
+    non-finite sum of squares counts as non-finite. The optimizer is Adam, or has its states
+    `exp_avg`, `exp_avg_sq` and `step`; the row of a parameter without them, or with an empty
+    gradient, is zero. Rows are float64 (fp32 on MPS), on the device of the parameters.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rows = [

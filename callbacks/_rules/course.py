@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_mp.callbacks._rules.learning import Learning
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.verdict import Learning, Verdict
 
 __all__ = ["CourseRule", "noise_of"]
 
@@ -28,13 +27,10 @@ _TREND = 16  # judgements, 128 steps, over which it must have risen from quarter
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """Return the deviation of single values about their trend.
+    """Return the deviation of single values, three at least, about their trend.
 
     By the median of differences, so that neither a slope nor outliers count: independent values
     differ by sqrt(2) times their deviation.
-
-    Args:
-        values: In their order, three at least.
     """
     steps = [after - before for before, after in zip(values, values[1:], strict=False)]
     center = statistics.median(steps)
@@ -76,13 +72,7 @@ class CourseRule(Learning):
     _known: dict[str, float] = field(default_factory=lambda: {"steps": 0.0}, init=False)
 
     def judge(self, step: int, loss: float | None, norm: float | None) -> list[Verdict]:
-        """Take in a step, and return what is wrong with the course.
-
-        Args:
-            step: Its number.
-            loss: Finite, or `None` where there is none.
-            norm: Of the gradients, likewise.
-        """
+        """Take in a step, with loss and gradient norm if they are finite; return what is wrong."""
         known = self._known
         known["steps"] += 1
         if loss is not None:

@@ -1,5 +1,6 @@
 """What monitors remember: alarms, curves and heat maps."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -95,14 +96,7 @@ class History:
     def add_column(
         self, name: str, step: int, tensors: Sequence[str], values: Sequence[float]
     ) -> None:
-        """Add one step, or to that step, of a heat map; tensors that are new to it get a row.
-
-        Args:
-            name: Of the heat map, such as `"zero_share"`.
-            step: The training step.
-            tensors: Names of the rows.
-            values: One for each of `tensors`.
-        """
+        """Add one step, or to that step, of a heat map; tensors that are new to it get a row."""
         heat = self.maps.setdefault(name, {"names": [], "columns": []})
         names: list[str] = heat["names"]
         columns: list[tuple[int, list[float]]] = heat["columns"]
@@ -135,23 +129,11 @@ class History:
         return seen % self._strides.setdefault(key, 1) == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings, lists and dicts, for JSON or a checkpoint."""
+        """Return plain numbers, strings, tuples, lists and dicts, for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "History":
-        """Make a history of what `to_dict` returned, also after a trip through JSON."""
-        return cls(
-            alarms=[Alarm(**alarm) for alarm in plain["alarms"]],
-            curves={k: [(int(s), float(v)) for s, v in c] for k, c in plain["curves"].items()},
-            maps={
-                name: {
-                    "names": list(heat["names"]),
-                    "columns": [(int(s), [float(v) for v in c]) for s, c in heat["columns"]],
-                }
-                for name, heat in plain["maps"].items()
-            },
-            _strides=dict(plain["_strides"]),
-            _seen=dict(plain["_seen"]),
-            _newest=dict(plain["_newest"]),
-        )
+        """Make a history of what `to_dict` returned."""
+        own = copy.deepcopy(dict(plain))
+        return cls(**own | {"alarms": [Alarm(**alarm) for alarm in plain["alarms"]]})

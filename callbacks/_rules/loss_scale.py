@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_mp.callbacks._rules.learning import Learning
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.verdict import Learning, Verdict
 
 __all__ = ["LossScaleRule"]
 
@@ -20,11 +19,7 @@ class LossScaleRule(Learning):
     Absolute legs: a skip at the lowest scale, which no lower one can cure, and a scale below
     `min_scale`. A rate: too many skips in the newest steps.
 
-    Args:
-        max_skip_rate: Skipped steps as a share of `window_steps` that are too many.
-        window_steps: Steps that the rate is taken over.
-        calibration_steps: Steps at the start that do not count for the rate.
-        min_scale: The scale that is too low.
+    The arguments are those of `LossScaleMonitor`.
     """
 
     max_skip_rate: float
@@ -48,15 +43,7 @@ class LossScaleRule(Learning):
     def judge(
         self, before: float | None, scale: float, is_skipped: bool, floor: float, is_dynamic: bool
     ) -> list[Verdict]:
-        """Take in a step, and return what is wrong.
-
-        Args:
-            before: The loss scale that it was made with.
-            scale: The loss scale after it.
-            is_skipped: Whether it was skipped.
-            floor: The lowest scale there is.
-            is_dynamic: Whether the scale moves.
-        """
+        """Take in a step, with the scale before and after it, and return what is wrong."""
         self.scale = scale
         self.steps += 1
         self.skipped_steps += is_skipped

@@ -1,16 +1,14 @@
 """Judges losses and gradient norms against a robust window that lives on their device.
 
-Legend: K signals, N places in the window, F columns of a report.
+Legend: K signals, N places in the window.
 """
 
-from enum import IntEnum
 from typing import Any, NamedTuple
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "RobustWindow", "SignalVerdict", "is_slight"]
+__all__ = ["RobustWindow", "SignalVerdict", "is_slight"]
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
@@ -19,48 +17,17 @@ _MAX_Z = 1e4  # so that a plot of z keeps its scale
 _SLIGHT = 0.1  # of what was gained since the highest level
 
 
-class Column(IntEnum):
-    """What a report holds about a signal."""
-
-    VALUE = 0
-    MEDIAN = 1
-    LIMIT = 2
-    HIGHEST = 3
-    Z = 4
-    IS_SPIKE = 5
-    IS_FINITE = 6
-    IS_NEW_LEVEL = 7
-
-
 class SignalVerdict(NamedTuple):
-    """What a window says about one signal at one step.
+    """What a window says: of several signals in tensors on their device, of one in numbers."""
 
-    Args:
-        value: What was measured.
-        median: Of the window; NaN while it is empty.
-        limit: Above it, a value is a spike.
-        highest: The highest value in the window.
-        z: How far the value is above the median, in robust standard deviations; NaN where the
-            window holds too little to say.
-        is_spike: Whether it is refused.
-        is_finite: Whether it is a number.
-        is_new_level: Whether it is the last of so many spikes in a row that the window starts anew.
-    """
-
-    value: float
-    median: float
-    limit: float
-    highest: float
-    z: float
-    is_spike: bool
-    is_finite: bool
-    is_new_level: bool
-
-    @classmethod
-    def from_row(cls, row: npt.NDArray[Any]) -> "SignalVerdict":
-        """Make a verdict of a row of a report that has arrived on the host."""
-        value, median, limit, highest, z, *flags = row.tolist()
-        return cls(value, median, limit, highest, z, *map(bool, flags))
+    value: Any  # what was measured
+    median: Any  # of the window; NaN while it is empty
+    limit: Any  # above it, a value is a spike
+    highest: Any  # the highest value in the window
+    z: Any  # robust deviations above the median; NaN where the window holds too little to say
+    is_spike: Any  # whether it is refused
+    is_finite: Any  # whether it is a number
+    is_new_level: Any  # whether it is the last of so many spikes that the window starts anew
 
 
 class RobustWindow:
@@ -81,12 +48,8 @@ class RobustWindow:
     `patience` spikes in a row the level has shifted: the window is emptied, and judges again when
     it has `min_values`. All of this is done on the device, without a host sync.
 
-    Args:
-        floors: The least standard deviation of each signal, relative: two or more signals.
-        size: Values in the window.
-        min_values: Values from which on it judges.
-        z_threshold: Robust standard deviations above the median.
-        patience: Spikes in a row after which their level is accepted.
+    `floors` are the least standard deviations of signals, relative; after `size` values the oldest
+    goes, and from `min_values` on it judges. The others are arguments of `SpikeGuard`.
     """
 
     def __init__(
@@ -109,24 +72,19 @@ class RobustWindow:
             3, len(floors), dtype=torch.long
         ).unbind()
 
-    def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> Tensor:
-        """Judge a step, and take in what is healthy.
+    def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
+        """Judge the signals of a step, fp32, and take in what is healthy.
 
-        Args:
-            values_k: The signals, fp32.
-            judged_k: Which of them there are at this step, bool; the others count as healthy.
-            spread: How much noisier this step is than others, 1 or more.
-
-        Returns:
-            A report of shape [K, F], on the device; `Column` names its columns.
+        Those that are not judged, as there is none at this step, count as healthy. `spread` says
+        how much noisier than others the step is, 1 or more.
         """
         self._to(values_k.device)
         judged_k = judged_k & (values_k != 0)
-        report_kf = self._report(values_k, judged_k, spread)
-        self._take(values_k, judged_k, report_kf)
-        return report_kf
+        verdict = self._look(values_k, judged_k, spread)
+        self._take(judged_k, verdict)
+        return verdict
 
-    def _report(self, values_k: Tensor, judged_k: Tensor, spread: float) -> Tensor:
+    def _look(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
         sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
         last_k1 = (self._count_k - 1).clamp(min=0)[:, None]
         is_positive_k = sorted_kn[:, 0] > 0
@@ -152,26 +110,24 @@ class RobustWindow:
         median_k = torch.where(is_positive_k, center_k.exp(), center_k)
         known_k = torch.where(is_known_k, median_k, -torch.inf)
         self.highest_k = torch.maximum(self.highest_k, known_k)
-        columns = {
-            Column.VALUE: values_k,
-            Column.MEDIAN: median_k,
-            Column.LIMIT: torch.where(is_positive_k, limit_k.exp(), limit_k),
-            Column.HIGHEST: sorted_kn.gather(1, last_k1)[:, 0],
-            Column.Z: torch.where(is_known_k & is_finite_k, z_k, torch.nan),
-            Column.IS_SPIKE: is_spike_k,
-            Column.IS_FINITE: is_finite_k,
-            Column.IS_NEW_LEVEL: is_spike_k & (self._streak_k + 1 >= self.patience),
-        }
-        return torch.stack([columns[column].to(values_k.dtype) for column in Column], dim=1)
+        return SignalVerdict(
+            value=values_k,
+            median=median_k,
+            limit=torch.where(is_positive_k, limit_k.exp(), limit_k),
+            highest=sorted_kn.gather(1, last_k1)[:, 0],
+            z=torch.where(is_known_k & is_finite_k, z_k, torch.nan),
+            is_spike=is_spike_k,
+            is_finite=is_finite_k,
+            is_new_level=is_spike_k & (self._streak_k + 1 >= self.patience),
+        )
 
-    def _take(self, values_k: Tensor, judged_k: Tensor, report_kf: Tensor) -> None:
-        is_spike_k = report_kf[:, Column.IS_SPIKE] != 0
-        is_new_k = report_kf[:, Column.IS_NEW_LEVEL] != 0
-        is_healthy_k = (report_kf[:, Column.IS_FINITE] != 0) & ~is_spike_k & judged_k
+    def _take(self, judged_k: Tensor, verdict: SignalVerdict) -> None:
+        is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
+        is_healthy_k = verdict.is_finite & ~is_spike_k & judged_k
         at_k1 = self._next_k[:, None]
         kept_k1 = self._values_kn.gather(1, at_k1)
         values_kn = self._values_kn.scatter(
-            1, at_k1, torch.where(is_healthy_k[:, None], values_k[:, None], kept_k1)
+            1, at_k1, torch.where(is_healthy_k[:, None], verdict.value[:, None], kept_k1)
         )
         size = values_kn.shape[1]
         self._values_kn = torch.where(is_new_k[:, None], torch.nan, values_kn)
@@ -201,18 +157,15 @@ class RobustWindow:
             self._floors_k = self._floors_k.cpu()
 
 
-def is_slight(loss_f: Tensor, norm_f: Tensor, highest: Tensor) -> Tensor:
+def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
     """Return whether a loss spike is of no account, as of a few odd samples at a loss close to 0.
 
     Where a loss has come down to a thousandth, one sample of a batch of 32 that is told wrongly is
     30 times the median, and nothing is wrong. So a spike that takes back less than a tenth of what
-    was gained is none where the gradient norm, which such a sample leaves as it is, is as usual.
-
-    Args:
-        loss_f: Row of the loss in a report.
-        norm_f: That of the gradient norm.
-        highest: The highest median of the loss so far; -inf where there is none.
+    was gained since the highest median is none where the gradient norm, which such a sample leaves
+    as it is, is as usual.
     """
-    lost, gained = loss_f[Column.VALUE] - loss_f[Column.MEDIAN], highest - loss_f[Column.MEDIAN]
-    is_usual = (norm_f[Column.IS_SPIKE] == 0) & (norm_f[Column.IS_FINITE] != 0)
-    return is_usual & (lost < _SLIGHT * gained)
+    median = verdict.median[0]
+    is_usual: Tensor = ~verdict.is_spike[1] & verdict.is_finite[1]
+    is_small: Tensor = verdict.value[0] - median < _SLIGHT * (highest - median)
+    return is_usual & is_small

@@ -1,6 +1,6 @@
 """What monitors say: one message and one remedy for each rule, all in this file.
 
-`tests/callbacks/golden/sentences.txt` holds each of them with sample numbers, for review.
+`tests/callbacks/golden/rules.txt` holds each of them with sample numbers, for review.
 """
 
 from collections.abc import Mapping
@@ -107,8 +107,9 @@ _CLAMP = (
 )
 
 REMEDIES = {
-    "loss_scale_floor": "Check the loss and the data for NaN. Add NonFiniteLocator() to name the "
-    "module, then keep it in fp32 by fp32_modules=[...], or train with half='bf16'.",
+    "loss_scale_floor": "Check loss and data for NaN and for values far out of range. Add "
+    "NonFiniteLocator() to name the module, then keep it in fp32 by fp32_modules=[...], or train "
+    "with half='bf16'.",
     "loss_scale_floor_static": "Pass loss_scale='dynamic'. Add NonFiniteLocator() to name the "
     "module, then keep it in fp32 by fp32_modules=[...], or train with half='bf16'.",
     "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up, or add "
@@ -127,8 +128,8 @@ REMEDIES = {
     "with half='bf16'.",
     "attention_logit": "Normalise queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
-    "buffer_non_finite": "Take what is not finite out of the batch, and start the buffer anew, as "
-    "by `reset_running_stats()`.",
+    "buffer_non_finite": "Take what is not finite or far out of range out of the batch, and start "
+    "the buffer anew, as by `reset_running_stats()`.",
     "activation_underflow": f"Keep the module in fp32 by {_FP32}, or train with half='bf16'.",
     "activation_clamped": f"Keep the module in fp32 by {_FP32}, or lower the learning rate to "
     "{lower_rate:.3g}.",
@@ -141,8 +142,8 @@ REMEDIES = {
     "SafeAdamW(rule='atan2').",
     "optimizer_state_non_finite": "Go back to a checkpoint from before, or start these states anew "
     "by `optimizer.state.pop(parameter)`.",
-    "zero_run": "Use SafeAdamW(clip_update_rms=1.0), freeze the parameter, or raise the loss scale "
-    "where its gradients underflow.",
+    "zero_run": "Use SafeAdamW(clip_update_rms=1.0), or freeze the parameter. Where its units have "
+    "died, put a norm before them; where its gradients underflow, raise the loss scale.",
     "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
     "update_to_weight_low": "Raise the learning rate of its group, or lower epsilon.",
     "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
@@ -208,12 +209,7 @@ def _ordinal(count: int) -> str:
 
 
 def words_for(verdict: Verdict, *, is_ending: bool = False, **numbers: Any) -> tuple[str, str]:
-    """Return message and remedy of a verdict.
-
-    Args:
-        verdict: What a rule found.
-        is_ending: Whether the learning rate is being lowered to 0 anyway.
-        numbers: What remedies have further, such as `lower_rate`.
+    """Return message and remedy of a verdict, with numbers that remedies have further.
 
     Raises:
         KeyError: There are no words for it, or a number is missing in them.

@@ -7,28 +7,18 @@ from lightning_mp.callbacks._rules.robust_window import SignalVerdict
 from lightning_mp.callbacks._rules.verdict import Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 
-__all__ = ["Scene", "describe", "kept_checkpoints", "whose"]
+__all__ = ["Scene", "describe", "whose"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """A step, and what the guard knows beside it.
-
-    Args:
-        facts: The step.
-        first_lr: The learning rate some steps before.
-        clip_val: Of gradients, as the Trainer has it.
-        action: Of the guard.
-        is_spent: Whether there are no rewinds left.
-        window_steps: Size of the window.
-        z_threshold: Of the window.
-    """
+    """A step, and what the guard knows beside it."""
 
     facts: StepFacts
-    first_lr: float | None
-    clip_val: float | None
-    action: str
-    is_spent: bool
+    first_lr: float | None  # some steps before
+    clip_val: float | None  # of gradients, as the Trainer has it
+    action: str  # of the guard
+    is_spent: bool  # whether there are no rewinds left
     window_steps: int
     z_threshold: float
 
@@ -56,15 +46,6 @@ def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
         return _spike(scene, loss, norm)
     words = (message + _last_seen(bad) + _what_is_done(scene), _non_finite_remedy(scene))
     return Verdict(kind, bad.value, None, "error", tensor, words=words)
-
-
-def kept_checkpoints(most: int, size: int, is_in_memory: bool) -> str:
-    """Return what it costs to be able to rewind."""
-    where = "in the memory of each rank" if is_in_memory else "on disk"
-    return (
-        f"`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} bytes each "
-        f"{where}, {most * size:,} bytes in all."
-    )
 
 
 def whose(facts: StepFacts) -> str:

@@ -25,11 +25,8 @@ class AttentionMode(TorchFunctionMode):
     It is a function, and belongs to no module whose hooks would see its logits:
     `F.scaled_dot_product_attention`; `F.multi_head_attention_forward`, behind
     `nn.MultiheadAttention`, whose own calls no mode sees; and a softmax over the last of four
-    dimensions, as of eager attention. It is counted for the innermost module that is running.
-
-    Args:
-        modules: Dotted name -> module.
-        look: Called with the name of the module, and the logits.
+    dimensions, as of eager attention. `look` is called with the name of the innermost module that
+    is running, and the logits.
     """
 
     def __init__(
@@ -77,13 +74,10 @@ def logits_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return logits of attention in fp32, 0 where a mask takes them out.
+    """Return logits_BHLS of attention in fp32, 0 where a mask takes them out.
 
     Those of four samples, and of 256 queries spread over the length, as all of them would take the
     memory that the fused attention saves. Arguments as of `F.scaled_dot_product_attention`.
-
-    Returns:
-        logits_BHLS: Or with fewer dimensions, as the query has.
     """
     stride = -(-query.shape[-2] // _QUERIES)
     rows_L = torch.arange(0, query.shape[-2], stride, device=query.device)

@@ -1,19 +1,22 @@
-"""Batches as they came, for a replay or a file."""
+"""What is inside of batches and of what modules return; batches as they came."""
 
 import copy
+import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
 
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.facts import StepFacts
 
-__all__ = ["BatchKeeper", "copy_containers"]
+__all__ = ["BatchKeeper", "copy_containers", "named_tensors", "tensors_in"]
 
 _MOST_FILES = 20  # of a run
 
@@ -45,10 +48,7 @@ class BatchKeeper:
     """Holds the batches of the newest steps, and writes those of a step to a file of the run.
 
     `torch.load(path, weights_only=False)` gives a dict of step, epoch, rank and `batches`, which
-    are the micro-batches of the step, on the CPU.
-
-    Args:
-        trainer: The trainer; made on all ranks, as its folder is broadcast.
+    are the micro-batches of the step, on the CPU. Made on all ranks, as its folder is broadcast.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -76,5 +76,43 @@ class BatchKeeper:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save({**content, "batches": batches}, path)
             except Exception as error:  # no reason to end a run
-                warnings.warn(f"The batch could not be saved: {error!r}", stacklevel=2)
+                text = usage("batch_not_saved", path=str(path), error=repr(error))
+                warnings.warn(text, stacklevel=2)
         return str(path)
+
+
+_DEEPEST = 8  # levels of nesting that are looked into
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield what `named_tensors` does, without names."""
+    return (tensor for _, tensor in named_tensors(value))
+
+
+def named_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in tuples, lists, mappings, dataclasses, batches that know `to`, and pytrees.
+
+    Their names begin with `path`, as in `batch[0]["image"]`.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth < _DEEPEST:
+        for step, each in _members(value):
+            yield from named_tensors(each, path + step, depth + 1)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):  # so are the outputs of Hugging Face models
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", None)
+        for index, each in enumerate(value):
+            yield (f".{names[index]}" if names else f"[{index}]"), each
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield f".{field.name}", getattr(value, field.name, None)
+    elif hasattr(value, "to") and not isinstance(value, nn.Module):
+        yield from ((f".{key}", each) for key, each in getattr(value, "__dict__", {}).items())
+    else:
+        leaves = [leaf for leaf in _pytree.tree_leaves(value) if leaf is not value]
+        yield from ((f"[{index}]", leaf) for index, leaf in enumerate(leaves))

@@ -9,43 +9,28 @@ __all__ = ["StepFacts"]
 class StepFacts:
     """One step of one optimizer. While it is under way, what is not known yet is `None`.
 
-    Args:
-        step: Optimizer steps tried before, the axis of Lightning's loggers.
-        global_step: Optimizer steps completed before.
-        epoch: Counted from 0.
-        batch_idx: The batch of the epoch; of several accumulated ones the last.
-        rank: The rank whose loss was the highest (NaN counts as highest) where ranks exchange them,
-            with shards the one with the largest gradient; else this one.
-        optimizer: Its index.
-        optimizer_name: Its class.
-        lr: The learning rate of its first group.
-        highest_lr: The highest one of this optimizer so far.
-        loss: Unscaled; the mean of micro-batches, and of ranks where they exchange it. In manual
-            optimization the sum of what was backpropagated since the last step.
-        gradient_norm: Of all its unscaled gradients, before clipping.
-        largest_gradient: The parameter with the largest gradient norm.
-        largest_gradient_norm: That norm.
-        loss_scale: What the step was made with; `None` without one.
-        next_loss_scale: What the scaler made of it.
-        skipped: Whether the loss scaler or the precision plugin skipped the step.
+    The rank is the one to look at: whose loss was the highest (NaN counts as highest) where ranks
+    exchange them, with shards the one with the largest gradient; else this one. The loss is
+    unscaled, the mean of micro-batches, and of ranks where they exchange it; in manual optimization
+    the sum of what was backpropagated since the last step.
     """
 
-    step: int
-    global_step: int
-    epoch: int
-    batch_idx: int
+    step: int  # optimizer steps tried before, the axis of Lightning's loggers
+    global_step: int  # optimizer steps completed before
+    epoch: int  # counted from 0
+    batch_idx: int  # the batch of the epoch; of several accumulated ones the last
     rank: int
     optimizer: int = 0
     optimizer_name: str = ""
-    lr: float | None = None
-    highest_lr: float | None = None
+    lr: float | None = None  # of its first group
+    highest_lr: float | None = None  # of this optimizer so far
     loss: float | None = None
-    gradient_norm: float | None = None
-    largest_gradient: str | None = None
+    gradient_norm: float | None = None  # of all its unscaled gradients, before clipping
+    largest_gradient: str | None = None  # the parameter with the largest gradient norm
     largest_gradient_norm: float | None = None
-    loss_scale: float | None = None
-    next_loss_scale: float | None = None
-    skipped: bool | None = None
+    loss_scale: float | None = None  # what the step was made with; `None` without one
+    next_loss_scale: float | None = None  # what the scaler made of it
+    skipped: bool | None = None  # by the loss scaler or the precision plugin
 
     @property
     def is_rate_ending(self) -> bool:

@@ -8,43 +8,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._step.training_state import gather_ranks, is_sharded, plain_name
+from lightning_mp.callbacks._step.training_state import (
+    gather_ranks,
+    is_fused,
+    is_sharded,
+    scaler_of,
+)
 from lightning_mp.numerics.shards import local_shard
+from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["NamedTensors", "Signals", "gradients_of", "measure", "parameter_names"]
 
 
 class NamedTensors(NamedTuple):
-    """Tensors of an optimizer under the names of the model's parameters.
+    """Tensors of an optimizer under the names of the model's parameters."""
 
-    Args:
-        names: Dotted names.
-        gradients: Of each parameter; those of parameters without one are left out.
-        parameters: What the optimizer steps and keeps state for.
-        unscale: What to multiply gradients by: 1 where they are unscaled already, else the inverse
-            loss scale, on the device.
-    """
-
-    names: list[str]
-    gradients: list[Tensor]
-    parameters: list[Tensor]
-    unscale: float | Tensor
+    names: list[str]  # dotted
+    gradients: list[Tensor]  # those of parameters without one are left out
+    parameters: list[Tensor]  # what the optimizer steps and keeps state for
+    unscale: float | Tensor  # 1, or the inverse loss scale on the device
 
 
 class Signals(NamedTuple):
-    """What a step is judged by, on the device.
+    """What a step is judged by, on the device."""
 
-    Args:
-        values: Loss and gradient norm, fp32, of shape [2].
-        judged: Whether there is a loss, and a gradient norm.
-        largest: Index and norm of the gradient with the largest norm; NaN is larger than all.
-        rank: The rank to look at, see `StepFacts`.
-    """
-
-    values: Tensor
-    judged: Tensor
-    largest: Tensor
-    rank: Tensor
+    values: Tensor  # loss and gradient norm, fp32, of shape [2]
+    judged: Tensor  # which of them there are
+    largest: Tensor  # index and norm of the largest gradient; NaN is larger than all
+    rank: Tensor  # the one to look at, see `StepFacts`
 
     def packed(self) -> Tensor:
         """Return all numbers but `judged`, of shape [5]."""
@@ -53,7 +44,7 @@ class Signals(NamedTuple):
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Return id(parameter) -> dotted name."""
-    return {id(p): plain_name(name) for name, p in module.named_parameters()}
+    return {id(p): as_written(name) for name, p in module.named_parameters()}
 
 
 def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str]) -> NamedTensors:
@@ -62,14 +53,8 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     With the plugins of this package they are unscaled and in fp32 there. With Lightning's
     `16-mixed` they are unscaled, except those of fused optimizers, which unscale inside `step`.
     Among several ranks a parameter without gradient has an empty one, so that all name the same.
-
-    Args:
-        trainer: The trainer.
-        optimizer: What is about to step.
-        names: What `parameter_names` returned.
     """
-    plugin = trainer.precision_plugin
-    found = NamedTensors([], [], [], _unscale(plugin, optimizer))
+    found = NamedTensors([], [], [], _unscale(trainer, optimizer))
     has_ranks = trainer.world_size > 1
     for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         gradient = parameter.grad
@@ -82,11 +67,12 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     return found
 
 
-def _unscale(plugin: object, optimizer: Optimizer) -> float | Tensor:
-    scaler = getattr(plugin, "scaler", None)
-    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if isinstance(scaler, torch.amp.GradScaler) and scaler._scale is not None and is_fused:
-        return scaler._scale.reciprocal()
+def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
+    scaler = scaler_of(trainer)
+    is_torchs = isinstance(scaler, torch.amp.GradScaler) and scaler._scale is not None
+    if is_torchs and is_fused(optimizer):
+        inverse: Tensor = scaler._scale.reciprocal()
+        return inverse
     return 1.0
 
 
@@ -95,11 +81,6 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
 
     One multi-tensor norm a dtype, and with several ranks one collective of 8 bytes a rank. Shards
     of FSDP are summed; where it replicates, the norm is larger by a constant factor.
-
-    Args:
-        trainer: The trainer.
-        found: The gradients.
-        loss: Of this rank; `None` where there is none.
     """
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
     norms = (

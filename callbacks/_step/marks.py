@@ -5,7 +5,7 @@ import io
 import shutil
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.training_state import is_sharded
 
 try:
@@ -31,26 +32,17 @@ _LOCK = "in_use"
 
 @dataclass
 class Mark:
-    """A place to go back to.
+    """A place to go back to."""
 
-    Args:
-        path: Of the checkpoint; in memory, no file has it.
-        step: The loggers' step that was next.
-        global_step: Optimizer steps completed by then.
-        schedule_steps: Steps of LR schedules completed by then.
-        position: Batches that had been taken from the data by then, over all epochs. After a rewind
-            to this place: where the data went on from.
-        lr_factor: What rewinds had multiplied learning rates by.
-    """
-
-    path: str
-    step: int
-    global_step: int
-    schedule_steps: int
-    position: int
-    lr_factor: float = 1.0
+    path: str  # of the checkpoint; in memory, no file has it
+    step: int  # the loggers' step that was next
+    global_step: int  # optimizer steps completed by then
+    schedule_steps: int  # and steps of LR schedules
+    position: int  # batches taken from the data, over all epochs; after a rewind, where it went on
+    lr_factor: float = 1.0  # what rewinds had multiplied learning rates by
 
 
+@dataclass(kw_only=True, eq=False)
 class MarkStore:
     """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
 
@@ -58,31 +50,27 @@ class MarkStore:
     lives, also against `kill -9`: the next run in the place of that one, or in a folder beside it,
     removes what nobody has locked. A resumed run goes on with the folder of its marks.
 
-    Args:
-        dirpath: Where the folder is made; in the log folder if `None`.
-        storage: `"memory"`, `"disk"`, or `"auto"`: in memory up to `memory_gb`.
-        memory_gb: For all checkpoints of a rank together, in 1e9 bytes.
+    The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
 
-    def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
-        self.dirpath = dirpath
-        self.storage = storage
-        self.memory_gb = memory_gb
-        self.bytes = 0  # of the newest
-        self.is_in_memory = storage != "disk"
-        self._held: dict[str, io.BytesIO] = {}
-        self._rng: dict[str, Any] = {}  # of this rank, by path
-        self._folder = Path()
-        self._lock: IO[str] | None = None
+    dirpath: str | None  # where the folder is made; in the log folder if `None`
+    storage: str
+    memory_gb: float
+    bytes: int = field(default=0, init=False)  # of the newest
+    is_in_memory: bool = field(default=False, init=False)
+    _held: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
+    _rng: dict[str, Any] = field(default_factory=dict, init=False)  # of this rank, by path
+    _folder: Path = field(default=Path(), init=False)
+    _lock: IO[str] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_in_memory = self.storage != "disk"
 
     def start(self, trainer: pl.Trainer, marks: list[Mark]) -> list[Mark]:
         """Find a folder, remove what killed runs have left; return the marks that are there."""
         if self.storage == "memory" and is_sharded(trainer):
             name = type(trainer.strategy).__name__
-            raise MisconfigurationException(
-                f"Passed `SpikeGuard(rewind_storage='memory')` with `{name}`, which loads shards "
-                "from files. Pass `rewind_storage='disk'`."
-            )
+            raise MisconfigurationException(usage("shards_in_memory", strategy=name))
         parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         before = next((Path(m.path).parent for m in reversed(marks) if Path(m.path).exists()), None)
         self._folder = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}"

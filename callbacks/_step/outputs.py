@@ -1,8 +1,9 @@
 """Statistics of what modules return, by hooks that are there only while a step is sampled."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._step.attention import AttentionMode
-from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
@@ -18,17 +19,10 @@ __all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
 
 class OutputKey(NamedTuple):
-    """What one row of a sample is about.
+    """What one row of a sample is about."""
 
-    Args:
-        name: The module's dotted name.
-        kind: `"activation"`, `"output_gradient"` for the gradient with respect to it,
-            `"norm_input"`, or `"attention_logit"`.
-        dtype: What it is stored in.
-    """
-
-    name: str
-    kind: str
+    name: str  # the module's, dotted
+    kind: str  # `"activation"`, `"output_gradient"`, `"norm_input"` or `"attention_logit"`
     dtype: torch.dtype
 
 
@@ -37,21 +31,14 @@ class OutputSampler:
     """Gathers statistics of the outputs of modules over one training step.
 
     A module that runs several times, as with micro-batches, has one row for all of them.
-
-    Args:
-        modules: Dotted name -> module.
-        backward: Whether to look at gradients with respect to outputs as well.
-        max_calls: Calls of a module to look at, the first ones.
-        norms: Modules whose input is looked at: `x + f(x)` is the output of none, but of many a
-            norm the input.
-        callers: Modules that may call attention, whose logits are looked at; none for none.
     """
 
-    modules: Mapping[str, nn.Module]
-    backward: bool
-    max_calls: int
+    modules: Mapping[str, nn.Module]  # by dotted name
+    backward: bool  # whether to look at gradients with respect to outputs as well
+    max_calls: int  # of a module to look at, the first ones
+    # Whose input is looked at: `x + f(x)` is the output of none, but of many a norm the input.
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
-    callers: Mapping[str, nn.Module] = field(default_factory=dict)
+    callers: Mapping[str, nn.Module] = field(default_factory=dict)  # that may call attention
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _handles: list[RemovableHandle] = field(default_factory=list, init=False)
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
@@ -66,10 +53,10 @@ class OutputSampler:
         """Hook the modules."""
         self.stop()
         for name, module in self.modules.items():
-            self._handles.append(module.register_forward_hook(self._look(name)))
+            self._handles.append(module.register_forward_hook(partial(self._look, name)))
         for name, module in self.norms.items():
             # Before a precision plugin casts what comes in.
-            hook = self._look_ahead(name)
+            hook = partial(self._look_ahead, name)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         if self.callers and self._handles:
             self._mode = AttentionMode(self.callers, self._look_at_logits)
@@ -89,44 +76,32 @@ class OutputSampler:
             return None
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
-    def _look(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            if not self._is_wanted(name, "activation"):
-                return
-            tensors = [t for t in tensors_in(output) if t.dtype in FLOAT_DTYPES and t.numel()]
-            self._add(name, "activation", tensors)
-            if self.backward:
-                for tensor in tensors:
-                    if tensor.requires_grad:
-                        tensor.register_hook(self._look_back(name))
+    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        for tensor in self._add(name, "activation", output):
+            if self.backward and tensor.requires_grad:
+                tensor.register_hook(partial(self._look_back, name))
 
-        return look
+    def _look_back(self, name: str, gradient: Tensor) -> None:
+        self._add(name, "output_gradient", gradient)
 
-    def _look_ahead(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def look(_: nn.Module, inputs: Any) -> None:
-            tensors = [t for t in tensors_in(inputs[:1]) if t.dtype in FLOAT_DTYPES and t.numel()]
-            if tensors and self._is_wanted(name, "norm_input"):
-                self._add(name, "norm_input", tensors)
-
-        return look
+    def _look_ahead(self, name: str, _: nn.Module, inputs: Any) -> None:
+        self._add(name, "norm_input", inputs[:1])
 
     def _look_at_logits(self, name: str, logits: Tensor) -> None:
-        if self._is_wanted(name, "attention_logit"):
-            self._add(name, "attention_logit", [logits])
+        self._add(name, "attention_logit", logits)
 
-    def _is_wanted(self, name: str, kind: str) -> bool:
-        self._calls[name, kind] += 1
-        return self._calls[name, kind] <= self.max_calls
-
-    def _look_back(self, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._add(name, "output_gradient", [gradient])
-
-    def _add(self, name: str, kind: str, tensors: Sequence[Tensor]) -> None:
-        if not self._handles:
-            return  # a backward after the step that was sampled
+    def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
+        """Take in the tensors of a call, and return them; nothing of calls that are too many."""
+        tensors = [t for t in tensors_in(value) if t.dtype in FLOAT_DTYPES and t.numel()]
+        if kind != "output_gradient":  # which only calls that were looked at have
+            self._calls[name, kind] += bool(tensors)
+        is_over = not self._handles  # a backward after the step that was sampled
+        if is_over or self._calls[name, kind] > self.max_calls:
+            return []
         for tensor in tensors:
             row = pack_stats([tensor.detach()])
             self._rows.setdefault(OutputKey(name, kind, tensor.dtype), []).append(row)
+        return tensors
 
 
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -23,7 +23,12 @@ from lightning_mp.callbacks._step.gradients import (
     measure,
     parameter_names,
 )
-from lightning_mp.callbacks._step.training_state import loss_scale_of, step_of
+from lightning_mp.callbacks._step.training_state import (
+    is_fused,
+    loss_scale_of,
+    scaler_of,
+    step_of,
+)
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
@@ -33,15 +38,10 @@ __all__ = ["Arrived", "FactsRecorder", "facts_of", "recorder_of"]
 
 
 class Arrived(NamedTuple):
-    """A step whose numbers are on the host.
-
-    Args:
-        facts: The step.
-        extras: What callbacks sent along, by `id(callback)`.
-    """
+    """A step whose numbers are on the host."""
 
     facts: StepFacts
-    extras: dict[int, npt.NDArray[Any]]
+    extras: dict[int, npt.NDArray[Any]]  # what callbacks sent along, by `id(callback)`
 
 
 @dataclass
@@ -57,9 +57,9 @@ class FactsRecorder(pl.Callback):
     """Reads every step once; the callbacks of this package share the one of their Trainer.
 
     It stands first among the Trainer's callbacks, wherever they stand, so that what it has read is
-    there in every hook of theirs. Whoever wants steps that have arrived takes an inbox by
-    `subscribe` in `on_train_start`, and looks into it in `on_train_batch_end`, `on_train_end` and
-    `on_exception`. The gradient norm is measured where a callback has `needs_gradient_norm`.
+    there in every hook of theirs. Whoever wants steps that have arrived has an `inbox`, and looks
+    into it in `on_train_batch_end`, `on_train_end` and `on_exception`. The gradient norm is
+    measured where a callback has `needs_gradient_norm`.
 
     torch's `GradScaler` does not say whether it skipped. It asks the device before it calls
     `optimizer.step()`: a step that was due and not called was skipped. It always calls fused
@@ -87,11 +87,6 @@ class FactsRecorder(pl.Callback):
 
     # --- for other callbacks ---------------------------------------------------------------------
 
-    def subscribe(self) -> deque[Arrived]:
-        """Return a queue that gets every step that arrives; call it in `on_train_start`."""
-        self._inboxes.append(deque())
-        return self._inboxes[-1]
-
     def gradients(self, trainer: pl.Trainer, optimizer: Optimizer) -> NamedTensors:
         """Return the gradients of the optimizer that is about to step, collected once."""
         if self._gradients is None:
@@ -107,7 +102,7 @@ class FactsRecorder(pl.Callback):
         self._deliver(self._readback.drain())
 
     def give_up(self, trainer: pl.Trainer) -> None:
-        """Wait for the step about to be made as well, which an exception will end."""
+        """Wait for the step about to be made as well."""
         self._submit(trainer)
         self.drain()
 
@@ -116,14 +111,17 @@ class FactsRecorder(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
-        self._inboxes.clear()
         self._names = parameter_names(pl_module)
         # Decided by what is attached, not by what has arrived so far, as all ranks must agree.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._measures_norm = any(getattr(c, "needs_gradient_norm", False) for c in callbacks)
+        inboxes = [getattr(c, "inbox", None) for c in callbacks]
+        self._inboxes = [inbox for inbox in inboxes if inbox is not None]
+        for inbox in self._inboxes:
+            inbox.clear()
         if any(getattr(c, "save_batch", False) for c in callbacks):
             self.batches = BatchKeeper(trainer)
-        if isinstance(_scaler_of(trainer), torch.amp.GradScaler):
+        if isinstance(scaler_of(trainer), torch.amp.GradScaler):
             hooks = (each.register_step_pre_hook(self._called) for each in trainer.optimizers)
             self._handles += hooks
 
@@ -245,12 +243,12 @@ class FactsRecorder(pl.Callback):
     def _outcome(self, trainer: pl.Trainer) -> bool | None:
         """Return whether the step was skipped; `None` where only the scale can tell, later."""
         due, self._due = self._due, set()
-        scaler = _scaler_of(trainer)
+        scaler = scaler_of(trainer)
         if isinstance(trainer.precision_plugin, ScaledPrecision):
             return scaler is not None and bool(scaler.last_step_skipped)
         if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None or not due:
             return False
-        return None if any(_is_fused(each) for each in due) else True
+        return None if any(is_fused(each) for each in due) else True
 
     def _deliver(self, arrived: list[Readback]) -> None:
         for readback in arrived:
@@ -263,7 +261,7 @@ class FactsRecorder(pl.Callback):
                 inbox.append(Arrived(self.newest, extras))
 
     def _called(self, optimizer: Optimizer, *_: Any) -> None:
-        if not _is_fused(optimizer):
+        if not is_fused(optimizer):
             self._due.discard(optimizer)
 
     def _detach(self) -> None:
@@ -322,11 +320,3 @@ def _complete(readback: Readback) -> tuple[StepFacts, dict[int, npt.NDArray[Any]
         # torch's scaler lowers its scale at each overflow and at nothing else.
         found["skipped"] = found["next_loss_scale"] < found["loss_scale"]
     return replace(facts, **found), extras
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _scaler_of(trainer: pl.Trainer) -> Any:
-    return getattr(trainer.precision_plugin, "scaler", None)

@@ -11,7 +11,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.spike_sentences import kept_checkpoints
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
@@ -27,12 +27,7 @@ class Rewinder:
     (each rank's own) and other callbacks (averaged weights, early stopping) go back. The data, the
     epoch and the loggers' step go on.
 
-    Args:
-        store: Keeps the checkpoints.
-        every_n_steps: Optimizer steps between two checkpoints.
-        rewind_steps: How far back a checkpoint is at least, in optimizer steps.
-        skip_batches: Batches that are not trained on, counted from the checkpoint.
-        lr_factor: What each rewind multiplies learning rates by.
+    The arguments are those of `SpikeGuard`; `store` keeps the checkpoints.
     """
 
     store: MarkStore
@@ -55,11 +50,7 @@ class Rewinder:
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-            raise MisconfigurationException(
-                "Passed `SpikeGuard(action='rewind')` with a `training_step` that takes a "
-                "`dataloader_iter`. Batches can only be skipped where Lightning fetches them. Take "
-                "a `batch` in `training_step`, or pass `action='skip'`."
-            )
+            raise MisconfigurationException(usage("dataloader_iter"))
         self.marks = self.store.start(trainer, self.marks)
         # To save states of FSDP2 that are not there, torch makes a step of zero gradients, which
         # Adam counts: its first update would differ. There the first checkpoint comes after a step.
@@ -76,12 +67,9 @@ class Rewinder:
         return is_between_steps and is_new and trainer.global_step > 0
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take a checkpoint, and remove those that are older than needed; on all ranks.
+        """Take the checkpoint before a step, and remove those that are older than needed.
 
-        Args:
-            trainer: The trainer.
-            step: The loggers' step that is next.
-            position: Batches taken from the data so far.
+        On all ranks; `position` is how many batches have been taken from the data.
         """
         schedules = trainer.fit_loop.epoch_loop.scheduler_progress.total.completed
         mark = Mark(
@@ -99,7 +87,11 @@ class Rewinder:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
-            rank_zero_info(kept_checkpoints(self.most, self.store.bytes, self.store.is_in_memory))
+            where = "in the memory of each rank" if self.store.is_in_memory else "on disk"
+            size, total = self.store.bytes, self.most * self.store.bytes
+            rank_zero_info(
+                usage("kept_checkpoints", most=self.most, size=size, where=where, total=total)
+            )
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
@@ -116,14 +108,8 @@ class Rewinder:
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
 
-        Args:
-            trainer: The trainer.
-            global_step: Optimizer steps completed before the one that went wrong.
-
-        Returns:
-            The checkpoint, and the number of batches still to be skipped; `None` where none can be
-            read. The newest checkpoint that is far enough back is taken; else one before it, else
-            one behind it.
+        The newest checkpoint that is far enough back is taken; else one before it, else one behind
+        it. Return it and how many batches are still to be skipped; `None` where none can be read.
         """
         far = [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
         self.lost = []
@@ -192,9 +178,7 @@ class Rewinder:
 
         What the epoch cannot give is taken from the next ones, when they start.
         """
-        fetcher = trainer.fit_loop._data_fetcher
-        if fetcher is None:
-            raise RuntimeError("Called `Rewinder.rewind` outside of `Trainer.fit`.")
+        fetcher: Any = trainer.fit_loop._data_fetcher
         self._to_skip = _pull(trainer, fetcher, to_skip)
         # An epoch starts with a step of its own.
         self._to_skip += -self._to_skip % trainer.accumulate_grad_batches
@@ -277,11 +261,6 @@ class _SkippingFetcher(_DataFetcher):
     """Skips batches at the start of an epoch, where no hook could: the first is fetched before.
 
     An epoch of which all batches are skipped ends without validation.
-
-    Args:
-        trainer: The trainer.
-        inner: What fetches.
-        to_skip: Batches.
     """
 
     def __init__(self, trainer: pl.Trainer, inner: _DataFetcher, to_skip: int) -> None:

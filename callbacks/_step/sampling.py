@@ -60,13 +60,9 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         return step_of(trainer) % every == 0
 
     def submit(self, trainer: pl.Trainer, packed: Tensor, *, gather: bool, **context: Any) -> None:
-        """Send a sample on its way to the host.
+        """Send a sample on its way to the host; with `gather` those of all ranks, which differ.
 
-        Args:
-            trainer: The trainer.
-            packed: The sample of this rank.
-            gather: Whether the ranks have different samples, and all are to be sent.
-            context: Handed to `judge` with the sample, beside `facts`, the step.
+        `judge` is handed `context` with it, and the step as `facts`.
         """
         self._taken += 1
         sample = gather_ranks(packed) if gather else packed[None]

@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.callbacks._rules.usage import usage
+
 __all__ = ["check_peers", "never_raising", "state_for", "state_key_of"]
 
 _log = logging.getLogger(__name__)
@@ -36,10 +38,7 @@ def check_peers(callback: pl.Callback, trainer: pl.Trainer) -> None:
     peers = _peers(callback, trainer)
     if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
         passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
-        raise MisconfigurationException(
-            f"Passed `callbacks=[{passed}]`. Only the last of them may skip or rewind, as it takes "
-            "the step from those after it. Pass `action='warn'` to the others."
-        )
+        raise MisconfigurationException(usage("peers", peers=passed))
 
 
 def _peers(callback: pl.Callback, trainer: pl.Trainer) -> list[Any]:
@@ -74,6 +73,6 @@ def never_raising(hook: Callable[..., None]) -> Callable[..., None]:
         try:
             hook(self, *args)
         except Exception as error:
-            _log.warning(f"`{type(self).__name__}.on_exception` failed: {error!r}")
+            _log.warning(usage("hook_failed", callback=type(self).__name__, error=error))
 
     return on_exception

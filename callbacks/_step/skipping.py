@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
@@ -51,11 +53,8 @@ class StepSkipper:
     ) -> None:
         """Have the step to come skipped; call it in `on_before_optimizer_step`.
 
-        Args:
-            pl_module: The module in training.
-            optimizer: What is about to step.
-            flag: 1 to skip, 0 to step: fp32, of shape [], on the device.
-            is_certain: Whether the host knows that it is 1, so that nothing goes on.
+        The flag is 1 to skip and 0 to step: fp32, of shape [], on the device. Where it
+        `is_certain`, the host knows that it is 1, so that nothing goes on.
         """
         trainer = pl_module.trainer
         plugin = trainer.precision_plugin
@@ -65,7 +64,7 @@ class StepSkipper:
         elif self._takes_found_inf(optimizer):
             self._watch(optimizer)
             self._flags[optimizer] = flag
-            scaler = getattr(plugin, "scaler", None)
+            scaler = scaler_of(trainer)
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
             if is_certain:
@@ -84,20 +83,15 @@ class StepSkipper:
         hold_global_step(pl_module)
 
     def _warn_of_sync(self, optimizer: Optimizer) -> None:
-        can_skip_later = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if optimizer not in self._handles and not can_skip_later:
+        if optimizer not in self._handles and not is_fused(optimizer):
             self._handles[optimizer] = []
             name = type(optimizer).__name__
-            rank_zero_warn(
-                f"`SpikeGuard(action='skip')` reads one flag a step from the device, because "
-                f"`{name}` cannot skip there. Pass `fused=True` to the optimizer if it has that, "
-                "or train with `BalancedAMP`, to save this host sync."
-            )
+            rank_zero_warn(usage("skip_sync", optimizer=name))
 
     def _takes_found_inf(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, SafeAdamW):
             return True
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not is_fused(optimizer):
             return False
         # Where the first step of fused SGD is skipped, torch keeps a momentum that was never set.
         has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0

@@ -1,22 +1,23 @@
 """What monitors read from a Trainer: the step, the loss scale, the ranks; with any plugin."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 __all__ = [
     "gather_ranks",
+    "is_fused",
     "is_sharded",
-    "loss_scale_of",
     "learning_rate_of",
-    "plain_name",
+    "loss_scale_of",
+    "scaler_of",
     "step_of",
 ]
-
-# What wrappers put into names that their users do not write.
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def step_of(trainer: pl.Trainer) -> int:
@@ -28,19 +29,22 @@ def step_of(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def plain_name(name: str) -> str:
-    """Return a dotted name without what `torch.compile`, FSDP and checkpointing put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def loss_scale_of(trainer: pl.Trainer) -> float | Tensor | None:
     """Return the loss scale: a number, a tensor on the device, or `None` without one."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scaler = scaler_of(trainer)
     if isinstance(scaler, torch.amp.GradScaler):
         return scaler._scale if scaler._scale is not None else float(scaler._init_scale)
     return None if scaler is None else float(scaler.scale)
+
+
+def scaler_of(trainer: pl.Trainer) -> Any:
+    """Return the plugin's loss scaler, this package's or torch's; `None` without one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer unscales and skips inside its step, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lightning_mp.plan.estimate import Rate
@@ -73,7 +74,13 @@ def plan(
     if (config is None) == (model is None):
         raise SystemExit("lightning-mp plan: pass either `--config` or `--model`.")
     try:
-        subject = _subject(config, model, precision, micro_batch, offload, loader_batches)
+        subject = _subject(config, model, precision)
+        chosen: dict[str, Any] = {
+            "micro_batch": micro_batch,
+            "offload": offload,
+            "loader_batches": loader_batches,
+        }
+        subject = replace(subject, **{k: v for k, v in chosen.items() if v is not None})
         asked = subject.batch if batch is None else pairs_of(batch)
         if pairs_per_second == "measure":
             pairs_per_second, measured = _measured_rate(config, subject.micro_batch), True
@@ -124,14 +131,7 @@ def pairs_of(text: str) -> int:
     return pairs
 
 
-def _subject(
-    config: str | None,
-    model: str | None,
-    precision: str | None,
-    micro_batch: int | None,
-    offload: bool | None,
-    loader_batches: int | None,
-) -> Subject:
+def _subject(config: str | None, model: str | None, precision: str | None) -> Subject:
     from lightning_mp.plan.precisions import PRECISIONS
 
     if precision is not None and precision not in PRECISIONS:
@@ -141,22 +141,10 @@ def _subject(
     if config is not None:
         from lightning_mp.plan.config import subject_of_config
 
-        return subject_of_config(
-            config,
-            precision=precision,
-            micro_batch=micro_batch,
-            offload=offload,
-            loader_batches=loader_batches,
-        )
+        return subject_of_config(config, precision)
     from lightning_mp.plan.sources import subject_of_model
 
-    return subject_of_model(
-        str(model),
-        precision=precision or "BalancedAMP",
-        micro_batch=micro_batch or 128,
-        offload=bool(offload),
-        loader_batches=loader_batches or 1,
-    )
+    return subject_of_model(str(model), precision or "BalancedAMP")
 
 
 def _measured_rate(config: str | None, micro_batch: int) -> str:

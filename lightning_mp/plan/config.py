@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentError, ArgumentParser
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import instantiate_class
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.contrastive._cache.towers import find_tower
@@ -24,14 +27,7 @@ from lightning_mp.plan.tower_bytes import TowerBytes, computing_in, measure_towe
 __all__ = ["pairs_per_second", "subject_of_config"]
 
 
-def subject_of_config(
-    path: str,
-    *,
-    precision: str | None,
-    micro_batch: int | None,
-    offload: bool | None,
-    loader_batches: int | None,
-) -> Subject:
+def subject_of_config(path: str, precision: str | None = None) -> Subject:
     """Make model and data of a config, and measure its towers in one training step.
 
     The Trainer is not made, so a config for 256 GPUs can be planned on a laptop. The data module
@@ -40,9 +36,6 @@ def subject_of_config(
     Args:
         path: Of the YAML file.
         precision: In place of the config's.
-        micro_batch: In place of the strategy's.
-        offload: In place of the strategy's.
-        loader_batches: In place of the strategy's.
 
     Raises:
         ValueError: The config names a precision that is not among `PRECISIONS`, or its model has
@@ -61,18 +54,17 @@ def subject_of_config(
     pairs = _pairs(batch)
     one = tree_leaves(_rows(batch, pairs, 1, fake=False))
     model, towers, found = _measured(settings, strategy, batch, pairs, chosen)
-    parameters = list(model.parameters())
-    return Subject(
+    return Subject.of(
+        model,
+        _optimizers(settings, model),
         name=type(model).__name__,
-        parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        frozen_parameters=sum(p.numel() for p in parameters if not p.requires_grad),
         towers=towers,
         pair_bytes=sum(leaf.nbytes for leaf in one if isinstance(leaf, Tensor)),
         precision=chosen,
-        micro_batch=micro_batch or strategy.get("micro_batch_size", 256),
-        offload=strategy.get("offload") == "host" if offload is None else offload,
+        micro_batch=strategy.get("micro_batch_size", 256),
+        offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
-        loader_batches=loader_batches or strategy.get("loader_batches_per_step", 1),
+        loader_batches=strategy.get("loader_batches_per_step", 1),
         batch=getattr(data, "batch_size", None),
         found=found,
     )
@@ -164,16 +156,30 @@ def _rows(batch: Any, pairs: int, size: int, fake: bool) -> Any:
     return tree_map(resize, batch)
 
 
-def _made(settings: dict[str, Any], part: str) -> Any:
+def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
     """Make one part of a config alone."""
-    kind = {"model": LightningModule, "data": LightningDataModule}[part]
+    kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(kind, part)
+    parser.add_subclass_arguments(kind, part, **options)
     try:
         parsed = parser.parse_object({part: settings.get(part)})
     except ArgumentError as error:
         raise ValueError(f"Passed a config whose `{part}` cannot be made: {error}") from error
     return parser.instantiate_classes(parsed)[part]
+
+
+def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimizer]:
+    """Return the optimizers of a run: the config's, as LightningCLI has them, or the model's."""
+    if settings.get("optimizer"):
+        described = _made(settings, "optimizer", instantiate=False, skip={"params"})
+        return [instantiate_class(([*model.parameters()],), described)]
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    # Schedules ask it for the steps of a run; states do not depend on them.
+    model.trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, logger=False
+    )
+    made = tree_leaves(model.configure_optimizers())
+    return [leaf for leaf in made if isinstance(leaf, Optimizer)]
 
 
 def _data(settings: dict[str, Any]) -> tuple[LightningDataModule, Any]:

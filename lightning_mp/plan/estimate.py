@@ -150,7 +150,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     else:
         backbone = gradients + sum(saved)
     return Memory(
-        static=subject.static.at_rest(subject.parameters, subject.optimizer_bytes)
+        static=subject.static.at_rest(subject.parameters, subject.states)
         + formulas.FP32 * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,

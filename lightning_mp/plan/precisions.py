@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["PRECISIONS", "StaticBytes"]
@@ -18,7 +19,7 @@ class StaticBytes:
         bucket: Of DDP, from which gradients are averaged.
         activations: Dtype that most modules compute in.
         policy: How that dtype comes about: `"none"`, `"autocast"` or `"weights"`.
-        widens_states: Whether optimizer states are fp32 whatever the weight is.
+        stepped: Dtype of the weights that the optimizer is given.
     """
 
     weight: int
@@ -27,17 +28,17 @@ class StaticBytes:
     bucket: int
     activations: str
     policy: str
-    widens_states: bool = True
+    stepped: str = "float32"
 
-    def at_rest(self, parameters: int, optimizer_bytes: int) -> float:
+    def at_rest(self, parameters: int, states: Mapping[str, int]) -> float:
         """Return the bytes of weights, copies, optimizer states and buckets.
 
         Args:
             parameters: Number of trained values.
-            optimizer_bytes: Of the states of one value in fp32: 8 with Adam, 4 with momentum.
+            states: Bytes of all states, by the dtype of the weights that are stepped.
         """
-        states = optimizer_bytes if self.widens_states else optimizer_bytes * self.weight // 4
-        return float(parameters * (self.weight + self.copy + self.bucket + states))
+        weights = parameters * (self.weight + self.copy + self.bucket)
+        return float(weights + states[self.stepped])
 
 
 PRECISIONS = {
@@ -46,7 +47,7 @@ PRECISIONS = {
     "bf16-mixed": StaticBytes(4, 2, 4, 4, "bfloat16", "autocast"),
     "BalancedAMP": StaticBytes(4, 2, 4, 4, "float16", "autocast"),
     "PureFP16": StaticBytes(4, 0, 4, 2, "float16", "weights"),
-    "bf16-true": StaticBytes(2, 0, 2, 2, "bfloat16", "weights", widens_states=False),
+    "bf16-true": StaticBytes(2, 0, 2, 2, "bfloat16", "weights", stepped="bfloat16"),
 }
 """By Lightning's name of a precision, or by the plugin. `PureFP16` has weight and residual of 2
 bytes each, and gradients of 4 from `on_before_optimizer_step` on."""

@@ -29,18 +29,13 @@ _TOKENS = 77
 Build = Callable[[], tuple[nn.Module, tuple[str, str], int, int]]
 
 
-def subject_of_model(
-    name: str, *, precision: str, micro_batch: int, offload: bool, loader_batches: int
-) -> Subject:
+def subject_of_model(name: str, precision: str) -> Subject:
     """Make a model from its configuration alone, on tensors without memory, and measure it.
 
     Args:
         name: One of `CLIP_SIZES`, a model of open_clip such as `ViT-B-32`, a class of transformers
             such as `SiglipModel` with its default configuration, or a folder with a config.json.
         precision: A key of `PRECISIONS`.
-        micro_batch: Pairs that a tower sees at a time.
-        offload: Whether the batch stays in host memory.
-        loader_batches: Loader batches of a step.
 
     Raises:
         ValueError: No library here knows the name.
@@ -56,17 +51,14 @@ def subject_of_model(
             _call(model, names[1], torch.zeros(pairs, tokens, dtype=torch.int64))
 
         measured = measure_towers(model, (image, text), step, PRECISIONS[precision])
-    return Subject(
+    return Subject.of(
+        model,
+        [torch.optim.AdamW(model.parameters())],
         name=name,
-        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         towers=measured,
         # Images as a loader yields them once they are augmented, fp32, and int64 tokens.
         pair_bytes=3 * size * size * 4 + tokens * 8,
         precision=precision,
-        micro_batch=micro_batch,
-        offload=offload,
-        loader_batches=loader_batches,
         found="from its configuration, on tensors without memory",
     )
 

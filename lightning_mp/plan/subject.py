@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mp.plan.optimizer_states import state_bytes
 from lightning_mp.plan.precisions import PRECISIONS, StaticBytes
 from lightning_mp.plan.tower_bytes import TowerBytes
 
 __all__ = ["Subject"]
-
-FEATURE_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,15 @@ class Subject:
     Args:
         name: For headings.
         parameters: Trained values.
-        frozen_parameters: Values that are not trained.
+        optimizer: For the table, with the reason if it is assumed.
+        states: Bytes of its states, by the dtype of the weights that it is given.
         towers: By name.
         pair_bytes: Of a pair as the loader yields it.
         precision: A key of `PRECISIONS`.
         micro_batch: Pairs that a tower sees at a time, m.
+        frozen_parameters: Values that are not trained.
         offload: Whether the batch stays in host memory.
         prefetch: Micro-batches copied ahead with `offload`.
-        optimizer_bytes: Of the fp32 states of a value: 8 with Adam, 4 with momentum.
         loader_batches: Loader batches of a step.
         batch: Global batch of the config; `None` if it names none.
         found: How the towers were measured, for the table.
@@ -35,17 +40,46 @@ class Subject:
 
     name: str
     parameters: int
+    optimizer: str
+    states: Mapping[str, int]
     towers: Mapping[str, TowerBytes]
     pair_bytes: float
     precision: str
-    micro_batch: int
+    micro_batch: int = 128
     frozen_parameters: int = 0
     offload: bool = False
     prefetch: int = 2
-    optimizer_bytes: int = 8
     loader_batches: int = 1
     batch: int | None = None
     found: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], **known: Any) -> Subject:
+        """Return a subject with the sizes of a model and of its optimizers' states.
+
+        Args:
+            model: Its parameters may be without memory.
+            optimizers: Of the model. Where their steps fail here, AdamW's states are assumed.
+            **known: All other fields.
+        """
+        trained = [p for p in model.parameters() if p.requires_grad]
+        dtypes = dict.fromkeys(static.stepped for static in PRECISIONS.values())
+        name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        try:
+            states = {dtype: state_bytes(optimizers, getattr(torch, dtype)) for dtype in dtypes}
+        except Exception as error:  # optimizers raise what they like
+            name = f"AdamW, as {name} takes no step here ({str(error).splitlines()[0]})"
+            adamw = [torch.optim.AdamW(trained)]
+            states = {dtype: state_bytes(adamw, getattr(torch, dtype)) for dtype in dtypes}
+        parameters = sum(p.numel() for p in trained)
+        frozen = sum(p.numel() for p in model.parameters()) - parameters
+        return cls(
+            parameters=parameters,
+            frozen_parameters=frozen,
+            optimizer=name,
+            states=states,
+            **known,
+        )
 
     @property
     def static(self) -> StaticBytes:
@@ -60,7 +94,8 @@ class Subject:
     @property
     def feature_itemsize(self) -> int:
         """Bytes of a feature's value."""
-        return FEATURE_ITEMSIZE[self.static.activations]
+        dtype: torch.dtype = getattr(torch, self.static.activations)
+        return dtype.itemsize
 
     def flops_per_pair(self, *, cached: bool) -> float:
         """Return the FLOPs of a pair through all towers and back.

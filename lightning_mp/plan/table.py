@@ -81,7 +81,8 @@ def plan_lines(
         f"micro-batches of {subject.micro_batch}, {subject.precision}; all below is computed"
     )
     yield ""
-    yield from aligned([("static memory by precision", "at rest", "gradients"), *_statics(subject)])
+    head = ("static memory by precision", "at rest", f"of it {subject.optimizer}", "gradients")
+    yield from aligned([head, *_statics(subject)])
     yield ""
     yield from aligned([_MEMORY_HEAD, *_memories(subject, machine, batch)])
     yield ""
@@ -121,9 +122,13 @@ _TIME_HEAD = ("seconds of a step", "towers", "loss", "exchange", "step", "epoch"
 
 def _statics(subject: Subject) -> Iterator[tuple[str, ...]]:
     for name, precision in PRECISIONS.items():
-        at_rest = precision.at_rest(subject.parameters, subject.optimizer_bytes)
-        mark = " <" if name == subject.precision else ""
-        yield name + mark, size(at_rest), size(precision.gradient * subject.parameters)
+        at_rest = precision.at_rest(subject.parameters, subject.states)
+        parts = (
+            at_rest,
+            subject.states[precision.stepped],
+            precision.gradient * subject.parameters,
+        )
+        yield name + (" <" if name == subject.precision else ""), *map(size, parts)
 
 
 def _memories(subject: Subject, machine: Machine, batch: int) -> Iterator[tuple[str, ...]]:

@@ -8,12 +8,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.loss_scaler import LossScaler
@@ -125,7 +125,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     @override
     def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for name, gradient in super().named_gradients(optimizer):
-            yield name, _local(gradient)
+            yield name, local_shard(gradient)
 
 
 class _ShardScaler(LossScaler):
@@ -133,8 +133,4 @@ class _ShardScaler(LossScaler):
 
     @override
     def _local(self, gradient: Tensor) -> Tensor:
-        return _local(gradient)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return local_shard(gradient)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.op_tables import (
     GROUPS,
     INPUT_ONLY,
@@ -27,8 +28,7 @@ from lightning_mp.precision._choice.op_tables import (
 
 __all__ = ["OpPolicy"]
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_CASTABLE = (*_HALF_DTYPES, torch.float32)  # never float64, float8 or complex
+_CASTABLE = (*HALF_DTYPES, torch.float32)  # never float64, float8 or complex
 
 
 @explains_arguments()
@@ -140,7 +140,7 @@ class OpPolicy:
         Raises:
             ValueError: `half_dtype` is neither.
         """
-        if half_dtype not in _HALF_DTYPES:
+        if half_dtype not in HALF_DTYPES:
             raise ValueError(
                 f"Passed `half_dtype={half_dtype!r}`. It must be torch.float16 or "
                 "torch.bfloat16. For fp32, use no context."

@@ -23,6 +23,7 @@ from lightning_mp.callbacks._rules.sentences import (
     words_for,
 )
 from lightning_mp.callbacks._rules.spike_sentences import Scene
+from lightning_mp.callbacks._rules.usage import ACCEPTED, USAGE, accepted, usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 
@@ -161,24 +162,21 @@ def causes() -> Iterator[str]:
     mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
     mlp, head = "`layers.0.mlp` (MLP)", Call("head", nn.Linear(1, 1))
     none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
+    says: dict[str, Any] = {
+        **{"count": 3, "name": "ValueError", "text": "no", "bad": both, "root": "Model"},
+        **{"at": locator.at_scale(512.0), "now": nan.kind, "before": 0.693, "scale": 256.0},
+        "listed": "`up` (weight 60000); `norm` (output 9)",
+    }
     yield from (
-        f"{locator.BAD_LOSS}\n{locator.BAD_GRADIENTS}\n",
-        f"{locator.overflowed(1)}\n{locator.overflowed(3)}\n",
-        f"{locator.nowhere(1)}\n{locator.nowhere(4)}\n",
-        f"{locator.failed(ValueError('no'))}\n{locator.NO_REPLAY}\n",
-        f"{locator.parameter(both)}\n{locator.batch(nan)}\n",
+        *(f"[{key}]\n{text.format(**says)}\n" for key, text in locator.SAYS.items()),
         locator.forward(mlp, inf, [fine], **none) + "\n",
         locator.forward(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
         locator.forward(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
         locator.forward(mlp, nan, [], **{**none, "buffer": both}) + "\n",
         locator.outside("Model", nan, [fine], passed_to=None) + "\n",
         locator.outside("Model", inf, [], passed_to=head) + "\n",
-        locator.backward_of_loss("Model", inf, 512.0) + "\n",
         locator.backward(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
         locator.backward(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
-        locator.with_suspects("x", [("up", "weight 60000"), ("norm", "output 9")]) + "\n",
-        locator.with_fitting_scale("x", 256.0) + "\n",
-        f"{locator.not_exact(0.693, both)}\n{locator.not_exact(0.693, fine)}\n",
     )
     for source, more in (
         ("batch", {}),
@@ -194,7 +192,28 @@ def causes() -> Iterator[str]:
         yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
 
 
-FILES = {"rules.txt": rules, "spikes.txt": spikes, "causes.txt": causes}
+# Of every name in the templates of `_rules/usage.py`.
+USES: dict[str, Any] = {
+    **{"callback": "SpikeGuard", "name": "patience", "value": 0, "least": 1, "fitting": 32},
+    **{"judge_after_steps": 65, "window_steps": 64, "warn_share": 0.1, "alarm_share": 0.05},
+    **{"filename": "run/page", "pattern": "re:(", "count": 2, "names": "'a', 'b'"},
+    **{"peers": "SpikeGuard(action='skip'), SpikeGuard(action='warn')", "strategy": "FSDPStrategy"},
+    **{"states": "state1, state2", "optimizer": "SGD", "most": 4, "size": 1000, "total": 4000},
+    **{"where": "on disk", "path": "run/step=3.pt", "logger": "MLFlowLogger", "alert": "a URL"},
+    **{"error": OSError("no space left")},
+}
+
+
+def usages() -> Iterator[str]:
+    """Yield errors and warnings of how callbacks are used."""
+    for key in ACCEPTED:
+        yield f"[argument, {key}]\n{usage('argument', **USES, accepted=accepted(key, **USES))}\n"
+    for key in USAGE:
+        if key != "argument":
+            yield f"[{key}]\n{usage(key, **USES)}\n"
+
+
+FILES = {"rules.txt": rules, "spikes.txt": spikes, "causes.txt": causes, "usage.txt": usages}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

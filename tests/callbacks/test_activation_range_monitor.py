@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import ActivationRangeMonitor
-from lightning_mp.callbacks._step.nested import tensors_in
+from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.outputs import OutputSampler
 from lightning_mp.numerics.tensor_stats import StatField
 from tests.callbacks.models import Watched, first, kinds, perceptron, watch

@@ -1,14 +1,16 @@
-"""What monitors remember stays bounded, even and whole on its way through JSON."""
+"""What monitors remember stays bounded, even and whole on its way through a checkpoint."""
 
-import json
+import io
 import math
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_mp.callbacks import Alarm, InstabilityMonitor, InstabilityWarning, SpikeGuard
-from lightning_mp.callbacks._step.training_state import plain_name
 from lightning_mp.callbacks.monitor import History
+from lightning_mp.precision._choice.module_selection import as_written
 from tests.callbacks.models import Watched, watch
 
 
@@ -90,14 +92,21 @@ def test_of_many_alarms_the_first_and_the_newest_stay() -> None:
     assert steps[-1] == 2499
 
 
-def test_a_history_goes_on_after_a_trip_through_json() -> None:
+def through_checkpoint(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_history_goes_on_after_a_checkpoint() -> None:
     whole, half = History(), History()
     for step in range(6000):
         whole.add_point("x", step, step)
         whole.add_column("m", step, ["a"], [step])
         if step == 3500:
             whole.add_alarm(alarm(step))
-            half = History.from_dict(json.loads(json.dumps(whole.to_dict())))
+            half = History.from_dict(through_checkpoint(whole.to_dict()))
         elif step > 3500:
             half.add_point("x", step, step)
             half.add_column("m", step, ["a"], [step])
@@ -123,12 +132,12 @@ def test_an_alarm_is_repeated_after_so_many_steps_and_infos_warn_of_nothing() ->
     ]
     assert len([a for a in monitor.alarms if a.kind == "done"]) == 10
     again = _Says(repeat_after_steps=4)
-    again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    again.load_state_dict(through_checkpoint(monitor.state_dict()))
     assert repr(again.state_dict()) == repr(monitor.state_dict())  # NaN is not equal to itself
 
 
 def test_names_lose_what_wrappers_put_into_them() -> None:
-    assert plain_name("a._orig_mod.b._fsdp_wrapped_module.c") == "a.b.c"
+    assert as_written("a._orig_mod.b._fsdp_wrapped_module.c") == "a.b.c"
 
 
 @pytest.mark.parametrize("value", [0, 1.5, True])

@@ -17,11 +17,10 @@ from torch.optim import SGD, Optimizer
 
 from lightning_mp import BalancedAMP
 from lightning_mp.callbacks._report.files import rebuild_page
-from lightning_mp.callbacks._report.pace import Pace
 from lightning_mp.callbacks._step import recorder
 from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
-from lightning_mp.callbacks.instability_report import InstabilityReport
+from lightning_mp.callbacks.instability_report import InstabilityReport, _Pace
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.numerics.async_readback import AsyncReadback
 from tests.callbacks.models import Watched, watch
@@ -250,7 +249,7 @@ def _train_until_killed(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     report = InstabilityReport(dirpath=folder, every_n_seconds=10)
-    report._pace = Pace(10, clock=lambda: float(report._steps))  # a second a step
+    report._pace = _Pace(10, clock=lambda: float(report._steps))  # a second a step
     watch(Watched(steps=40, sabotage=kill), [report])
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import rebuild_page
+from lightning_mp.callbacks._report.files import rebuild_page, write_atomically
 from lightning_mp.callbacks._report.page import report_page
-from lightning_mp.callbacks._report.writing import write_atomically
 from lightning_mp.callbacks.monitor import Alarm, History
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"

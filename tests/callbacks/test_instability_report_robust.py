@@ -19,8 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_mp import BalancedAMP, GradientUnderflowMonitor, LossScaleMonitor, SpikeGuard
 from lightning_mp.callbacks import Alarm
-from lightning_mp.callbacks._report.pace import Pace
-from lightning_mp.callbacks.instability_report import InstabilityReport
+from lightning_mp.callbacks.instability_report import InstabilityReport, _Pace
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.models import Watched, watch
 from tests.processes import exit_code_of
@@ -53,7 +52,7 @@ def _train_until_killed(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     report = InstabilityReport(dirpath=folder)
-    report._pace = Pace(30, clock=lambda: 0.0)  # the time for another never comes
+    report._pace = _Pace(30, clock=lambda: 0.0)  # the time for another never comes
     saving = ModelCheckpoint(folder, filename="last", every_n_train_steps=20)
     monitor = AlarmAt(10, 25)
     watch(
@@ -111,7 +110,7 @@ def test_pace_is_by_time_sooner_after_an_alarm_and_never_dense(
     times: list[tuple[int, bool]], expected: list[bool]
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    pace = Pace(29, clock=lambda: clock.now)
+    pace = _Pace(29, clock=lambda: clock.now)
     with pace.measured():
         clock.now = 1.0
     due = []
@@ -275,7 +274,7 @@ def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
     # Port 1 is privileged, and nothing of a test listens there.
     url = f"{server[0]}/broken" if target == "answers-500" else "http://127.0.0.1:1/secret"
     report = InstabilityReport(dirpath=str(tmp_path), alert=url)
-    with pytest.warns(UserWarning, match="a URL that could not be told of an alarm") as caught:
+    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to") as caught:
         watch(Watched(steps=5), [report, AlarmAt(1, 3)])
     assert not any(url in str(each.message) for each in caught)
     assert _data(tmp_path / "instability.json")["run"]["end"]["how"] == "finished"

@@ -1,7 +1,11 @@
 """What monitors say is what `golden/` holds, which people have read."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import lightning_mp.callbacks
 from lightning_mp.callbacks._rules.sentences import _ordinal
 from tests.callbacks.sentences import FILES, FOLDER
 
@@ -13,11 +17,27 @@ def test_sentences_are_those_that_were_reviewed(file: str) -> None:
 
 
 def test_sentences_start_with_a_capital_and_end_with_a_full_stop() -> None:
-    for file in ("rules.txt", "spikes.txt"):
+    for file in ("rules.txt", "spikes.txt", "usage.txt"):
         for line in (FOLDER / file).read_text(encoding="utf-8").splitlines():
             if line and not line.startswith("["):
                 assert line.lstrip("`")[0].isupper() or line[0].isdigit(), line
                 assert line.endswith("."), line
+
+
+def test_callbacks_hold_no_sentences_elsewhere() -> None:
+    says = {"warn", "rank_zero_warn", "rank_zero_info", "warning"}
+    folder = Path(lightning_mp.callbacks.__file__).parent
+    found = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            name = call.func if isinstance(call, ast.Call) else None
+            is_said = isinstance(node, ast.Raise) or getattr(name, "attr", getattr(name, "id", ""))
+            if isinstance(call, ast.Call) and (is_said is True or is_said in says):
+                texts = [a for a in call.args if isinstance(a, ast.Constant | ast.JoinedStr)]
+                found += [f"{path.relative_to(folder)}:{call.lineno}"] * bool(texts)
+    # A package that is imported under another name can import nothing of its own.
+    assert [each for each in found if not each.startswith("__init__.py")] == []
 
 
 def test_ordinals_are_english() -> None:

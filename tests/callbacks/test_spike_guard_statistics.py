@@ -2,18 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mp.callbacks._rules.robust_window import (
-    Column,
-    RobustWindow,
-    SignalVerdict,
-    is_slight,
-)
+from lightning_mp.callbacks._rules.robust_window import RobustWindow, SignalVerdict, is_slight
 from tests.reference.spikes import SpikeRule
 
 
-def judge_all(window: RobustWindow, values_tk: torch.Tensor) -> torch.Tensor:
+def judge_all(window: RobustWindow, values_tk: torch.Tensor) -> SignalVerdict:
     judged_k = torch.ones(values_tk.shape[1], dtype=torch.bool)
-    return torch.stack([window.judge(values_k, judged_k) for values_k in values_tk])
+    verdicts = [window.judge(values_k, judged_k) for values_k in values_tk]
+    return SignalVerdict(*map(torch.stack, zip(*verdicts, strict=True)))
 
 
 def draw(seed: int, steps: int = 400) -> torch.Tensor:
@@ -49,9 +45,9 @@ def test_window_on_spikes_and_nan_follows_the_float64_rule(
         expected = [rule.judge(float(value)) for value in values[:, k]]
         z = torch.tensor([z for _, z in expected])
         torch.testing.assert_close(
-            report[:, k, Column.Z], z.clamp(-1e4, 1e4).float(), equal_nan=True, rtol=1e-3, atol=1e-3
+            report.z[:, k], z.clamp(-1e4, 1e4).float(), equal_nan=True, rtol=1e-3, atol=1e-3
         )
-        assert report[:, k, Column.IS_SPIKE].tolist() == [float(spike) for spike, _ in expected]
+        assert report.is_spike[:, k].tolist() == [spike for spike, _ in expected]
         spikes += sum(spike for spike, _ in expected)
     assert spikes > 3
 
@@ -80,7 +76,7 @@ def test_healthy_streams_of_2000_steps_raise_nothing() -> None:
     ]
     values = torch.tensor(np.concatenate(streams, axis=1), dtype=torch.float32)
     report = judge_all(RobustWindow((0.05,) * values.shape[1]), values)
-    spikes = report[..., Column.IS_SPIKE].sum(0).view(len(streams), 4).sum(1)
+    spikes = report.is_spike.sum(0).view(len(streams), 4).sum(1)
     assert spikes.tolist() == [0] * len(streams)
 
 
@@ -92,7 +88,7 @@ def test_spike_of_ten_times_is_caught_and_a_tenth_is_not(noise: float) -> None:
     values[150] *= 10
     values[180] /= 10
     report = judge_all(RobustWindow((0.12,) * 64), torch.tensor(values, dtype=torch.float32))
-    caught = report[..., Column.IS_SPIKE].sum(1)
+    caught = report.is_spike.sum(1)
     assert caught[150] == 64
     assert caught.sum() == 64
 
@@ -102,21 +98,21 @@ def test_new_level_is_refused_for_patience_steps_then_accepted() -> None:
     values = torch.ones(300, 1)
     values[100:] = 10.0
     values[250] = 200.0
-    report = judge_all(RobustWindow((0.05,), patience=16), values)[:, 0]
-    spikes = report[:, Column.IS_SPIKE].nonzero().flatten().tolist()
+    report = judge_all(RobustWindow((0.05,), patience=16), values)
+    spikes = report.is_spike.flatten().nonzero().flatten().tolist()
     assert spikes == [*range(100, 116), 250]
-    assert report[:, Column.IS_NEW_LEVEL].nonzero().flatten().tolist() == [115]
+    assert report.is_new_level.flatten().nonzero().flatten().tolist() == [115]
 
 
 @pytest.mark.slow
 def test_window_loaded_from_its_state_goes_on_alike() -> None:
     values = draw(seed=5)
     whole, first, second = (RobustWindow((0.05, 0.12, 0.05)) for _ in range(3))
-    expected = judge_all(whole, values)[170:]
+    expected = [part[170:] for part in judge_all(whole, values)]
     judge_all(first, values[:170])
     second.load_state_dict(first.state_dict())
     torch.testing.assert_close(
-        judge_all(second, values[170:]), expected, rtol=0, atol=0, equal_nan=True
+        list(judge_all(second, values[170:])), expected, rtol=0, atol=0, equal_nan=True
     )
 
 
@@ -125,13 +121,13 @@ def test_absent_signal_neither_counts_nor_enters() -> None:
     both, second = torch.tensor([True, True]), torch.tensor([False, True])
     for _ in range(8):
         window.judge(torch.tensor([1.0, 1.0]), both)
-    rows = window.judge(torch.tensor([torch.nan, 9.0]), second).numpy()
-    loss, norm = (SignalVerdict.from_row(row) for row in rows)
+    columns = window.judge(torch.tensor([torch.nan, 9.0]), second)
+    loss, norm = (SignalVerdict(*row) for row in zip(*columns, strict=True))
     assert loss.is_finite
     assert not loss.is_spike
     assert norm.is_spike
-    assert norm.median == pytest.approx(1.0)
-    assert norm.limit == pytest.approx(float(np.exp(0.3)), rel=1e-5)
+    assert float(norm.median) == pytest.approx(1.0)
+    assert float(norm.limit) == pytest.approx(float(np.exp(0.3)), rel=1e-5)
     assert window.state_dict()["counts"][1].tolist() == [8, 8]
 
 
@@ -152,16 +148,15 @@ def test_loss_of_odd_samples_close_to_zero_is_slight_where_gradients_are_as_usua
     level = np.repeat([1.4, 0.003], 200)[:, None] * [1.0, 0.0] + [0.0, 1.0]
     values = level * np.exp(0.1 * rng.standard_normal((400, 2)))
     judge_all(window, torch.tensor(values, dtype=torch.float32))
-    row, norms = window.judge(torch.tensor([loss, norm]), torch.tensor([True, True]))
-    assert row[Column.IS_SPIKE] == 1
-    assert is_slight(row, norms, window.highest_k[0]).item() is expected
+    verdict = window.judge(torch.tensor([loss, norm]), torch.tensor([True, True]))
+    assert verdict.is_spike[0]
+    assert is_slight(verdict, window.highest_k[0]).item() is expected
 
 
 def test_loss_is_never_slight_before_anything_was_gained() -> None:
     window, both = RobustWindow((0.05, 0.12), min_values=4, size=8), torch.tensor([True, True])
     for _ in range(8):
-        row, norm = window.judge(torch.tensor([1.0, 1.0]), both)
-        assert not is_slight(row, norm, window.highest_k[0])
-    row, norm = window.judge(torch.tensor([1.5, 1.0]), both)
-    assert row[Column.IS_SPIKE] == 1
-    assert not is_slight(row, norm, window.highest_k[0])
+        assert not is_slight(window.judge(torch.tensor([1.0, 1.0]), both), window.highest_k[0])
+    verdict = window.judge(torch.tensor([1.5, 1.0]), both)
+    assert verdict.is_spike[0]
+    assert not is_slight(verdict, window.highest_k[0])

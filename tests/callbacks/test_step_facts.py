@@ -1,7 +1,7 @@
 """A step is read once for all callbacks of a Trainer, in whatever order they stand."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,12 +42,10 @@ class Keeps(InstabilityMonitor):
     def __init__(self) -> None:
         super().__init__()
         self.facts: list[StepFacts] = []
-
-    def on_train_start(self, *_: Any) -> None:
-        self.inbox = self.recorder.subscribe()
+        self.inbox = deque()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.facts += [self.inbox.popleft().facts for _ in range(len(self.inbox))]
+        self.facts += [facts for facts, _ in self.arrived()]
 
     on_train_end = on_train_batch_end
 

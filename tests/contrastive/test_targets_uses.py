@@ -153,7 +153,9 @@ def test_ids_need_not_lie_next_to_each_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.sweep)], ids=str
+)
 @pytest.mark.parametrize("option", ["weights", "ids", "positives", "smoothing", "negatives"])
 def test_memory_is_linear_in_the_batch(option: str, dtype: torch.dtype) -> None:
     b, width, k = 2048, 64, 4

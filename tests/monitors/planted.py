@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lightning_mp.callbacks import Alarm
 from tests.monitors.running import Learner, Outcome, train
 
 ANY_MONITOR = ""
@@ -28,9 +29,9 @@ class Planted:
         kind: Of the alarm; `None` where there are several ways to see it.
         tensors: Names of which the alarm must have one; none for a failure of the whole.
         from_step: The step at which the failure is planted; no monitor may say a word before.
-        by_step: The last step at which it may be found; `from_step` where it must be at once.
-        says: What the message must hold.
-        cure: The remedy, in words.
+        step: The step at which it must be found.
+        advises: What the remedy in the alarm must hold.
+        cure: What is done about it, in words.
         remedy: The same as settings that take the place of those above.
         cured_precision: The same as a precision plugin, where it is one.
         callbacks: The same as callbacks, where it is some.
@@ -45,8 +46,8 @@ class Planted:
     kind: str | None = None
     tensors: tuple[str, ...] = ()
     from_step: int = 0
-    by_step: int
-    says: str = ""
+    step: int
+    advises: str
     cure: str
     remedy: dict[str, Any] = field(default_factory=dict)
     cured_precision: Callable[[], Any] | None = None
@@ -63,17 +64,18 @@ class Planted:
         model = self.model(**{**self.settings, **self.remedy})
         return train(model, plugin, *self.callbacks(), **self.options)
 
-    def found(self, outcome: Outcome) -> list[str]:
-        """Return the messages of alarms that name the failure in time."""
-        return [
-            alarm.message
-            for alarm in outcome.alarms
-            if self.from_step <= alarm.step <= self.by_step
-            and self.monitor in (ANY_MONITOR, alarm.monitor)
-            and self.kind in (None, alarm.kind)
-            and (not self.tensors or alarm.tensor in self.tensors)
-            and self.says in alarm.message
-        ]
+    def found(self, outcome: Outcome) -> Alarm | None:
+        """Return the first alarm that names the failure."""
+        return next(
+            (
+                alarm
+                for alarm in outcome.alarms
+                if self.monitor in (ANY_MONITOR, alarm.monitor)
+                and self.kind in (None, alarm.kind)
+                and (not self.tensors or alarm.tensor in self.tensors)
+            ),
+            None,
+        )
 
 
 def perceptron() -> nn.Module:

@@ -2,11 +2,13 @@
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from lightning_mp import InfCLStrategy
@@ -90,6 +92,8 @@ def _subject(**changes: object) -> Subject:
     settings = {
         "name": "twins",
         "parameters": 100_000_000,
+        "optimizer": "AdamW",
+        "states": {"float32": 800_000_000, "bfloat16": 400_000_000},
         "towers": towers,
         "pair_bytes": 600_000.0,
         "precision": "BalancedAMP",
@@ -158,9 +162,7 @@ def test_model_by_name_has_the_bytes_that_the_paper_table_counts(
     pytest.importorskip("transformers")
     from lightning_mp.plan.sources import subject_of_model
 
-    subject = subject_of_model(
-        name, precision="BalancedAMP", micro_batch=128, offload=False, loader_batches=1
-    )
+    subject = subject_of_model(name, "BalancedAMP")
     assert subject.parameters == parameters
     # Versions of the libraries keep a mask more or less; the table is printed to 0.1%.
     counted = sum(tower.saved_per_pair for tower in subject.towers.values())
@@ -176,8 +178,7 @@ def test_open_clips_model_has_the_size_of_transformers(precision: str) -> None:
         pytest.importorskip(package)
     from lightning_mp.plan.sources import subject_of_model
 
-    settings = {"precision": precision, "micro_batch": 128, "offload": False, "loader_batches": 1}
-    theirs, same = (subject_of_model(name, **settings) for name in ("ViT-B-32", "ViT-B/32"))  # type: ignore[arg-type]
+    theirs, same = (subject_of_model(name, precision) for name in ("ViT-B-32", "ViT-B/32"))
     assert (theirs.parameters, theirs.width) == (same.parameters, same.width)
     assert theirs.pair_bytes == same.pair_bytes
     # They compute the same products; what each keeps is up to its code.
@@ -216,6 +217,24 @@ def test_plan_of_a_config_prints_tables_advice_and_a_picture(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_optimizer_is_the_configs_before_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config, path = yaml.safe_load((ROOT / CONFIG).read_text()), tmp_path / "config.yaml"
+    config["optimizer"] = {"class_path": "torch.optim.SGD"}
+    config["optimizer"]["init_args"] = {"lr": 0.1, "momentum": 0.9}
+    path.write_text(yaml.safe_dump(config))
+    subject = subject_of_config(str(path))
+    assert subject.optimizer == "SGD"
+    assert subject.states == {"float32": 4 * subject.parameters, "bfloat16": 2 * subject.parameters}
+    own = subject_of_config(CONFIG)
+    assert own.optimizer == "AdamW"
+    assert own.states["float32"] == pytest.approx(8 * own.parameters, rel=1e-3)  # and step counts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("batch", "micro_batch"), [(512, 128), pytest.param(2048, 1024, marks=pytest.mark.sweep)]
 )
@@ -248,9 +267,7 @@ def test_demo_is_predicted_within_15_percent_of_its_peak(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         measured = peak_allocated(run)
-    subject = subject_of_config(
-        CONFIG, precision=None, micro_batch=micro_batch, offload=None, loader_batches=None
-    )
+    subject = replace(subject_of_config(CONFIG), micro_batch=micro_batch)
     assert subject.found == "on tensors without memory"
     machine = Machine(1, 16 * GIB, 16 * GIB, 1, 0, "cpu")
     predicted = memory(METHODS[-1], batch, subject, machine).peak

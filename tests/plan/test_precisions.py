@@ -3,6 +3,8 @@
 import gc
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -13,40 +15,67 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import BalancedAMP
+from lightning_mp.plan.optimizer_states import state_bytes
 from lightning_mp.plan.precisions import PRECISIONS
+from lightning_mp.plan.subject import Subject
 
 WIDTH, ROWS, STEPS = 512, 4, 3
 
 
 class _Model(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, optimizer: str) -> None:
         super().__init__()
         self.net = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.optimizer = optimizer
         self.ended_ns = 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).float().pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return optimizer_of(self.optimizer, self)
 
     def on_train_batch_end(self, *_: object) -> None:
         self.ended_ns = time.time_ns()
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "torch.optim.AdamW": {},
+    "torch.optim.SGD": {},
+    "torch.optim.SGD with momentum": {"momentum": 0.9},
+    "torch.optim.Adafactor": {},  # factored; looks at its step count
+    "transformers.optimization.Adafactor": {"beta1": 0.9, "relative_step": False},
+    "lightning_mp.SafeAdamW": {},
+    "bitsandbytes.optim.AdamW8bit": {},
+}
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    module, _, kind = name.partition(" ")[0].rpartition(".")
+    make: Callable[..., torch.optim.Optimizer] = getattr(pytest.importorskip(module), kind)
+    return make(model.parameters(), lr=1e-4, **OPTIMIZERS[name])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "copies_at_rest"),
-    [("32-true", 0), ("bf16-mixed", 0), ("bf16-true", 0), ("BalancedAMP", 2)],
+    ("name", "copies_at_rest", "optimizer"),
+    [
+        *(("32-true", 0, optimizer) for optimizer in OPTIMIZERS),
+        ("bf16-mixed", 0, "torch.optim.AdamW"),
+        *(("bf16-true", 0, optimizer) for optimizer in OPTIMIZERS if "Adafactor" not in optimizer),
+        ("BalancedAMP", 2, "torch.optim.AdamW"),
+    ],
 )
-def test_parameter_costs_what_the_table_says(name: str, copies_at_rest: int) -> None:
+def test_parameter_costs_what_the_table_says(
+    name: str, copies_at_rest: int, optimizer: str
+) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     precision = {"plugins": [BalancedAMP()]} if name == "BalancedAMP" else {"precision": name}
     gc.collect()  # what is freed in between would count
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
-        model = _Model()
+        model = _Model(optimizer)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
@@ -67,7 +96,29 @@ def test_parameter_costs_what_the_table_says(name: str, copies_at_rest: int) -> 
     )
     table = PRECISIONS[name]
     # Weights, gradients, states, buckets; autocast's half copies are gone after the forward.
-    expected = table.at_rest(1, 8) + table.gradient - table.copy + copies_at_rest
-    beside = alive - expected * WIDTH**2
+    states = state_bytes([optimizer_of(optimizer, model)], getattr(torch, table.stepped))
+    beside = alive - table.at_rest(WIDTH**2, {table.stepped: states})
+    beside -= (table.gradient - table.copy + copies_at_rest) * WIDTH**2
     # The data set and the batch in use; less than 4 KiB are numbers and Adam's step.
     assert 0 <= beside <= (STEPS + 1) * ROWS * WIDTH * 4 + 4096
+
+
+def test_states_are_counted_by_group_and_left_out_where_nothing_is_trained() -> None:
+    rows, columns, frozen = nn.Linear(3, 5), nn.Linear(7, 2), nn.Linear(11, 1).requires_grad_(False)
+    groups = [
+        {"params": [*rows.parameters(), *frozen.parameters()]},
+        {"params": [*columns.parameters()], "momentum": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    assert state_bytes([optimizer], torch.float32) == 4 * (3 * 5 + 5)
+    assert state_bytes([optimizer, optimizer], torch.bfloat16) == 2 * 2 * (3 * 5 + 5)
+
+
+def test_optimizer_that_takes_no_step_is_taken_for_adamw_and_says_so() -> None:
+    model = nn.Linear(64, 64)
+    known: dict[str, Any] = {"name": "", "towers": {}, "pair_bytes": 1, "precision": "32-true"}
+    subject = Subject.of(model, [torch.optim.LBFGS(model.parameters())], **known)
+    assert subject.optimizer.startswith("AdamW, as LBFGS takes no step here (LBFGS.step() missing")
+    values = 64 * 64 + 64
+    # Both moments, and a count of steps for each tensor.
+    assert subject.states == {"float32": 8 * values + 2 * 4, "bfloat16": 4 * values + 2 * 4}

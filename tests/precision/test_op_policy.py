@@ -1,4 +1,5 @@
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -41,13 +42,18 @@ class Recorder(TorchDispatchMode):
         return dtype
 
 
+@functools.cache  # a policy looks for near names of those that it does not know
+def class_of(name: str, policy: OpPolicy) -> str:
+    try:
+        return policy.class_of(f"aten::{name}")
+    except ValueError:  # internal, such as `_unsafe_view`
+        return "given"
+
+
 def check_record(calls: list[Any], policy: OpPolicy, half: torch.dtype) -> None:
     assert calls
     for name, inputs, outputs in calls:
-        try:
-            op_class = policy.class_of(f"aten::{name}")
-        except ValueError:  # internal, such as `_unsafe_view`
-            op_class = "given"
+        op_class = class_of(name, policy)
         expected = {"half": half, "fp32": FP32, "norm": FP32}.get(op_class)
         if name == "_to_copy":
             assert {*inputs, *outputs} <= {half, FP32}

@@ -1,5 +1,7 @@
 """Options beside the sweeps on Triton tiles, in Triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,19 @@ pytestmark = pytest.mark.interpreted
 _interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _each_once() -> list[Any]:
+    """Every case in one dtype, and all in turn; the others for the sweep."""
+    return [
+        pytest.param(name, dtype, marks=[pytest.mark.sweep] * (number % 3 != place))
+        for number, name in enumerate(CASES)
+        for place, dtype in enumerate(DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), _each_once(), ids=str)
 def test_loss_equals_dense_targets(name: str, dtype: torch.dtype) -> None:
     case = Case(name, [(75, 91)], 0)
     loss_fn = ContrastiveLoss(backend="triton", tile_dtype="fp32", **case.setup)

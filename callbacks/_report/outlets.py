@@ -1,4 +1,4 @@
-"""Tells a function or a URL of alarms, and never holds up or ends a run for it."""
+"""Tells loggers, a function or a URL of a report, and never holds up or ends a run for it."""
 
 import contextlib
 import dataclasses
@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_mp.callbacks._rules.usage import usage
+
 if TYPE_CHECKING:
     from lightning_mp.callbacks.monitor import Alarm
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Alerts"]
+from lightning_mp.callbacks._report.page import verdict
+
+__all__ = ["Alerts", "log_report"]
 
 _TIMEOUT_S = 5.0
 
 
 class Alerts:
-    """Sends alarms on.
+    """Sends alarms on to a function or a URL; to nobody with `None`.
 
     A URL gets each as a POST of JSON, in a thread of its own: `text`, one line for people, and
     `alarm`, its fields. A function is called where training runs.
-
-    Args:
-        alert: The function or URL; `None` for nobody.
     """
 
     def __init__(self, alert: "Callable[[Alarm], object] | str | None") -> None:
@@ -36,12 +39,7 @@ class Alerts:
         self._has_warned = False
 
     def send(self, title: str, alarm: "Alarm") -> None:
-        """Send an alarm.
-
-        Args:
-            title: Of the run.
-            alarm: What to send.
-        """
+        """Send an alarm of the run with a title."""
         if isinstance(self._alert, str):
             self._threads = self._threads or ThreadPoolExecutor(1, "alerts")
             body: dict[str, object] = {"text": f"{title}: {alarm.message}"}
@@ -75,11 +73,8 @@ class Alerts:
             self._has_warned = True
             # Without the URL, which may hold a secret.
             what = "a URL" if isinstance(self._alert, str) else repr(self._alert)
-            rank_zero_warn(
-                f"Passed `InstabilityReport(alert=...)`, {what} that could not be told of an "
-                f"alarm: {type(error).__name__}: {error}. Training goes on. Check that it can be "
-                "reached from this machine."
-            )
+            text = f"{type(error).__name__}: {error}"
+            rank_zero_warn(usage("alert_not_sent", alert=what, error=text))
 
 
 def _plain(alarm: "Alarm") -> dict[str, object]:
@@ -93,3 +88,31 @@ def _post(url: str, body: dict[str, object]) -> None:
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with contextlib.closing(urllib.request.urlopen(request, timeout=_TIMEOUT_S)):
         pass
+
+
+def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:
+    """Give the page to a logger that keeps files, and text to one that shows text.
+
+    They are told apart by their methods, so that none of them has to be installed: Comet has
+    `log_asset`, MLflow's client logs artifacts by `run_id`, a Weights & Biases run without it,
+    TensorBoard has `add_text`. Others get nothing.
+    """
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "log_asset"):
+        experiment.log_asset(str(page), file_name=page.name, overwrite=True)
+    elif hasattr(experiment, "log_artifact") and hasattr(logger, "run_id"):
+        experiment.log_artifact(logger.run_id, str(page))
+    elif hasattr(experiment, "log_artifact"):
+        name = f"{page.stem}-{getattr(experiment, 'id', 'report')}"
+        experiment.log_artifact(str(page), name=name, type="report")
+    elif hasattr(experiment, "add_text"):
+        experiment.add_text("instability/report", _markdown(page, data), data["run"]["steps"])
+
+
+def _markdown(page: Path, data: dict[str, Any]) -> str:
+    lines = [verdict(data), f"All of it is in `{page.name}`."]
+    lines += [
+        f"- {alarm['severity']} at step {alarm['step']}: {alarm['message']} {alarm['remedy']}"
+        for alarm in data["alarms"]
+    ]
+    return "\n".join([lines[0], "", lines[1], "", *lines[2:]])
