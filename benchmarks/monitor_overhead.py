@@ -120,10 +120,10 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
     model, is_cuda = LanguageModel(args), args.device.type == "cuda"
     add = OutputSampler._add
 
-    def profiled_add(*rest: Any) -> None:
+    def profiled_add(*rest: Any) -> Any:
         """Count hooks inside of the forward, which are no callback's, and sampled steps have."""
         with profiler.profile("[Callback]ActivationRangeMonitor._add"):
-            add(*rest)
+            return add(*rest)
 
     off_by_default = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with mock.patch.object(OutputSampler, "_add", profiled_add), warnings.catch_warnings():
