@@ -1,6 +1,9 @@
-"""What every benchmark shares: fair timing, the machine's facts, command line, CSV and tables."""
+"""What every benchmark shares: fair timing, the machine's facts, command line, CSV and tables.
 
-from __future__ import annotations
+All that is compared runs in turn, A B C A B C, as machines drift: clocks, temperature, neighbours.
+Drift then meets everybody alike, and a ratio taken within a round does not see it. `ms` is the
+median and range over rounds, a ratio the median of those within rounds.
+"""
 
 import argparse
 import csv
@@ -50,9 +53,7 @@ def take_turns(
     max_seconds: float | None = None,
     title: str = "",
 ) -> tuple[dict[str, list[Found]], dict[str, str]]:
-    """Run all in turn, A B C A B C, as machines drift: clocks, temperature, neighbours.
-
-    In turn, drift meets everybody alike, and a ratio taken within a round does not see it.
+    """Run all in turn.
 
     Args:
         runs: What to run, by name.
@@ -117,9 +118,9 @@ def time_columns(seconds: Sequence[float]) -> dict[str, float]:
     return {"rounds": len(seconds)} | {f"ms_{name}": 1e3 * t for name, t in times.items()}
 
 
-def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median over common rounds of how many times as long as `base` a step took."""
-    return statistics.median(mine / other for mine, other in zip(seconds, base, strict=False))
+def median_ratio(above: Sequence[float] | None, below: Sequence[float]) -> Any:
+    """Return the median of ratios within common rounds; `None` where there is nothing above."""
+    return above and statistics.median(a / b for a, b in zip(above, below, strict=False))
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
@@ -189,9 +190,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 class Report:
     """What is found out about one problem."""
 
-    rows: list[tuple[dict[str, Any], dict[str, Any]]]  # what was measured, and what was found
+    rows: list[tuple[dict[str, Any], dict[str, Any]]]  # what was measured, and what was found out
     table: Mapping[str, str]  # headers, and how a row stands under them
     said: Sequence[str] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why
     sound: bool = True  # all that is ours ran and was right
 
 
@@ -202,8 +204,8 @@ class Benchmark:
     name: str
     doc: str | None
     measure: Callable[[argparse.Namespace], Iterable[Report]]
-    quick: Mapping[str, Any] = field(default_factory=dict)  # its defaults for a rehearsal
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # for argparse
+    # For argparse; `toy` is the default of a rehearsal.
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Read the command line; `--quick` replaces what was not given."""
@@ -212,16 +214,18 @@ class Benchmark:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         add = parser.add_argument
+        is_quick = "--quick" in (sys.argv[1:] if argv is None else argv)
         for name, option in self.options.items():
-            add(f"--{name}", **{"help": " ", **option})
+            kept = {key: value for key, value in option.items() if key != "toy"}
+            if is_quick and "toy" in option:
+                kept["default"] = option["toy"]
+            add(f"--{name}", **{"help": " ", **kept})
         device = "cuda" if torch.cuda.is_available() else "cpu"
         add("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
         add("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
         results = ROOT / "benchmarks" / "results" / f"{self.name}.csv"
-        add("--csv", type=Path, default=results, help="file of the rows")
+        add("--csv", type=Path, default=None if is_quick else results, help="file of the rows")
         add("--quick", action="store_true", help="rehearse at toy size; only a given --csv is kept")
-        if "--quick" in (sys.argv[1:] if argv is None else argv):
-            parser.set_defaults(**self.quick, csv=None)
         return parser.parse_args(argv)
 
     def main(self, argv: Sequence[str] | None = None) -> int:
@@ -238,12 +242,13 @@ class Benchmark:
         for report in self.measure(args):
             date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             rows = [{"date": date, **what, **found, **facts} for what, found in report.rows]
-            if args.csv is not None and rows:
-                append_rows(args.csv, list(rows[0]), rows, report.rows[0][1])
             if rows:
                 lines = [[cell(form, row) for form in report.table.values()] for row in rows]
                 print(f"\n{format_table(list(report.table), lines)}\n")
-            print("\n".join(report.said), flush=True)
+                if args.csv is not None:
+                    append_rows(args.csv, list(rows[0]), rows, report.rows[0][1])
+            missing = [f"Left out: {name}: {why}." for name, why in report.left_out.items()]
+            print("\n".join([*missing, *report.said]), flush=True)
             all_sound &= report.sound
         return 0 if all_sound else 1
 
@@ -277,8 +282,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
+class LeftOut(ValueError):
+    """A contender is not asked here; its words say why."""
+
+
 def error_words(error: Exception) -> str:
     """Return why something did not finish, in words for the eye."""
+    if isinstance(error, LeftOut):
+        return str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return OUT_OF_MEMORY
     return f"failed: {type(error).__name__}: {str(error).partition('. ')[0]}"

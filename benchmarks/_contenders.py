@@ -6,8 +6,6 @@ Shapes:
     b: batch. D: feature width. c: classes, one a row, or texts of one block.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks._common import MIB
+from benchmarks import _common as common
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,13 +33,12 @@ DENSE_MATRICES = 5  # of b x b values that the dense formula may hold at once
 BIAS = -10.0  # SigLIP's at the start
 BLOCKS = 8  # ranks whose texts come one after the other
 # The relative difference that logits rounded to this dtype explain: near 100 by up to 0.25 in bf16,
-# near SigLIP's 10 by up to 0.03, where sigmoids are rounded, too.
+# near SigLIP's 10 by up to 0.03, where sigmoids are rounded, too. tf32 cuts operands to 10 bits,
+# which shrinks a logit of 20 by up to 0.02.
 TOLERANCES = {
-    "softmax": {"fp32": 1e-4, "bf16": 0.2, "fp16": 0.05},
+    "softmax": {"fp32": 1e-4, "bf16": 0.2, "fp16": 0.05, "tf32": 0.05},
     "sigmoid": {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2},
 }
-# tf32 cuts operands to 10 bits, which shrinks a logit of 20 by up to 0.02.
-TF32_TOLERANCE = 5e-2
 
 
 def unit_pairs(
@@ -91,12 +88,7 @@ class Case:
     objective: str = "softmax"
 
     def inputs(self, storage: torch.dtype | None = None) -> Inputs:
-        """Return new leaves of the same values every time.
-
-        Args:
-            storage: Dtype to hold the features in; `None` is the dtype of the case. Either way
-                they have the values of the case's dtype.
-        """
+        """Return new leaves; in any storage they have the values of the case's dtype."""
         dtype = DTYPES[self.dtype]
         pairs = unit_pairs(self.batch, self.width, dtype, self.device)
         image_bD, text_bD = (side_bD.to(storage or dtype).requires_grad_() for side_bD in pairs)
@@ -106,51 +98,46 @@ class Case:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the loss.
-
-    Args:
-        name: For tables.
-        loss: `loss(image_bD, text_bD, logit_scale)`.
-        is_ours: Whether it is this package's.
-        tolerance: The relative difference from ours that its own arithmetic explains.
-        storage: The only dtype that it takes; `None` takes all.
-    """
+    """One way to compute the loss."""
 
     name: str
     loss: LossFunction
     is_ours: bool = False
-    tolerance: float = 1e-4
-    storage: torch.dtype | None = None
+    tolerance: float = 1e-4  # the relative difference from ours that its arithmetic explains
+    storage: torch.dtype | None = None  # the only dtype that it takes
 
-    def inputs(self, case: Case) -> Inputs:
-        """Return new inputs of the case in the form that it takes."""
-        return case.inputs(self.storage)
+
+class Peer(NamedTuple):
+    """Somebody else's loss of a case, and in which dtype its logits are."""
+
+    make: Callable[[Case], LossFunction]
+    logits: str | None = None  # that of the case
+    storage: torch.dtype | None = None  # the only dtype that it takes
+    needs_cuda: bool = False
 
 
 def find_contenders(
     case: Case, workspaces: Sequence[int] = ()
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return the contenders that run here, ours first, and why the others do not.
-
-    Args:
-        case: The problem.
-        workspaces: MiB that ours get beside their own.
-    """
-    found: list[Contender] = []
-    skipped: dict[str, str] = {}
+    """Return who runs here, ours first with each workspace in MiB, and why others do not."""
     ours = {f"ours, {backend} tiles": partial(_ours, backend, None) for backend in BACKENDS}
     best = BACKENDS[case.device.type != "cuda"]
     ours |= {f"ours, {best} tiles, {mib} MiB": partial(_ours, best, mib) for mib in workspaces}
-    for name, make in (ours | PEERS[case.objective]).items():
-        try:
-            found.append(make(name, case))
-        except Exception as error:  # compilers raise what they like
-            skipped[name] = str(error).partition("\n")[0] or type(error).__name__
-    return found, skipped
+    peers = {name: partial(_peer, peer) for name, peer in PEERS[case.objective].items()}
+    asked = {name: partial(make, name, case) for name, make in (ours | peers).items()}
+    found, skipped = common.take_turns(asked, rounds=1)
+    return [contender for (contender,) in found.values()], skipped
+
+
+def _peer(peer: Peer, name: str, case: Case) -> Contender:
+    if peer.needs_cuda and case.device.type != "cuda":
+        raise common.LeftOut("is for CUDA only")
+    tolerance = TOLERANCES[case.objective][peer.logits or case.dtype]
+    return Contender(name, peer.make(case), tolerance=tolerance, storage=peer.storage)
 
 
 def _ours(backend: Any, mib: int | None, name: str, case: Case) -> Contender:
-    options: Any = {"backend": backend, "workspace_bytes": mib and mib * MIB}
+    options: Any = {"backend": backend, "workspace_bytes": mib and mib * common.MIB}
     loss: LossFunction = ContrastiveLoss(**options)
     if case.objective == "sigmoid":
         loss = _with_bias(SigmoidContrastiveLoss(**options), case)
@@ -174,59 +161,42 @@ def dense_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
     return (image_loss + text_loss) / 2
 
 
-def autocast_bf16(loss: LossFunction) -> LossFunction:
-    """Return `loss` as a bf16-mixed training step computes it: logits in bf16, softmax in fp32."""
-
-    def mixed(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-        with torch.autocast(image_bD.device.type, dtype=torch.bfloat16):
-            return loss(image_bD, text_bD, scale)
-
-    return mixed
+def autocast_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
+    """Return it as a bf16-mixed training step computes it: logits in bf16, softmax in fp32."""
+    with torch.autocast(image_bD.device.type, dtype=torch.bfloat16):
+        return dense_formula(image_bD, text_bD, scale)
 
 
-def _dense(name: str, case: Case) -> Contender:
+def _dense(case: Case) -> LossFunction:
     if case.device.type == "cuda" and case.dtype != "fp32":
-        raise ValueError("trains under autocast, where 16-bit logits get an fp32 softmax")
+        raise common.LeftOut("trains under autocast, where 16-bit logits get an fp32 softmax")
     needed = DENSE_MATRICES * DTYPES[case.dtype].itemsize * case.batch**2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if case.device.type == "cpu" and needed > 0.8 * memory:  # a system would end the process
-        raise MemoryError(f"needs {needed / 2**30:,.1f} of {memory / 2**30:,.1f} GiB")
-    return Contender(name, dense_formula, tolerance=TOLERANCES["softmax"][case.dtype])
+        raise common.LeftOut(f"needs {needed / 2**30:,.1f} of {memory / 2**30:,.1f} GiB")
+    return dense_formula
 
 
-def _autocast_dense(name: str, case: Case) -> Contender:
-    _need_cuda(case)
-    tolerance = TOLERANCES["softmax"]["bf16"]
-    return Contender(name, autocast_bf16(dense_formula), tolerance=tolerance)
+def chunked_loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor, options: Any) -> Tensor:
+    """Take the other side's features as the classes; six units with the backward."""
+    labels_b = torch.arange(len(image_bD), device=image_bD.device)
+    image_loss, text_loss = (
+        F.linear_cross_entropy(scale * rows_bD, classes_cD, labels_b, options=options)
+        for rows_bD, classes_cD in ((image_bD, text_bD), (text_bD, image_bD))
+    )
+    return (image_loss + text_loss) / 2
 
 
-def _torch_chunked(name: str, case: Case) -> Contender:
-    options = torch.nn.LinearCrossEntropyOptions
-
-    def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-        """Take the other side's features as the classes; six units with the backward."""
-        labels_b = torch.arange(len(image_bD), device=image_bD.device)
-        image_loss, text_loss = (
-            F.linear_cross_entropy(scale * rows_bD, classes_cD, labels_b, options=options())
-            for rows_bD, classes_cD in ((image_bD, text_bD), (text_bD, image_bD))
-        )
-        return (image_loss + text_loss) / 2
-
-    return Contender(name, loss, tolerance=TOLERANCES["softmax"][case.dtype])
-
-
-def _inf_cl(name: str, case: Case) -> Contender:
-    """Return Inf-CL, which takes fp32 storage only, with the values that ours get."""
-    _need_cuda(case)
+def _inf_cl(case: Case) -> LossFunction:
     # `cal_inf_loss` all-reduces the scale's gradient, which fails without a process group;
     # on one process it calls this.
     from inf_cl import cal_flash_loss
 
     head_dim = next((dim for dim in (256, 128, 64, 32, 16) if case.width % dim == 0), None)
     if head_dim is None:
-        raise ValueError(f"needs a width that is a multiple of 16, not {case.width}")
+        raise common.LeftOut(f"needs a width that is a multiple of 16, not {case.width}")
     if case.batch > 64 and case.batch % 64:
-        raise ValueError(f"reads out of bounds at {case.batch}, which is no multiple of 64")
+        raise common.LeftOut(f"reads out of bounds at {case.batch}, which is no multiple of 64")
 
     def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Ten units; products in tf32."""
@@ -234,7 +204,7 @@ def _inf_cl(name: str, case: Case) -> Contender:
         text_loss = cal_flash_loss(text_bD, image_bD, scale=scale, head_dim=head_dim)
         return (image_loss.mean() + text_loss.mean()) / 2
 
-    return Contender(name, loss, tolerance=TF32_TOLERANCE, storage=torch.float32)
+    return loss
 
 
 def sigmoid_formula(
@@ -258,21 +228,11 @@ def sigmoid_formula(
     return (loss - own_b.sum(dtype=torch.float32)) / len(image_bD)
 
 
-def _sigmoid_formula(blocks: int, name: str, case: Case) -> Contender:
-    loss = _with_bias(partial(sigmoid_formula, blocks=blocks), case)
-    return Contender(name, loss, tolerance=TOLERANCES["sigmoid"][case.dtype])
-
-
-def _siglip_kernel(name: str, case: Case) -> Contender:
-    _need_cuda(case)
+def _siglip_kernel(case: Case) -> LossFunction:
     from siglip_kernel import fused_siglip_loss
 
-    def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """Take the logarithm of the scale, as it does."""
-        found: Tensor = fused_siglip_loss(image_bD, text_bD, scale.log(), bias)
-        return found
-
-    return Contender(name, _with_bias(loss, case), tolerance=TOLERANCES["sigmoid"][case.dtype])
+    # It takes the logarithm of the scale.
+    return _with_bias(lambda i, t, scale, bias: fused_siglip_loss(i, t, scale.log(), bias), case)
 
 
 def _with_bias(loss: Callable[..., Any], case: Case) -> LossFunction:
@@ -281,21 +241,21 @@ def _with_bias(loss: Callable[..., Any], case: Case) -> LossFunction:
     return lambda image_bD, text_bD, scale: loss(image_bD, text_bD, scale, bias)
 
 
-def _need_cuda(case: Case) -> None:
-    if case.device.type != "cuda":
-        raise ValueError("is for CUDA only")
-
-
-PEERS: dict[str, dict[str, Callable[[str, Case], Contender]]] = {
+PEERS = {
     "softmax": {
-        "dense, formula": _dense,
-        "dense, formula, bf16 autocast": _autocast_dense,
-        "torch chunked": _torch_chunked,
-        "Inf-CL": _inf_cl,
+        "dense, formula": Peer(_dense),
+        "dense, formula, bf16 autocast": Peer(lambda _: autocast_formula, "bf16", needs_cuda=True),
+        "torch chunked": Peer(
+            lambda _: partial(chunked_loss, options=torch.nn.LinearCrossEntropyOptions())
+        ),
+        # It gets the values that ours get.
+        "Inf-CL": Peer(_inf_cl, "tf32", torch.float32, needs_cuda=True),
     },
     "sigmoid": {
-        "open_clip's formula": partial(_sigmoid_formula, 1),
-        f"the same in {BLOCKS} blocks": partial(_sigmoid_formula, BLOCKS),
-        "siglip-kernel": _siglip_kernel,
+        "open_clip's formula": Peer(partial(_with_bias, partial(sigmoid_formula, blocks=1))),
+        f"the same in {BLOCKS} blocks": Peer(
+            partial(_with_bias, partial(sigmoid_formula, blocks=BLOCKS))
+        ),
+        "siglip-kernel": Peer(_siglip_kernel, needs_cuda=True),
     },
 }

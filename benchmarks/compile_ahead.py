@@ -2,22 +2,18 @@
 
     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 
-The launchers of the package run as on a device, on CPU tensors and up to the launch: Triton
-specialises (alignment, divisibility, descriptors) and looks kernels up by the code that it looks
-them up by there. Its key is made of its own files, the source of the kernel and of all that it
-calls, the specialisation, the options, the assembler's version and the architecture, and of no path
-and no device; so the same wheels on the GPU's machine find what lies here. Only the cache itself
-notes where its files lay: a folder that was moved is put right first, or all of it would be
-compiled again.
+The launchers of the package run as on a device, on CPU tensors and up to the launch. Triton's key
+is made of its own files, the source of the kernel and of all that it calls, the specialisation, the
+options, the assembler's version and the architecture, and of no path and no device; so the same
+wheels on the GPU's machine find what lies here. Only the cache itself notes where its files lay: a
+folder that was moved is put right first, or all of it would be compiled again.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +57,7 @@ def absent_device(arch: int) -> Any:
 
 @contextmanager
 def pretend(arch: int) -> Iterator[list[bool]]:
-    """Let launches find or compile their kernels for an architecture, and launch nothing.
-
-    Yields:
-        A list that grows: whether each kernel lay in the cache.
-    """
+    """Let launches find or compile kernels; list for each whether it lay in the cache."""
     hits: list[bool] = []
     run = JITFunction.run
 
@@ -140,11 +132,7 @@ def settle(cache: Path) -> int:
     return changed
 
 
-GROUPS: dict[str, Callable[[int], None]] = {
-    "sweeps": sweeps,
-    "optimizer": optimizer,
-    "statistics": statistics,
-}
+GROUPS = {launch.__name__: launch for launch in (sweeps, optimizer, statistics)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,24 +3,15 @@
     python benchmarks/contrastive_loss.py --batch 8192 16384 --width 512 768
     python benchmarks/contrastive_loss.py --objective sigmoid --scale 10
 
-**Contenders**: `lightning_mp.ContrastiveLoss` with every backend that runs on the device, and with
-each `--workspace`; the dense formula of OpenCLIP, on CUDA also under bf16 autocast; torch's chunked
-`linear_cross_entropy`, once a direction; on CUDA Inf-CL (`pip install inf_cl`), which takes fp32
-storage only, with the values that ours get. `--objective sigmoid` is SigLIP's loss, with a learnt
-bias: `lightning_mp.SigmoidContrastiveLoss`; open_clip's formula on all logits at once, and by
-blocks of texts as its neighbour exchange brings them; on CUDA `siglip-kernel` (`pip install
-siglip-kernel`). What cannot run is named with its reason, as is what would take longer than
-`--max-seconds` a call, by the square of the batch.
+**Contenders**: ours with every backend that runs on the device, and with each `--workspace`;
+formulas; on CUDA, where they are installed, `inf_cl` or for the sigmoid loss `siglip-kernel`. What
+cannot run is named with its reason, as is what would take longer than `--max-seconds` a call, by
+the square of the batch. Ours is held against float64 by a sample of its pairs (see `_float64.py`),
+and every contender's loss and gradients against ours.
 
-**Order**: first ours is held against float64 by a sample of its pairs (see `_float64.py`), which
-needs no dense logits: they would take 2 TiB at a million pairs. Then every contender's loss and
-gradients are compared with ours, memory is weighed, and all are timed in turn (A B C A B C)
-together with plain matrix products.
-
-**Figures**: `ms` is the median and range over rounds; `x ours` the median of the ratios within
-rounds. The rate counts four units of 2 b^2 D FLOP for everybody, which is what ours does; a dense
-loss does six for the same result, Inf-CL ten. `of GEMM` is that rate over the machine's own: the
-best median of a tile's logits product, its gradient product and a big square, same dtype, same
+**Figures**: The rate counts four units of 2 b^2 D FLOP for everybody, which is what ours does; a
+dense loss does six for the same result, Inf-CL ten. `of GEMM` is that rate over the machine's own:
+the best median of a tile's logits product, its gradient product and a big square, same dtype, same
 rounds; where a CPU is slow at 16-bit products, ours multiply in fp32 and pass 100%. The extra
 memory is the peak of all tensors beyond the inputs and their gradients, which all contenders need
 alike; `/ 4bD` is the same in units of one side's features in fp32.
@@ -28,8 +19,6 @@ alike; `/ 4bD` is the same in units of one side's features in fp32.
 Shapes:
     b: batch. D: feature width.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -76,44 +65,38 @@ def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float]
 
     Returns:
         The differences of those that agree, and what is wrong with the others.
-
-    Raises:
-        RuntimeError: None of ours runs.
     """
     expected: list[torch.Tensor] = []
-    sizes: list[float] = []
-    differences: dict[str, float] = {}
-    failures: dict[str, str] = {}
-    for contender in contenders:
+
+    def difference_of(contender: Contender) -> float:
         if not expected and not contender.is_ours:
-            break
-        try:
-            inputs = contender.inputs(case)
-            found = [inputs.run(contender.loss).float()]
-            found += [leaf.grad.float() for leaf in inputs.leaves if leaf.grad is not None]
-        except Exception as error:
-            failures[contender.name] = common.error_words(error)
-            continue
-        if not expected:
-            expected = found
-            terms_b = (inputs.image_bD.detach().float() * found[1]).sum(1) / case.scale
-            sizes = [*(float(ours.norm()) for ours in found[:3]), float(terms_b.abs().sum())]
+            raise common.LeftOut("has nothing to be compared with")
+        inputs = case.inputs(contender.storage)
+        found = [inputs.run(contender.loss).float()]
+        found += [leaf.grad.float() for leaf in inputs.leaves if leaf.grad is not None]
+        expected.extend(() if expected else found)
+        terms_b = (inputs.image_bD.detach().float() * expected[1]).sum(1) / case.scale
+        sizes = [*(ours.norm() for ours in expected[:3]), terms_b.abs().sum()]
         pairs = zip(found, expected, sizes, strict=True)
-        errors = [float((mine - ours).norm()) / size for mine, ours, size in pairs]
-        difference = float(torch.tensor(errors).amax())  # Python's `max` may pass over a NaN
+        # Python's `max` may pass over a NaN.
+        worst = float(
+            torch.stack([(mine - ours).norm() / size for mine, ours, size in pairs]).amax()
+        )
         tolerance = max(contender.tolerance, STORAGE_TOLERANCE[case.dtype])
-        if difference <= tolerance:
-            differences[contender.name] = difference
-        else:
-            failures[contender.name] = f"differs from ours by {difference:.1e} > {tolerance:.0e}"
+        if not worst <= tolerance:
+            raise common.LeftOut(f"differs from ours by {worst:.1e} > {tolerance:.0e}")
+        return worst
+
+    asked = {contender.name: partial(difference_of, contender) for contender in contenders}
+    differences, failures = common.take_turns(asked, rounds=1)
     if not expected:
         raise RuntimeError(f"None of this package's losses ran: {failures}.")
-    return differences, failures
+    return {name: difference for name, (difference,) in differences.items()}, failures
 
 
 def weigh(contender: Contender, case: Case) -> int | None:
     """Return the peak of a call beyond inputs and gradients, in bytes."""
-    inputs = contender.inputs(case)
+    inputs = case.inputs(contender.storage)
     peak = common.peak_bytes(lambda: inputs.run(contender.loss), case.device)
     return peak and peak - sum(leaf.nbytes for leaf in inputs.leaves)
 
@@ -121,8 +104,8 @@ def weigh(contender: Contender, case: Case) -> int | None:
 def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]], float]:
     """Return plain matrix products to time, and the FLOP that each step does at least.
 
-    Three shapes: `(t, D) x (D, t)`, the logits of a tile; `(t, t) x (t, D)`, its gradients; and a
-    big square. Small products are repeated until all steps do about the same work.
+    They are the logits of a tile, its gradients, and a big square. Small products are repeated
+    until all steps do about the same work.
     """
     tile = min(case.batch, 8192 if case.device.type == "cuda" else 1024)
     shapes = [(tile, case.width, tile), (tile, tile, case.width), (square, square, square)]
@@ -142,7 +125,7 @@ def too_slow(contender: Contender, case: Case, limit: float | None) -> str | Non
     rows = max(64, case.batch // _PROBE_SHARE // 64 * 64)
     if limit is None or rows >= case.batch:
         return None
-    step = {"": partial(contender.inputs(replace(case, batch=rows)).run, contender.loss)}
+    step = {"": partial(replace(case, batch=rows).inputs(contender.storage).run, contender.loss)}
     spreads, _ = common.time_in_turn(step, rounds=1, device=case.device)
     if not spreads:  # the comparison with ours says what is wrong
         return None
@@ -168,39 +151,36 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     steps, flop = gemm_steps(case, square)
     gemms, inputs = list(steps), case.inputs()
     for contender in contenders:
-        own = inputs if contender.storage is None else contender.inputs(case)
+        own = inputs if contender.storage is None else case.inputs(contender.storage)
         steps[contender.name] = partial(own.run, contender.loss)
     limits = {"rounds": args.repeats, "max_seconds": args.max_seconds}
     spreads, later = common.time_in_turn(steps, device=case.device, title="timing", **limits)
     failures |= later
     rate = max(flop / statistics.median(spreads.pop(name)) for name in gemms)
-    ours = spreads.get(contenders[0].name)
-    if ours is None:
-        raise RuntimeError(f"{contenders[0].name} {failures[contenders[0].name]}.")
+    ours = contenders[0].name
+    if ours in later:
+        raise RuntimeError(f"{ours} {later[ours]}.")
     rows = []
     for name, seconds in spreads.items():
         flops = UNITS * 2.0 * case.batch**2 * case.width / statistics.median(seconds)
         found = {
             **common.time_columns(seconds),
-            "time_ratio": common.median_ratio(seconds, ours),
+            "time_ratio": common.median_ratio(seconds, spreads[ours]),
             "gflops": flops / 1e9,
             "gemm_gflops": rate / 1e9,
             "gemm_fraction": flops / rate,
             "peak_extra_bytes": peaks[name],
             "peak_features": peaks[name] and peaks[name] / (4 * case.batch * case.width),
             "max_relative_difference": differences[name],
-            **(errors if name == contenders[0].name else dict.fromkeys(errors)),
+            **(errors if name == ours else dict.fromkeys(errors)),
         }
         rows.append(({"contender": name, **asdict(case)}, found))
-    left_out |= failures
-    said = [*problems, *(f"Left out: {name}: {why}" for name, why in left_out.items())]
+    wrong = [c.name for c in asked if c.is_ours and c.name in failures] + problems
+    wrong += [why for why in failures.values() if "differs" in why]
+    said = problems
     if case.objective == "softmax":
-        said += verdict_of([what | found for what, found in rows])
-    is_ours = {contender.name for contender in asked if contender.is_ours}
-    sound = not problems and not any(
-        name in is_ours or "differs" in why for name, why in failures.items()
-    )
-    return common.Report(rows, TABLE, said, sound)
+        said = [*problems, *verdict_of([what | found for what, found in rows])]
+    return common.Report(rows, TABLE, said, left_out | failures, not wrong)
 
 
 def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -226,19 +206,19 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         yield measure_case(case, args)
 
 
-positive = common.positive
 OPTIONS: dict[str, dict[str, Any]] = {
     "objective": dict(choices=PEERS, default="softmax", help="CLIP's loss or SigLIP's"),
-    "batch": dict(type=positive, nargs="+", default=[8192], help="batch sizes, one table each"),
-    "width": dict(type=positive, nargs="+", default=[512], help="feature widths"),
+    "batch": dict(type=common.positive, nargs="+", default=[8192], toy=[256], help="a table each"),
+    "width": dict(type=common.positive, nargs="+", default=[512], toy=[64], help="feature widths"),
     "dtype": dict(choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the features"),
-    "repeats": dict(type=positive, default=7, help="rounds that count"),
-    "workspace": dict(type=positive, nargs="+", default=[], help="MiB to try beside ours' own"),
+    "repeats": dict(type=common.positive, default=7, toy=2, help="rounds that count"),
+    "workspace": dict(
+        type=common.positive, nargs="+", default=[], help="MiB to try beside ours' own"
+    ),
     "max-seconds": dict(type=float, help="leaves out whose call would take longer; bounds rounds"),
     "scale": dict(type=float, default=100.0, help="CLIP's ends at 100, SigLIP's starts at 10"),
 }
-QUICK = {"batch": [256], "width": [64], "repeats": 2}
-BENCHMARK = common.Benchmark("contrastive_loss", __doc__, measure, QUICK, OPTIONS)
+BENCHMARK = common.Benchmark("contrastive_loss", __doc__, measure, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

@@ -9,17 +9,13 @@ save a GPU to keep tiles of the first sweep for the second, as torch's tiles do 
     python benchmarks/exchange.py
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import itertools
 import math
 import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,24 +27,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime import KernelInterface
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._common import format_table  # noqa: E402
 from lightning_mp.contrastive._exchange.agreement import make_plan  # noqa: E402
 from lightning_mp.contrastive._sums import infonce  # noqa: E402
-from lightning_mp.contrastive._tiles.triton_tiles import (  # noqa: E402
-    gradient_kernels,
-    lse_kernels,
-    pair_kernels,
-    softmax_kernels,
-    workspace,
-)
-from lightning_mp.contrastive._tiles.triton_tiles.tiles import (  # noqa: E402
-    DEFAULT_WORKSPACE_BYTES,
-    TritonTiles,
-)
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace  # noqa: E402
+from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES  # noqa: E402
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
 
@@ -72,17 +59,19 @@ _FREE = ("empty", "detach", "alias", "_unsafe_view", "promote_types")
 _WAITS = ("_local_scalar_dense", "item", "equal", "is_nonzero")
 
 
-@dataclass
-class Counts:
-    """What one rank's host does for one loss, forward and backward."""
+class Counts(TorchDispatchMode):
+    """What one rank's host does for one loss, forward and backward; counts while it is entered."""
 
-    ops: int = 0  # of torch that work on the device
-    kernels: int = 0  # launches of Triton
-    products: int = 0  # of gradients, for cuBLAS
-    waits: int = 0  # operations that bring a value to the host
-    peak_bytes: int = 0  # the most that tensors made inside have taken at a time
-    # By the names of c10d's operators; the one for the facts is not among them.
-    collectives: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0  # of torch that work on the device
+        self.kernels = 0  # launches of Triton
+        self.products = 0  # of gradients, for cuBLAS
+        self.waits = 0  # operations that bring a value to the host
+        self.peak_bytes = 0  # the most that tensors made inside have taken at a time
+        # By the names of c10d's operators; the one for the facts is not among them.
+        self.collectives: Counter[str] = Counter()
+        self._live: dict[int, int] = {}  # bytes of storages
 
     @property
     def sent(self) -> int:
@@ -95,65 +84,23 @@ class Counts:
         counts = {"op": self.ops, "kernel": self.kernels, "product": self.products}
         return sum(SECONDS[name] * n for name, n in {**counts, "collective": self.sent}.items())
 
-
-class _Counter(TorchDispatchMode):
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self.counts = counts
-        self._live: dict[int, int] = {}  # bytes of storages
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         result = function(*args, **(kwargs or {}))
         name = function._opname
         if function.namespace == "c10d":
-            self.counts.collectives[name] += 1
+            self.collectives[name] += 1
         elif name in _WAITS:
-            self.counts.waits += 1
-        elif (
-            function.namespace == "aten"
-            and not function.is_view
-            and not any(free in name for free in _FREE)
-        ):
-            self.counts.ops += 1
+            self.waits += 1
+        elif function.namespace == "aten" and not function.is_view:
+            self.ops += not any(free in name for free in _FREE)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live:
                     self._live[storage._cdata] = storage.nbytes()
                     weakref.finalize(storage, self._live.pop, storage._cdata)
-        self.counts.peak_bytes = max(self.counts.peak_bytes, sum(self._live.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
         return result
-
-
-@contextlib.contextmanager
-def _pretended(counts: Counts, world_size: int) -> Iterator[None]:
-    """Have no device, no memory and no peers, and count what would reach them."""
-
-    def product(*args: Any) -> None:
-        counts.products += 1
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        counts.kernels += 1
-
-    kernel = defaultdict(lambda: launch)  # by any grid
-    kernels = {
-        lse_kernels: ("lse_kernel", "merge_kernel"),
-        softmax_kernels: ("softmax_kernel",),
-        pair_kernels: ("prepare_kernel", "terms_kernel"),
-        gradient_kernels: ("factors_kernel", "finish_kernel"),
-    }
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        with contextlib.ExitStack() as stack:
-            for module, names in kernels.items():
-                for name in names:
-                    stack.enter_context(mock.patch.object(module, name, kernel))
-            stack.enter_context(mock.patch.object(workspace, "add_product", product))
-            stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", return_value=4096))
-            stack.enter_context(FakeTensorMode())
-            yield
-    finally:
-        dist.destroy_process_group()
 
 
 def count(
@@ -163,49 +110,55 @@ def count(
     workspace_bytes: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Counts:
-    """Return what rank 0 does for a loss with `sizes` pairs on the ranks."""
+    """Return what rank 0 does for a loss with `sizes` pairs on the ranks; none is there."""
     counts = Counts()
-    with _pretended(counts, len(sizes)):
-        features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
-        scale = torch.empty(())
-        plan = make_plan(
-            sizes, features[0], exchange, [True] * 3,
-            lambda left: TritonTiles(left, arch=90), workspace_bytes,
-        )  # fmt: skip
-        with _Counter(counts):
-            swept = infonce.sweep(*features, scale, None, plan)
-            infonce.differentiate(torch.empty(()), *features, scale, None, swept, plan)
+
+    def product(*args: Any) -> None:
+        counts.products += 1
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        counts.kernels += 1
+
+    dist.init_process_group("fake", rank=0, world_size=len(sizes), store=FakeStore())
+    try:
+        with (
+            mock.patch.object(KernelInterface, "__getitem__", return_value=launch),
+            mock.patch.object(workspace, "add_product", product),
+            mock.patch.object(FakeTensor, "data_ptr", return_value=4096),
+            FakeTensorMode(),
+        ):
+            features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
+            scale = torch.empty(())
+            plan = make_plan(
+                sizes, features[0], exchange, [True] * 3,
+                lambda left: TritonTiles(left, arch=90), workspace_bytes,
+            )  # fmt: skip
+            with counts:
+                swept = infonce.sweep(*features, scale, None, plan)
+                infonce.differentiate(torch.empty(()), *features, scale, None, swept, plan)
+    finally:
+        dist.destroy_process_group()
     return counts
 
 
 def saved_by_keeping(kept_bytes: int, products: int, width: int) -> float:
     """Return the share of a loss's products whose time kept tiles would save; negative: cost.
 
-    Args:
-        kept_bytes: Stored for each logit by the first sweep and loaded by the second.
-        products: Of the width, for each of the four units.
-        width: D.
+    A logit's bytes are stored by the first sweep and loaded by the second, which saves one of four
+    units of so many products.
     """
     unit = products * 2 * width / FLOP_A_SECOND_SWEPT
     return (unit - 2 * kept_bytes / BYTES_A_SECOND) / (4 * unit)
 
 
-def _print_kept() -> None:
-    widths = (512, 768, 1024)
-    rows = []
+def _kept_rows(widths: Sequence[int]) -> Iterator[list[str]]:
     for name, kept in KEPT.items():
         saved = (f"{saved_by_keeping(*kept, width):.0%}" for width in widths)
-        rows.append([name, *saved, f"{math.isqrt(DEFAULT_WORKSPACE_BYTES // kept[0]):,}"])
-    header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
-    print(format_table(header, rows))
-    print(
-        f"Of the products' time, computed: {BYTES_A_SECOND / 1e12:.0f} TB/s, "
-        f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted."
-    )
+        yield [name, *saved, f"{math.isqrt(DEFAULT_WORKSPACE_BYTES // kept[0]):,}"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Count, and print a table."""
+    """Count, and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--width", type=int, default=768)
     width = parser.parse_args(args).width
@@ -222,7 +175,13 @@ def main(args: Sequence[str] | None = None) -> None:
     print(format_table(header, rows))
     costs = ", ".join(f"{1e6 * seconds:.0f} us a {name}" for name, seconds in SECONDS.items())
     print(f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n")
-    _print_kept()
+    widths = (512, 768, 1024)
+    header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
+    print(format_table(header, [*_kept_rows(widths)]))
+    print(
+        f"Of the products' time, computed: {BYTES_A_SECOND / 1e12:.0f} TB/s, "
+        f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted."
+    )
 
 
 if __name__ == "__main__":

@@ -1,26 +1,18 @@
 """Measure what the instability callbacks cost of a training step, one by one and together.
 
 A transformer of some 20 million parameters is trained by a stock Trainer, without monitors and with
-them in turn, so that drift meets both alike: 100 steps after 20 that do not count, which the
-default cadences of the monitors divide. Beside that comparison, Lightning's profiler takes the time
-inside of each monitor: on a CPU that is all that it costs, and it is known far better than a
-difference of a percent. On a GPU it is what the host spends; the comparison says what the device
-does.
+them in turn: 100 steps, which the default cadences of the monitors divide, after 20 that do not
+count. Beside that comparison, Lightning's profiler takes the time inside of each monitor: on a CPU
+that is all that it costs, and it is known far better than a difference of a percent. On a GPU it is
+what the host spends; the comparison says what the device does.
 
     python benchmarks/monitor_overhead.py
     python benchmarks/monitor_overhead.py --device cuda --batch 64
-
-Shapes:
-    B: batch. L: tokens. D: width.
 """
 
-from __future__ import annotations
-
 import argparse
-import logging
 import statistics
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,18 +29,9 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _common as common  # noqa: E402
-from lightning_mp import BalancedAMP  # noqa: E402
-from lightning_mp.callbacks import (  # noqa: E402
-    ActivationRangeMonitor,
-    AdamStateMonitor,
-    GradientUnderflowMonitor,
-    InstabilityMonitor,
-    LossScaleMonitor,
-    NonFiniteLocator,
-    SpikeGuard,
-)
+from lightning_mp import BalancedAMP, callbacks  # noqa: E402
 from lightning_mp.callbacks._step.outputs import OutputSampler  # noqa: E402
-from lightning_mp.reproduce._fit import Classifier  # noqa: E402
+from lightning_mp.reproduce import _fit  # noqa: E402
 
 WARM_UP = 20  # steps
 INSIDE, COMPARED = "all, inside", "all, on against off"
@@ -61,8 +44,8 @@ TABLE = {
 }
 
 
-class LanguageModel(Classifier):
-    """A transformer over random tokens, new ones at every step, that names them."""
+class LanguageModel(_fit.Classifier):
+    """A transformer that names random tokens; B is the batch, L tokens."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         width, layers, self.vocabulary = (32, 1, 64) if args.quick else (384, 8, 8192)
@@ -84,8 +67,7 @@ class Stopwatch(pl.Callback):
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.first, self.last = warm_up, warm_up + steps
-        self.seconds, self.parameters = 0.0, 0
-        self.inside: dict[str, float] = {}
+        self.seconds, self.inside = 0.0, dict[str, float]()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
         """Start, or stop; `timer` waits for a GPU."""
@@ -96,26 +78,21 @@ class Stopwatch(pl.Callback):
         elif step == self.last:
             self.seconds += timer()
             self.inside = {action: sum(seconds) for action, seconds in durations.items()}
-            self.parameters = sum(p.numel() for p in pl_module.parameters())
 
 
-def monitors(**cadence: int) -> list[InstabilityMonitor]:
+def monitors(**cadence: int) -> list[callbacks.InstabilityMonitor]:
     """Return all monitors in the state of a run whose baseline is known."""
-    kinds = GradientUnderflowMonitor, ActivationRangeMonitor, AdamStateMonitor
-    sampling = [kind(**cadence) for kind in kinds]
+    kinds = "GradientUnderflowMonitor", "ActivationRangeMonitor", "AdamStateMonitor"
+    sampling = [getattr(callbacks, kind)(**cadence) for kind in kinds]
     for monitor in sampling:
         monitor.load_state_dict({**monitor.state_dict(), "samples": monitor.baseline_samples})
-    return [LossScaleMonitor(), *sampling, SpikeGuard(), NonFiniteLocator()]
-
-
-def steps_of(args: argparse.Namespace) -> int:
-    """Return how many steps of a training count."""
-    return 10 if args.quick else 100
+    others = callbacks.SpikeGuard(), callbacks.NonFiniteLocator()
+    return [callbacks.LossScaleMonitor(), *sampling, *others]
 
 
 def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatch:
     """Train once, and return what was timed."""
-    stopwatch, profiler = Stopwatch(WARM_UP, steps_of(args)), SimpleProfiler()
+    stopwatch, profiler = Stopwatch(WARM_UP, args.steps), SimpleProfiler()
     torch.manual_seed(0)
     model, is_cuda = LanguageModel(args), args.device.type == "cuda"
     add = OutputSampler._add
@@ -125,36 +102,33 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
         with profiler.profile("[Callback]ActivationRangeMonitor._add"):
             return add(*rest)
 
-    off_by_default = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    with mock.patch.object(OutputSampler, "_add", profiled_add), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        pl.Trainer(
+    with mock.patch.object(OutputSampler, "_add", profiled_add):
+        _fit.train(
+            model,
+            DataLoader(range(10**6)),
             accelerator="cuda" if is_cuda else "cpu",
             devices=1,
             max_steps=stopwatch.last + 1,
             plugins=[BalancedAMP()] if is_cuda else [],
             callbacks=[stopwatch, *watching],
             profiler=profiler,
-            logger=False,
-            **dict.fromkeys(off_by_default, False),
-        ).fit(model, DataLoader(range(10**6)))
+        )
     return stopwatch
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     """Train in turn, and give a row for each monitor and two for all."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     cadence = {"every_n_steps": 5} if args.quick else {}
     runs = {"off": lambda: train(args, []), "on": lambda: train(args, monitors(**cadence))}
     found, failures = common.take_turns(runs, rounds=args.pairs)
     if failures:
         raise RuntimeError(f"A training did not finish: {failures}.")
     off, on = ([run.seconds for run in found[kind]] for kind in runs)
-    step = statistics.median(off) / steps_of(args)
-    shares = {}
-    for name in (type(monitor).__name__ for monitor in monitors()):
-        seconds = [s for run in found["on"] for a, s in run.inside.items() if f"]{name}" in a]
-        shares[name] = sum(seconds) / len(on) / statistics.median(off)
+    step = statistics.median(off) / args.steps
+    shares = {type(monitor).__name__: 0.0 for monitor in monitors()}
+    for action, seconds in (item for run in found["on"] for item in run.inside.items()):
+        for name in shares:
+            shares[name] += (f"]{name}" in action) * seconds / len(on) / statistics.median(off)
     shares[INSIDE] = sum(shares.values())
     shares[COMPARED] = common.median_ratio(on, off) - 1
     asked = {
@@ -162,7 +136,7 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         "tokens": args.tokens,
         "every_n_steps": cadence.get("every_n_steps", "default"),
         "precision": "BalancedAMP fp16" if args.device.type == "cuda" else "32-true",
-        "parameters": found["off"][0].parameters,
+        "parameters": sum(p.numel() for p in LanguageModel(args).parameters()),
         "windows": args.pairs,
     }
     rows = []
@@ -170,17 +144,17 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         times = {"step_ms": 1e3 * step, "monitor_ms_per_step": 1e3 * share * step}
         rows.append(({"monitor": name, **asked}, {**times, "share_of_step": share}))
     kind, goal = GOALS[args.device.type]
-    share = shares[kind]
-    figure = f"All monitors take {share:.2%} of a step of {step * 1e3:.1f} ms"
-    yield common.Report(rows, TABLE, [common.verdict(figure, f"{goal:.0%}", share <= goal)])
+    figure = f"All monitors take {shares[kind]:.2%} of a step of {step * 1e3:.1f} ms"
+    yield common.Report(rows, TABLE, [common.verdict(figure, f"{goal:.0%}", shares[kind] <= goal)])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch": dict(type=common.positive, default=8, help="sequences a step"),
-    "tokens": dict(type=common.positive, default=128, help="of a sequence"),
+    "tokens": dict(type=common.positive, default=128, toy=8, help="of a sequence"),
+    "steps": dict(type=common.positive, default=100, toy=10, help="of a training that count"),
     "pairs": dict(type=common.positive, default=2, help="trainings without and with monitors"),
 }
-BENCHMARK = common.Benchmark("monitor_overhead", __doc__, measure, {"tokens": 8}, OPTIONS)
+BENCHMARK = common.Benchmark("monitor_overhead", __doc__, measure, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

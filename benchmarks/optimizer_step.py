@@ -2,24 +2,17 @@
 
     python benchmarks/optimizer_step.py --size B16 L16
 
-**Contenders**: `lightning_mp`'s SafeAdamW as one fused kernel and as foreach kernels, on fp32
-weights and on fp16 weights with Kahan residuals, and fused with the clip of the update's RMS;
-`torch.optim.AdamW` fused and foreach on fp32 weights; and, where it is installed
-(`pip install torch-optimi`), `optimi.AdamW` on both. States of SafeAdamW are fp32. Those of optimi
-have the dtype of the weights, which is less to move, and not the same arithmetic. torch's AdamW on
-fp16 weights gives NaN, and is left out.
+**Contenders** are SafeAdamW, torch's AdamW and, where it is installed (`pip install torch-optimi`),
+optimi's; fp16 weights have Kahan residuals. States of optimi have the dtype of the weights, which
+is less to move, and not the same arithmetic. torch's AdamW on fp16 weights gives NaN.
 
 **Bytes**: what a step has to move if it reads and writes each of its tensors once: weights, both
 moments and residuals twice, gradients once; the clip reads gradients and second moments once more.
 `of copy` holds that, by the time, against the bandwidth of `Tensor.copy_` of fp32 values in the
-same rounds. A copy does nothing else, so its bandwidth is the bound in practice.
-
-**Sameness**: before the timing each contender takes three steps on few weights. `error` is the
-largest difference from AdamW in float64, relative to the largest change. One that is not finite or
-further off than 5% is named and not ranked.
+same rounds. A copy does nothing else, so its bandwidth is the bound in practice. `error` is the
+largest difference from AdamW in float64 after three steps on few weights, relative to the largest
+change; who is further off than 5% is left out.
 """
-
-from __future__ import annotations
 
 import argparse
 import statistics
@@ -114,33 +107,21 @@ def error_of(contender: Contender, device: torch.device, steps: int = 3) -> floa
     return max(0.0, difference.item()) / (exact.detach() - weight.double()).abs().amax().item()
 
 
-def set_up(
-    names: Sequence[str], shapes: Sequence[torch.Size], device: torch.device
-) -> tuple[dict[str, Callable[[], object]], dict[str, float], dict[str, str]]:
-    """Return the steps to time, the error of each, and why others are left out."""
-    steps: dict[str, Callable[[], object]] = {}
-    errors: dict[str, float] = {}
-    left_out: dict[str, str] = {}
-    grads = {  # shared by contenders of one dtype
-        dtype: [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-        for dtype in {CONTENDERS[name].dtype for name in names}
-    }
-    for name in names:
-        contender = CONTENDERS[name]
-        if contender.needs_gpu and device.type != "cuda":
-            left_out[name] = "needs a GPU"
-            continue
-        try:
-            errors[name] = error_of(contender, device)
-            if not errors[name] <= TOLERANCE:
-                raise ValueError(f"differs from float64 by {errors[name]:.0%} of the change")
-            params = [(torch.randn_like(g) * 0.02).requires_grad_() for g in grads[contender.dtype]]
-            for param, gradient in zip(params, grads[contender.dtype], strict=True):
-                param.grad = gradient
-            steps[name] = contender.make(params).step
-        except Exception as error:
-            left_out[name] = common.error_words(error)
-    return steps, errors, left_out
+def prepare(
+    name: str, gradients: dict[torch.dtype, list[Tensor]], device: torch.device
+) -> tuple[Callable[[], object], float]:
+    """Return a contender's step over random weights, and how far it is from float64."""
+    contender = CONTENDERS[name]
+    if contender.needs_gpu and device.type != "cuda":
+        raise common.LeftOut("needs a GPU")
+    error = error_of(contender, device)
+    if not error <= TOLERANCE:
+        raise ValueError(f"differs from float64 by {error:.0%} of the change")
+    params = []
+    for gradient in gradients[contender.dtype]:
+        params.append((torch.randn_like(gradient) * 0.02).requires_grad_())
+        params[-1].grad = gradient
+    return contender.make(params).step, error
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
@@ -149,54 +130,51 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         shapes = shapes_of(size)
         count = sum(shape.numel() for shape in shapes)
         print(f"\nViT-{size}, {count:,} weights in {len(shapes)} tensors", flush=True)
-        steps, errors, left_out = set_up(args.contenders, shapes, args.device)
-        source = torch.zeros(count, device=args.device)
-        target = torch.empty_like(source)
-        steps[COPY] = lambda source=source, target=target: target.copy_(source)
+        gradients = {  # shared by contenders of one dtype
+            dtype: [torch.randn(shape, device=args.device).to(dtype) for shape in shapes]
+            for dtype in {CONTENDERS[name].dtype for name in args.contenders}
+        }
+        makers = {name: partial(prepare, name, gradients, args.device) for name in args.contenders}
+        prepared, left_out = common.take_turns(makers, rounds=1)
+        steps = {name: step for name, ((step, _),) in prepared.items()}
+        target, source = torch.zeros(2, count, device=args.device)
+        steps[COPY] = partial(target.copy_, source)
         limits = {"rounds": args.rounds, "max_seconds": args.max_seconds}
         spreads, later = common.time_in_turn(steps, device=args.device, title=size, **limits)
-        left_out |= later
         copy, base = spreads.pop(COPY), spreads.get(BASE)
         rows = []
         for name, seconds in sorted(spreads.items(), key=lambda item: statistics.median(item[1])):
-            moved = CONTENDERS[name].bytes_per_element
+            moved, ((_, error),) = CONTENDERS[name].bytes_per_element, prepared[name]
             what = {"contender": name, "size": size, "parameters": count, "tensors": len(shapes)}
             found = {
                 **common.time_columns(seconds),
-                "speedup": None if base is None else common.median_ratio(base, seconds),
+                "speedup": common.median_ratio(base, seconds),
                 "gb_per_second": moved * count / statistics.median(seconds) / 1e9,
                 "copy_gb_per_second": 8 * count / statistics.median(copy) / 1e9,
                 "copy_fraction": moved / 8 * common.median_ratio(copy, seconds),
-                "error": errors[name],
+                "error": error,
             }
             rows.append(({**what, "device": args.device, "bytes_per_element": moved}, found))
-        said = [f"Not ranked: {name}: {why}." for name, why in left_out.items()]
-        said += [
-            verdict_of(what["contender"], found["copy_fraction"])
-            for what, found in rows
-            if CONTENDERS[what["contender"]].needs_gpu
-        ]
-        sound = not any(
-            name.startswith("SafeAdamW") and why.startswith("failed")
-            for name, why in left_out.items()
-        )
-        yield common.Report(rows, TABLE, said, sound)
+        shares = {what["contender"]: found["copy_fraction"] for what, found in rows}
+        said = [verdict_of(name, shares[name]) for name in shares if CONTENDERS[name].needs_gpu]
+        failed = [name for name, why in (left_out | later).items() if why.startswith("failed")]
+        sound = not any(name.startswith("SafeAdamW") for name in failed)
+        yield common.Report(rows, TABLE, said, left_out | later, sound)
 
 
 def verdict_of(name: str, share: float) -> str:
     """Return what the bandwidth of a fused step says, in shares of a copy's."""
-    figure, met = f"{name}: {share:.0%} of a copy", share >= TARGET_FRACTION
-    return common.verdict(figure, f"{TARGET_FRACTION:.0%}", met)
+    target = f"{TARGET_FRACTION:.0%}"
+    return common.verdict(f"{name}: {share:.0%} of a copy", target, share >= TARGET_FRACTION)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "size": dict(choices=SIZES, nargs="+", default=["B16"], help="ViTs, one table each"),
+    "size": dict(choices=SIZES, nargs="+", default=["B16"], toy=["tiny"], help="a table each"),
     "contenders": dict(choices=CONTENDERS, nargs="+", default=[*CONTENDERS], help="who is timed"),
-    "rounds": dict(type=common.positive, default=20, help="rounds that count"),
+    "rounds": dict(type=common.positive, default=20, toy=2, help="rounds that count"),
     "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
 }
-QUICK = {"size": ["tiny"], "rounds": 2}
-BENCHMARK = common.Benchmark("optimizer_step", __doc__, measure, QUICK, OPTIONS)
+BENCHMARK = common.Benchmark("optimizer_step", __doc__, measure, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

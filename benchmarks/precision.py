@@ -2,30 +2,22 @@
 
     python benchmarks/precision.py --size B16 L16 --batch 128
 
-**Contenders**: `32-true` (without TF32), Lightning's `16-mixed` and `bf16-mixed`,
-`lightning_mp.BalancedAMP` with full weights (O1) and with half copies of fp32 weights (O2), and
-`lightning_mp.PureFP16` (pure), in fp16 and bf16; each with AdamW as fused and as foreach kernels,
-and with `lightning_mp`'s SafeAdamW (safe). Models and their random data are made on the device. On
-a CPU, `Trainer(precision="16-mixed")` would silently be bf16, so plugins are passed as objects.
+**Contenders**: `32-true` (without TF32), Lightning's `16-mixed` and `bf16-mixed`, BalancedAMP with
+full weights (O1) and with half copies of fp32 weights (O2), and PureFP16 (pure); each with AdamW as
+fused and as foreach kernels, and with SafeAdamW (safe). On a CPU, `Trainer(precision="16-mixed")`
+would silently be bf16, so plugins are passed as objects.
 
-**Order**: one `Trainer.fit` of warm-up and timed steps for each contender in turn (A B C A B C), so
-drift meets all alike and no two contenders share the memory. A step ends when the device is idle,
-and lasts from the end of the one before: what Lightning does in between counts. A step that the
-loss scale skipped has no update and does not count.
+A round is one `Trainer.fit`, so that no two contenders share the memory; its time is the median
+step, which ends when the device is idle and lasts from the end of the one before: what Lightning
+does in between counts. Steps that the loss scale skipped do not. `x 16-mixed` is against 16-mixed
+with the same optimizer, above 1 where faster. Peak memory is the allocator's, data and model
+included; on a CPU there is none.
 
-**Figures**: `ms` is the median and range over rounds of the median step; `x 16-mixed` the median
-of the ratios within rounds to 16-mixed with the same optimizer, above 1 where faster. Peak memory
-is the allocator's, data and model included; on a CPU there is none.
-
-**Sameness**: every contender starts from the same weights and sees one batch, again and again. One
-whose final loss is not finite, or further than 5% from that of 32-true after as many updates, is
-named and not ranked.
+Every contender starts from the same weights and sees one batch, again and again. One whose final
+loss is not finite, or further than 5% from that of 32-true after as many updates, is left out.
 """
 
-from __future__ import annotations
-
 import argparse
-import logging
 import math
 import statistics
 import sys
@@ -78,11 +70,7 @@ _CLASSES = 1000
 
 
 def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -> Outcome:
-    """Train once from the same weights, on one random batch again and again.
-
-    As it is the same one, the loss depends only on the updates taken: a run that skipped some can
-    be compared with one that did not.
-    """
+    """Train once; as the batch is the same, losses tell how many updates were not skipped."""
     random = torch.Generator(args.device).manual_seed(1)
     shape = args.batch, 3, args.image, args.image
     images = torch.randn(shape, generator=random, device=args.device)
@@ -101,31 +89,27 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
     )
 
 
-def difference_of(fits: Sequence[Outcome], reference: Sequence[float] | None) -> float | None:
-    """Return the largest relative difference of final losses from 32-true's after as many updates.
+def judged(
+    fits: Sequence[Outcome], reference: Sequence[float] | None
+) -> tuple[float | None, str | None]:
+    """Return how far final losses are from 32-true's, and why fits are left out, if they are.
 
-    Kernels of AdamW differ by rounding only: there is one reference for all, or `None`.
+    Losses are compared after as many updates. Kernels of AdamW differ by rounding only, so there is
+    one reference for all, if any.
     """
-    if reference is None:
-        return None
-    return max(abs(fit.losses[-1] / reference[fit.updates] - 1) for fit in fits)
-
-
-def wrong_with(fits: Sequence[Outcome], difference: float | None) -> str | None:
-    """Return why fits are not ranked, if they are not."""
     losses = [fit.losses[-1] for fit in fits]
+    gap = reference and max(abs(fit.losses[-1] / reference[fit.updates] - 1) for fit in fits)
     if not all(map(math.isfinite, losses)):
-        return f"diverged: its final losses are {', '.join(f'{loss:.4g}' for loss in losses)}"
-    if difference is not None and difference > LOSS_TOLERANCE:
-        return f"diverged: its final loss is {difference:.0%} off that of {REFERENCE}"
+        return gap, f"diverged: its final losses are {', '.join(f'{loss:.4g}' for loss in losses)}"
+    if gap is not None and gap > LOSS_TOLERANCE:
+        return gap, f"diverged: its final loss is {gap:.0%} off that of {REFERENCE}"
     if not all(fit.step_seconds for fit in fits):
-        return "took no timed step: all were skipped; give it a longer --warm-up"
-    return None
+        return gap, "took no timed step: all were skipped; give it a longer --warm-up"
+    return gap, None
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     """Measure each size."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # else some lines every fit
     asked = {name: getattr(args, name) for name in ASKED}
     for size in args.size:
         print(f"\nViT-{size}, {args.image} px, batch {args.batch:,}, {args.pool}, {args.layout}")
@@ -136,39 +120,37 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
             seconds_of=lambda outcome: sum(outcome.step_seconds),
             max_seconds=args.max_seconds,
         )
-        references = [fits[0].losses for name, fits in outcomes.items() if REFERENCE in name]
+        references = (fits[0].losses for name, fits in outcomes.items() if REFERENCE in name)
         reference = next((losses for losses in references if all(map(math.isfinite, losses))), None)
-        differences = {name: difference_of(fits, reference) for name, fits in outcomes.items()}
-        wrong = {name: wrong_with(fits, differences[name]) for name, fits in outcomes.items()}
-        left_out |= {name: why for name, why in wrong.items() if why is not None}
+        found = {name: judged(fits, reference) for name, fits in outcomes.items()}
+        left_out |= {name: why for name, (_, why) in found.items() if why is not None}
         medians = {
             name: [statistics.median(fit.step_seconds) for fit in fits]
             for name, fits in outcomes.items()
-            if wrong[name] is None
+            if name not in left_out
         }
         rows = []
         for name, seconds in sorted(medians.items(), key=lambda item: statistics.median(item[1])):
             (precision, optimizer), fits = kinds[name], outcomes[name]
             base = medians.get(f"{BASE}, {optimizer}")
-            found = {
+            figures = {
                 **common.time_columns(seconds),
                 "parameters": fits[-1].parameters,
-                "speedup": None if base is None else common.median_ratio(base, seconds),
+                "speedup": common.median_ratio(base, seconds),
                 "images_per_second": args.batch / statistics.median(seconds),
                 "peak_bytes": max(fit.peak_bytes or 0 for fit in fits) or None,
                 "final_loss": fits[-1].losses[-1],
-                "loss_difference": differences[name],
+                "loss_difference": found[name][0],
                 "loss_scale": fits[-1].loss_scale,
                 "skipped_steps": max(fit.skipped_steps for fit in fits),
             }
             what = {"precision": precision, "optimizer": optimizer, "size": size}
-            rows.append(({**what, **asked}, found))
+            rows.append(({**what, **asked}, figures))
         sound = all(
             why == common.OUT_OF_MEMORY or kinds[name][0] in PEERS for name, why in left_out.items()
         )
-        said = [f"Not ranked: {name}: {why}." for name, why in left_out.items()]
-        said += verdict_of([what | found for what, found in rows])
-        yield common.Report(rows, TABLE, said, sound)
+        said = [*verdict_of([what | figures for what, figures in rows])]
+        yield common.Report(rows, TABLE, said, left_out, sound)
 
 
 def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -191,22 +173,22 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 ASKED = "image", "batch", "pool", "layout", "device", "warm_up", "steps"
-positive = common.positive
 OPTIONS: dict[str, dict[str, Any]] = {
-    "size": dict(choices=SIZES, nargs="+", default=["B16"], help="sizes, one table each"),
-    "image": dict(type=positive, default=224, help="edge of the images in pixels"),
-    "batch": dict(type=positive, default=64, help="images a step"),
+    "size": dict(choices=SIZES, nargs="+", default=["B16"], toy=["tiny"], help="a table each"),
+    "image": dict(type=common.positive, default=224, toy=32, help="edge of the images in pixels"),
+    "batch": dict(type=common.positive, default=64, toy=8, help="images a step"),
     "pool": dict(choices=POOLS, default="cls", help="what the head reads"),
     "layout": dict(choices=LAYOUTS, default="nld", help="lnd has the batch second"),
     "precisions": dict(choices=PRECISIONS, nargs="+", default=[*PRECISIONS], help="contenders"),
     "optimizers": dict(choices=OPTIMIZERS, nargs="+", default=[*OPTIMIZERS], help="of each"),
-    "rounds": dict(type=positive, default=3, help="fits of each contender"),
-    "warm-up": dict(type=positive, default=5, help="steps of a fit that do not count"),
-    "steps": dict(type=positive, default=10, help="timed steps of a fit"),
+    "rounds": dict(type=common.positive, default=3, toy=2, help="fits of each contender"),
+    "warm-up": dict(
+        type=common.positive, default=5, toy=1, help="steps of a fit that do not count"
+    ),
+    "steps": dict(type=common.positive, default=10, toy=3, help="timed steps of a fit"),
     "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
 }
-QUICK = {"size": ["tiny"], "image": 32, "batch": 8, "rounds": 2, "warm_up": 1, "steps": 3}
-BENCHMARK = common.Benchmark("precision", __doc__, measure, QUICK, OPTIONS)
+BENCHMARK = common.Benchmark("precision", __doc__, measure, OPTIONS)
 main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ A table in Markdown for each file, with the command that fills it, and under eac
 versions the day of the measurement.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import csv
 import importlib
 import sys
@@ -40,17 +39,15 @@ PLOTS = {
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file, with numbers where there are such, `None` where nothing is."""
+
+    def value(text: str) -> Any:
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        return text or None
+
     with path.open(newline="") as file:
-        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text or None
+        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 
 def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

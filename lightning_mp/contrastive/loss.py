@@ -27,6 +27,7 @@ from lightning_mp.contrastive._call.planned import Planned, plan_for
 from lightning_mp.contrastive._exchange.agreement import group_size
 from lightning_mp.contrastive._exchange.group_module import GroupModule
 from lightning_mp.contrastive._operators.library import loss_of_one
+from lightning_mp.contrastive._operators.ranked_library import loss_of_ranks
 from lightning_mp.contrastive._operators.targeted_library import loss_of_targets
 from lightning_mp.contrastive._sums.infonce import InfoNCE
 from lightning_mp.contrastive._sums.targeted_infonce import TargetedInfoNCE
@@ -333,8 +334,10 @@ class ContrastiveLoss(GroupModule):
 
     def _has_operator(self, pairs: PairOptions) -> bool:
         """Return whether the loss is to be an operator, which `torch.compile` can take in."""
-        is_useful = pairs.is_swept or torch.compiler.is_compiling()
-        return is_useful and group_size(self.process_group) == 1
+        is_compiling = torch.compiler.is_compiling()
+        if group_size(self.process_group) > 1:
+            return is_compiling and pairs.is_swept
+        return is_compiling or pairs.is_swept
 
     def _problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
@@ -349,13 +352,17 @@ class ContrastiveLoss(GroupModule):
         logit_bias: Tensor | float | None,
         pairs: PairOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Return loss and statistics of one process, by an operator that compilers take in."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
-        if problem is not None:
-            raise ValueError(problem)
+        """Return loss and statistics by an operator that compilers take in."""
+        given = (image_bD, text_bD, logit_scale, logit_bias, pairs)
+        if self._problem(*given) is not None:
+            said: tuple[Tensor, Tensor] = self._loss_by_plan(*given)  # raises, on all ranks
+            return said
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
+        inputs = (image_bD, text_bD, scale, bias, pairs, self._tiles())
+        if group_size(self.process_group) > 1:
+            return loss_of_ranks(*inputs, self.exchange, self.process_group, self._is_softmax)
         operate = self._operate if pairs.is_swept else loss_of_targets
-        return operate(image_bD, text_bD, scale, bias, pairs, self._tiles())
+        return operate(*inputs)
 
     @torch.compiler.disable
     def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,8 @@ def plan(
 
     Memory by method of the loss (dense, OpenCLIP's local loss, Inf-CL, ours), the largest batch of
     each, data on device and host, and the time of a step: all computed, from the bytes that the
-    model's towers save for the backward. These are measured on tensors without memory.
+    model's towers save for the backward and the states that its optimizer keeps. Both are measured
+    on tensors without memory.
 
     Args:
         config: YAML file of a run, as for `lightning-mp fit --config`.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,14 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_class
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.contrastive._cache.towers import find_tower
 from lightning_mp.plan.precisions import PRECISIONS
 from lightning_mp.plan.subject import Subject
-from lightning_mp.plan.tower_bytes import TowerBytes, computing_in, measure_towers
+from lightning_mp.plan.tower_bytes import TowerBytes, blank, computing_in, measure_towers
 
 __all__ = ["pairs_per_second", "subject_of_config"]
 
@@ -80,12 +82,16 @@ def _settings(path: str) -> dict[str, Any]:
 def _measured(
     settings: dict[str, Any], strategy: dict[str, Any], batch: Any, pairs: int, precision: str
 ) -> tuple[LightningModule, dict[str, TowerBytes], str]:
-    """Measure on tensors without memory, or really where a model looks at its values."""
+    """Measure on tensors without memory, or on a few pairs where a model needs more."""
     names = strategy.get("towers", ["visual", "text"])
 
-    def measure(fake: bool) -> tuple[LightningModule, dict[str, TowerBytes]]:
-        with computing_in(PRECISIONS[precision]):
+    def measure(
+        made_in: AbstractContextManager[object], *, fake: bool
+    ) -> tuple[LightningModule, dict[str, TowerBytes]]:
+        with made_in, computing_in(PRECISIONS[precision]):
             model = _model(settings)
+        if fake:
+            blank(model)
         towers = [find_tower(model, name) for name in names]
 
         def step(size: int) -> None:
@@ -93,14 +99,12 @@ def _measured(
 
         return model, measure_towers(model, towers, step, PRECISIONS[precision])
 
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model, towers = measure(fake=True)
-        return model, towers, "on tensors without memory"
-    except (RuntimeError, NotImplementedError, TypeError, AssertionError):
-        # Data-dependent code, or an operator without a shape function.
-        model, towers = measure(fake=False)
-        return model, towers, "really, as the model looks at values"
+    # Some models cannot be made without memory, as open_clip moves what it made to a device. Others
+    # look at values, or have operators without a shape function.
+    for made_in in (nullcontext(), unset_fake_temporarily()):
+        with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+            return *measure(made_in, fake=True), "on tensors without memory"
+    return *measure(nullcontext(), fake=False), "on a few real pairs"
 
 
 def pairs_per_second(path: str, micro_batch: int) -> float:

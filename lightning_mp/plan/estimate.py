@@ -6,11 +6,11 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
+from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
 from lightning_mp.plan.subject import Subject
 
 __all__ = [
@@ -63,39 +63,23 @@ class Method:
 
     Args:
         name: For tables.
-        loss: Bytes by global batch, subject and machine.
+        loss: Whose bytes it takes; see `formulas.loss_bytes`.
         products: Matrix products of `2 b B D` FLOPs.
         cached: Whether towers see micro-batches.
     """
 
     name: str
-    loss: Callable[[int, Subject, Machine], float]
+    loss: str
     products: int
     cached: bool = True
 
 
-def _ours(batch: int, subject: Subject, machine: Machine) -> float:
-    return formulas.our_loss_bytes(batch / machine.gpus, subject.width, machine.workspace_bytes)
-
-
-def _dense(batch: int, subject: Subject, _: Machine) -> float:
-    return formulas.dense_loss_bytes(batch, subject.width)
-
-
-def _local(batch: int, subject: Subject, machine: Machine) -> float:
-    return formulas.local_loss_bytes(batch, machine.gpus, subject.width)
-
-
-def _inf_cl(batch: int, subject: Subject, machine: Machine) -> float:
-    return formulas.inf_cl_loss_bytes(batch / machine.gpus, subject.width)
-
-
 METHODS = (
-    Method("dense, towers at once", _dense, formulas.CLIP_PRODUCTS, cached=False),
-    Method("dense (CLIP)", _dense, formulas.CLIP_PRODUCTS),
-    Method("local (OpenCLIP)", _local, formulas.CLIP_PRODUCTS),
-    Method("Inf-CL", _inf_cl, formulas.INF_CL_PRODUCTS),
-    Method("lightning-mp", _ours, formulas.OUR_PRODUCTS),
+    Method("dense, towers at once", DENSE, formulas.CLIP_PRODUCTS, cached=False),
+    Method(DENSE, DENSE, formulas.CLIP_PRODUCTS),
+    Method(LOCAL, LOCAL, formulas.CLIP_PRODUCTS),
+    Method(INF_CL, INF_CL, formulas.INF_CL_PRODUCTS),
+    Method(OURS, OURS, formulas.OUR_PRODUCTS),
 )
 """The first is plain DDP; all others have gradient caching, as in the paper."""
 
@@ -154,7 +138,10 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
         + formulas.FP32 * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
-        loss=method.loss(batch, subject, machine) + (0 if method.cached else sum(saved)),
+        loss=formulas.loss_bytes(
+            method.loss, batch, machine.gpus, subject.width, machine.workspace_bytes
+        )
+        + (0 if method.cached else sum(saved)),
         backbone=backbone,
         host=formulas.host_bytes(
             rank_batch=rank_batch,
@@ -201,7 +188,7 @@ def exchanged(
     """
     ranks, width = machine.gpus, subject.width
     # CLIP's dense loss is computed whole on every rank.
-    shared = 1 if method.loss is _dense else ranks
+    shared = 1 if method.loss == DENSE else ranks
     return (
         formulas.exchange_bytes(batch / ranks, ranks, width, subject.feature_itemsize),
         formulas.loss_flops(batch, shared, width, method.products),

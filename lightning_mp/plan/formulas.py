@@ -19,26 +19,29 @@ from collections.abc import Callable
 
 __all__ = [
     "CLIP_PRODUCTS",
+    "CROSS_GPU",
+    "DENSE",
     "FP32",
     "GIB",
+    "INF_CL",
     "INF_CL_PRODUCTS",
+    "LOCAL",
+    "OURS",
     "OUR_PRODUCTS",
-    "cross_gpu_loss_bytes",
-    "dense_loss_bytes",
     "epoch_hours",
     "exchange_bytes",
     "host_bytes",
-    "inf_cl_loss_bytes",
     "largest_batch",
-    "local_loss_bytes",
+    "loss_bytes",
     "loss_flops",
     "our_features_bytes",
-    "our_loss_bytes",
     "peak_bytes",
 ]
 
 GIB = 2**30
 FP32 = 4
+DENSE, LOCAL, INF_CL, OURS = "dense (CLIP)", "local (OpenCLIP)", "Inf-CL", "lightning-mp"
+CROSS_GPU = "cross-GPU"
 FP64 = 8
 
 # Matrix products of `2 b B D` FLOPs that a loss takes with its backward. CLIP's code makes the
@@ -62,52 +65,6 @@ OUR_FEATURES = 8.0  # at most, by the docstring of `ContrastiveLoss`, which test
 OUR_VECTORS = 16  # at most; 1/24 of the features at D = 768
 
 
-def dense_loss_bytes(batch: int, width: int) -> float:
-    """Return what CLIP's loss holds on every rank: logits and softmax of both directions.
-
-    Args:
-        batch: Global batch B.
-        width: Feature width D.
-    """
-    return FP32 * (DENSE_MATRICES * batch**2 + DENSE_FEATURES * batch * width)
-
-
-def local_loss_bytes(batch: int, ranks: int, width: int) -> float:
-    """Return what OpenCLIP's `local_loss` holds on a rank: the rows of its own pairs.
-
-    Args:
-        batch: Global batch B.
-        ranks: Number of ranks W.
-        width: Feature width D; the features of all ranks are gathered.
-    """
-    features = LOCAL_GATHERED_FEATURES + LOCAL_OWN_FEATURES / ranks
-    return FP32 * (LOCAL_MATRICES * batch**2 / ranks + features * batch * width)
-
-
-def cross_gpu_loss_bytes(batch: int, ranks: int, width: int) -> float:
-    """Return what a ring without tiles on a GPU holds: the logits of one shard.
-
-    Args:
-        batch: Global batch B.
-        ranks: Number of ranks W.
-        width: Feature width D.
-    """
-    rank_batch = batch / ranks
-    matrices = FP32 * CROSS_GPU_MATRICES * rank_batch**2
-    return matrices + inf_cl_loss_bytes(rank_batch, width)
-
-
-def inf_cl_loss_bytes(rank_batch: float, width: int) -> float:
-    """Return what Inf-CL's loss holds on a rank: copies of its features.
-
-    Args:
-        rank_batch: Pairs on a rank, b.
-        width: Feature width D.
-    """
-    large = rank_batch >= INF_CL_LARGE_RANK_BATCH
-    return FP32 * (INF_CL_FEATURES_LARGE if large else INF_CL_FEATURES) * rank_batch * width
-
-
 def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> float:
     """Return the features of both towers, as towers return them and normalised.
 
@@ -122,20 +79,38 @@ def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> f
     return 4.0 * rank_batch * width * itemsize
 
 
-def our_loss_bytes(rank_batch: float, width: int, workspace_bytes: int) -> float:
-    """Return what `ContrastiveLoss` promises to hold at most on a rank beyond the features.
+def loss_bytes(
+    method: str, batch: float, ranks: int, width: int, workspace_bytes: int = 0
+) -> float:
+    """Return what a loss holds on a rank beyond the features, their gradients included.
 
-    Gradients of both sides, blocks of the exchange and sums of theirs: `8 b D` values of fp32 on
-    any number of ranks; the workspace, in which tiles lie and where what fits is kept; and float64
-    vectors of length b: positives, log-sum-exps, margins and their temporaries.
+    CLIP's has logits and softmax of both directions on every rank, OpenCLIP's `local_loss` the rows
+    of the rank's own pairs and the features of all ranks, a ring without tiles the logits of one
+    shard, and Inf-CL copies of its features. Ours promises to hold at most gradients of both sides,
+    blocks of the exchange and sums of theirs: `8 b D` values of fp32 on any number of ranks; the
+    workspace, in which tiles lie and where what fits is kept; and float64 vectors of length b:
+    positives, log-sum-exps, margins and their temporaries.
 
     Args:
-        rank_batch: Pairs on a rank, b.
+        method: `DENSE`, `LOCAL`, `CROSS_GPU`, `INF_CL` or `OURS`.
+        batch: Global batch B.
+        ranks: Number of ranks W.
         width: Feature width D.
-        workspace_bytes: As it is passed to the loss.
+        workspace_bytes: Of ours, as it is passed to the loss.
     """
-    vectors = OUR_VECTORS * FP64 * rank_batch
-    return OUR_FEATURES * FP32 * rank_batch * width + vectors + workspace_bytes
+    rank_batch = batch / ranks
+    if method == OURS:
+        vectors = OUR_VECTORS * FP64 * rank_batch
+        return OUR_FEATURES * FP32 * rank_batch * width + vectors + workspace_bytes
+    if method == DENSE:
+        return FP32 * (DENSE_MATRICES * batch**2 + DENSE_FEATURES * batch * width)
+    if method == LOCAL:
+        features = LOCAL_GATHERED_FEATURES + LOCAL_OWN_FEATURES / ranks
+        return FP32 * (LOCAL_MATRICES * batch * rank_batch + features * batch * width)
+    large = rank_batch >= INF_CL_LARGE_RANK_BATCH
+    features = INF_CL_FEATURES_LARGE if large else INF_CL_FEATURES
+    matrices = CROSS_GPU_MATRICES * rank_batch**2 if method == CROSS_GPU else 0.0
+    return FP32 * (matrices + features * rank_batch * width)
 
 
 def peak_bytes(

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lightning_mp.contrastive._cache.towers import find_tower
 from lightning_mp.plan.precisions import PRECISIONS
 from lightning_mp.plan.subject import Subject
-from lightning_mp.plan.tower_bytes import computing_in, measure_towers
+from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 
 __all__ = ["CLIP_SIZES", "subject_of_model"]
 
@@ -100,14 +100,7 @@ def _of_open_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
     # It moves what it made to a device, which torch refuses tensors of `FakeTensorMode`.
     with unset_fake_temporarily(), torch.device("meta"):
         model = open_clip.create_model(name, pretrained=None, device="meta")
-    for module in model.modules():
-        for key, value in module._parameters.items():
-            if value is not None:
-                blank = torch.empty(value.shape, dtype=value.dtype)
-                module._parameters[key] = nn.Parameter(blank, requires_grad=value.requires_grad)
-        for key, value in module._buffers.items():
-            if value is not None:
-                module._buffers[key] = torch.empty(value.shape, dtype=value.dtype)
+    blank(model)
     size, tokens = config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
     return model, ("encode_image", "encode_text"), size, tokens
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp.contrastive._cache.towers import Tower
 from lightning_mp.plan.precisions import StaticBytes
 
-__all__ = ["TowerBytes", "computing_in", "measure_towers"]
+__all__ = ["TowerBytes", "blank", "computing_in", "measure_towers"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,23 @@ def computing_in(precision: StaticBytes) -> Iterator[None]:
             torch.set_default_dtype(dtype)
             stack.callback(torch.set_default_dtype, before)
         yield
+
+
+def blank(model: nn.Module) -> None:
+    """Give a model's parameters and buffers no values; inside `FakeTensorMode`, no memory."""
+    blanks: dict[Tensor, Any] = {}  # weights that modules share stay shared
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or isinstance(tensor, FakeTensor):
+                    continue
+                if tensor not in blanks:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    blanks[tensor] = (
+                        nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+                    )
+                tensors[name] = blanks[tensor]
 
 
 class _Counter:

@@ -1,6 +1,7 @@
 """A timed training by a stock Trainer: seconds and losses of its steps, and peak memory."""
 
 import gc
+import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
-__all__ = ["OPTIMIZERS", "Batch", "Classifier", "Outcome", "fit", "scale_of"]
+__all__ = ["OPTIMIZERS", "Batch", "Classifier", "Outcome", "fit", "scale_of", "train"]
 
 OPTIMIZERS = "fused", "foreach", "safe"
 """Kernels of torch's AdamW, and SafeAdamW."""
@@ -137,6 +138,24 @@ def scale_of(plugin: Precision) -> float | None:
     return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.scale)
 
 
+def train(model: pl.LightningModule, data: Any, **options: Any) -> None:
+    """Fit by a stock Trainer that says, logs and keeps nothing.
+
+    Args:
+        model: What is trained.
+        data: A loader or a data module.
+        **options: Of the Trainer.
+    """
+    for package in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(package).setLevel(logging.ERROR)
+    off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    options |= dict.fromkeys(off, False)
+    with warnings.catch_warnings():
+        # Advice about loops and data, what Lightning says of itself, and what runs here provoke.
+        warnings.simplefilter("ignore")
+        pl.Trainer(**options).fit(model, data)
+
+
 def fit(
     classifier: Classifier,
     batches: Sequence[Batch],
@@ -162,24 +181,18 @@ def fit(
     if device.type == "cuda":
         torch.accelerator.empty_cache()
     clock = _Clock(warm_up, device)
-    with warnings.catch_warnings():
-        # Advice about loops and data, and what Lightning 2.6 says of itself; it names places, too.
-        warnings.filterwarnings("ignore", module=r"lightning\.")
-        trainer = pl.Trainer(
-            accelerator="gpu" if device.type == "cuda" else device.type,
-            devices=devices if device.index is None else [device.index],
-            strategy=strategy,
-            max_epochs=1,
-            limit_train_batches=len(batches),
-            plugins=plugin,
-            callbacks=[clock],
-            use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(classifier, train_dataloaders=_Steps(batches))
+    train(
+        classifier,
+        _Steps(batches),
+        accelerator="gpu" if device.type == "cuda" else device.type,
+        devices=devices if device.index is None else [device.index],
+        strategy=strategy,
+        max_epochs=1,
+        limit_train_batches=len(batches),
+        plugins=plugin,
+        callbacks=[clock],
+        use_distributed_sampler=False,
+    )
     return Outcome(
         tuple(clock.step_seconds),
         tuple(float(loss) for loss in classifier.losses),

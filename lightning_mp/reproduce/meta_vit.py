@@ -10,7 +10,6 @@ References:
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.reproduce._characters import CHARACTERS, draw
 from lightning_mp.reproduce._fit import Batch, Classifier, Outcome, fit
 from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 from lightning_mp.reproduce.ranks import on_ranks
 
 __all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "ladder", "train"]
@@ -43,6 +42,15 @@ _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "pure fp16": PureFP16,
 }
 _LAST = 10  # steps whose losses are averaged
+_IMAGENET = 1_281_167  # images of an epoch
+# Meta's figures 2 and 3 for a ViT-H/16: times the rate of DDP with O1, and hours of an epoch.
+_METAS_LADDER = {
+    "DDP, O1": (1.0, 0.65),
+    "FSDP, balanced, batch 560": (1.51, 0.43),
+    "256 px": (1.86, None),
+    "full fp16, less accurate": (2.18, None),
+}
+_METAS_CHIPS = 64, 1.83  # figure 4: times O1 on so many GPUs
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,6 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
         batches: A step each.
         seed: Of the weights.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     device, ranks = torch.device(scene.device), _ranks()
     torch.manual_seed(seed)
     with device:
@@ -230,6 +237,8 @@ def ladder(out: Output) -> None:
                 "rung": rung.name,
                 "gflops_an_image": flops / 1e9,
                 "images_a_second": rate,
+                "times_O1": None,
+                "epoch_h": None if rate is None else _IMAGENET / rate / 3600,
                 "tflops_a_chip": None if rate is None else rate * flops / 1e12,
                 "peak_mib": (_peak(scene, rung, outcome) or 0) / 2**20,
                 "loss": loss,
@@ -238,8 +247,20 @@ def ladder(out: Output) -> None:
                 "kind": MEASURED,
             }
         )
+    base = next(row["images_a_second"] for row in rows if row["rung"] == "O1")
+    for row in rows:
+        row["times_O1"] = base and float(row["images_a_second"]) / float(base)  # type: ignore[arg-type]
+    printed = [
+        dict.fromkeys(rows[0])
+        | {"rung": name, "times_O1": times, "epoch_h": hours, "kind": PRINTED}
+        for name, (times, hours) in _METAS_LADDER.items()
+    ]
     verdict = "no verdict on speed: this is a CPU" if on_cpu else "measured on one chip"
-    out.table("ladder", rows, f"The ladder, {scene.steps} steps of {scene.batch} images; {verdict}")
+    out.table(
+        "ladder",
+        [*rows, *printed],
+        f"The ladder, {scene.steps} steps of {scene.batch} images; {verdict}",
+    )
     with out.picture("ladder", 2, f"Meta's ladder; {verdict}") as (left, right):
         names = [str(row["rung"]) for row in rows]
         column = "peak_mib" if on_cpu else "images_a_second"
@@ -286,14 +307,21 @@ def chips(out: Output) -> None:
             seconds = max(on_ranks(_seconds_on_rank, count, scene, rung, steps))
             row = {"rung": rung.name, "chips": count}
             row |= {"tflops_a_chip": scene.batch * flops_of(scene, rung) / seconds / 1e12}
-            rows.append({**row, "mib_sent_a_step": None, "kind": MEASURED})
+            rows.append({**row, "times_O1": None, "mib_sent_a_step": None, "kind": MEASURED})
         for count in (1, 2, 4, 8, 16, 32, 64):
             share = (count - 1) / count
             # A ring all-reduce sends each gradient twice; FSDP gathers half weights twice, and
             # scatters the sums of fp32 gradients once.
             sent = 2 * 4 * share if "FSDP" not in rung.precision else (2 * 2 + 4) * share
-            row = {"rung": rung.name, "chips": count, "tflops_a_chip": None}
+            row = {"rung": rung.name, "chips": count, "tflops_a_chip": None, "times_O1": None}
             rows.append({**row, "mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED})
+    measured = [row for row in rows if row["kind"] == MEASURED and not on_cpu]
+    base: Any = {row["chips"]: row["tflops_a_chip"] for row in measured if row["rung"] == "O1"}
+    for row in measured:
+        row["times_O1"] = row["tflops_a_chip"] / base[row["chips"]]  # type: ignore[operator]
+    count, times = _METAS_CHIPS
+    printed = {"rung": "all of Meta's", "chips": count, "times_O1": times, "kind": PRINTED}
+    rows.append(dict.fromkeys(rows[0]) | printed)
     verdict = "no verdict: ranks share a CPU" if on_cpu else "each rank on its own"
     out.table("chips", rows, f"Throughput by chips ({verdict}), and bytes by formula")
     with out.picture("chips", 2, "Scaling") as (left, right):

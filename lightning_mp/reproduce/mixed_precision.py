@@ -12,9 +12,7 @@ References:
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import BalancedAMP, InfClamp, LossScaleConfig, PureFP16, SafeAdamW
 from lightning_mp.numerics.floats import largest_flushed, smallest_overflowing
-from lightning_mp.reproduce._fit import scale_of
+from lightning_mp.reproduce._fit import scale_of, train
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output
 
 __all__ = ["PARTS", "adam", "curves", "histogram", "scale", "t5", "zeros"]
@@ -89,24 +87,12 @@ class Regression(pl.LightningModule):
         return self.make(self.parameters())
 
 
-def train(model: Regression, precision: Precision | None, steps: int) -> Regression:
+def trained(model: Regression, precision: Precision | None, steps: int) -> Regression:
     """Train on one batch, which is all of the data."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, generator=generator)
-    data = TensorDataset(x, x.sum(1, keepdim=True).sin())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pl.Trainer(
-            accelerator="cpu",
-            max_steps=steps,
-            max_epochs=-1,
-            plugins=precision,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(model, DataLoader(data, batch_size=64))
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=64)
+    train(model, data, accelerator="cpu", max_steps=steps, max_epochs=-1, plugins=precision)
     return model
 
 
@@ -123,7 +109,7 @@ def curves(out: Output) -> None:
     for name, precision in out.progress(precisions.items(), "curves"):
         # Updates are below 2^-12 of most weights, so that fp16 alone cannot hold them.
         model = Regression(lambda params: torch.optim.SGD(params, lr=3e-3))
-        runs[name] = train(model, precision, steps).losses
+        runs[name] = trained(model, precision, steps).losses
     reference = runs["fp32"][-1]
     rows = [
         {"weights": name, "steps": steps, "loss": losses[-1], "of_fp32": losses[-1] / reference - 1}
@@ -143,7 +129,7 @@ def histogram(out: Output) -> None:
     """Show where gradients lie beside fp16's window, and which scale moves them inside."""
     steps = 20 if out.fast else 400
     model = Regression(lambda params: AdamW(params, lr=1e-3), depth=6, weight=1e-4)
-    logs = torch.cat(train(model, None, steps).logs)
+    logs = torch.cat(trained(model, None, steps).logs)
     flushed, overflow = math.log2(largest_flushed(FP16)), math.log2(smallest_overflowing(FP16))
     headroom = overflow - 1 - float(logs.max())  # one bit for what training has not shown yet
     scale = 2.0 ** math.floor(headroom)
@@ -176,7 +162,7 @@ def scale(out: Output) -> None:
     steps, interval = (60, 10) if out.fast else (600, 50)
     config = LossScaleConfig(init_scale=2.0**24, growth_interval=interval)
     model = Regression(lambda params: AdamW(params, lr=1e-3), outliers=steps // 4)
-    train(model, BalancedAMP(half="fp16", loss_scale=config), steps)
+    trained(model, BalancedAMP(half="fp16", loss_scale=config), steps)
     scales = [config.init_scale, *model.scales]
     falls = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
     row: dict[str, object] = {"steps": len(model.scales), "skipped": len(falls)}
@@ -301,7 +287,7 @@ def zeros(out: Output) -> None:
     runs: dict[str, Regression] = {}
     for name, loss_scale in out.progress(scales.items(), "zeros"):
         model = Regression(lambda params: AdamW(params, lr=1e-3), depth=4, weight=1e-5)
-        runs[name] = train(model, BalancedAMP(half="fp16", loss_scale=loss_scale), steps)
+        runs[name] = trained(model, BalancedAMP(half="fp16", loss_scale=loss_scale), steps)
     rows = [
         {"run": name, "steps": steps, "first_zero_share": run.zero_shares[0]}
         | {"last_zero_share": run.zero_shares[-1], "first_loss": run.losses[0]}

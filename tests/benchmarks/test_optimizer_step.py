@@ -81,7 +81,7 @@ def test_cpu_gives_no_verdict_and_says_who_is_missing(capsys, monkeypatch, tmp_p
     names = ["SafeAdamW fused fp32", "torch fused fp32"]
     assert main([*QUICK, "--contenders", *names, "--rounds", "1"]) == 0
     said = capsys.readouterr().out
-    assert "Not ranked: SafeAdamW fused fp32: needs a GPU." in said
+    assert "Left out: SafeAdamW fused fp32: needs a GPU." in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_contender_of_ours_that_is_wrong_fails_the_run(
     names = ["--contenders", name, "torch fused fp32"]
     assert main([*QUICK, *names, "--rounds", "1", "--csv", str(path)]) == status
     assert [row["contender"] for row in read(path)] == ["torch fused fp32"]
-    assert f"Not ranked: {name}: {said}" in capsys.readouterr().out
+    assert f"Left out: {name}: {said}" in capsys.readouterr().out
 
 
 def test_contender_without_room_is_skipped_with_its_reason(monkeypatch, capsys):
@@ -114,7 +114,7 @@ def test_contender_without_room_is_skipped_with_its_reason(monkeypatch, capsys):
     name = "SafeAdamW foreach fp32"
     monkeypatch.setitem(CONTENDERS, name, CONTENDERS[name]._replace(make=no_room))
     assert main([*QUICK, "--contenders", name, "--rounds", "1"]) == 0
-    assert f"Not ranked: {name}: {_common.OUT_OF_MEMORY}." in capsys.readouterr().out
+    assert f"Left out: {name}: {_common.OUT_OF_MEMORY}." in capsys.readouterr().out
 
 
 def test_fused_steps_on_cuda_are_held_against_a_copy():

@@ -12,10 +12,9 @@ from benchmarks import precision
 from benchmarks.precision import (
     OPTIMIZERS,
     PRECISIONS,
-    difference_of,
+    judged,
     main,
     verdict_of,
-    wrong_with,
 )
 from lightning_mp.reproduce._fit import Outcome
 from tests.benchmarks.rehearsing import QUICK, read
@@ -126,8 +125,8 @@ def test_cpu_gives_no_verdict_on_speed(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_who_did_not_train_as_32_true_did_is_not_ranked(fits, why):
-    assert wrong_with(fits, difference_of(fits, OUTCOME.losses)) == why
-    assert difference_of(fits, None) is None
+    assert judged(fits, OUTCOME.losses)[1] == why
+    assert judged(fits, None)[0] is None
 
 
 def test_diverged_contender_of_ours_fails_the_run(monkeypatch, capsys, tmp_path):
@@ -142,7 +141,7 @@ def test_diverged_contender_of_ours_fails_the_run(monkeypatch, capsys, tmp_path)
     path = tmp_path / "figures.csv"
     assert main([*SMALL, "--precisions", "32-true", "O2-bf16", "--csv", str(path)]) == 1
     assert [row["precision"] for row in read(path)] == ["32-true"]
-    expected = "Not ranked: O2-bf16, fused: diverged: its final losses are inf."
+    expected = "Left out: O2-bf16, fused: diverged: its final losses are inf."
     assert expected in capsys.readouterr().out
 
 
@@ -154,7 +153,7 @@ def test_size_without_room_is_skipped_with_its_reason(monkeypatch, capsys, tmp_p
     arguments = ["--precisions", "16-mixed", "O2-fp16", "--csv", str(tmp_path / "figures.csv")]
     assert main([*SMALL, *arguments]) == 0
     said = capsys.readouterr().out
-    assert "Not ranked: O2-fp16, fused: ran out of memory.\n" in said
+    assert "Left out: O2-fp16, fused: ran out of memory.\n" in said
 
 
 def test_slow_contender_sits_the_last_rounds_out(tmp_path):

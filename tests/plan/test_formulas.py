@@ -12,27 +12,24 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
 from lightning_mp.plan.allocation import peak_allocated
-from lightning_mp.plan.formulas import GIB
+from lightning_mp.plan.formulas import CROSS_GPU, DENSE, GIB, INF_CL, LOCAL, OURS, loss_bytes
 from tests.processes import exit_code_of
 
 
 def test_losses_are_their_counts_of_fp32_values() -> None:
     # b = 1024, D = 256: a matrix has 2^20 values, one side's features 2^18.
-    assert formulas.dense_loss_bytes(1024, 256) == pytest.approx(4 * (4.096 * 2**20 + 3.04 * 2**18))
-    assert formulas.local_loss_bytes(1024, 4, 256) == pytest.approx(
-        4 * (4.095 * 2**18 + (2 + 2.8 / 4) * 2**18)
-    )
-    assert formulas.inf_cl_loss_bytes(256, 256) == pytest.approx(4 * 15.4 * 2**16)
-    assert formulas.inf_cl_loss_bytes(131072, 256) == pytest.approx(4 * 17.41 * 2**25)
+    dense, local = (loss_bytes(name, 1024, 4, 256) for name in (DENSE, LOCAL))
+    assert dense == pytest.approx(4 * (4.096 * 2**20 + 3.04 * 2**18))
+    assert local == pytest.approx(4 * (4.095 * 2**18 + (2 + 2.8 / 4) * 2**18))
+    assert loss_bytes(INF_CL, 1024, 4, 256) == pytest.approx(4 * 15.4 * 2**16)
+    assert loss_bytes(INF_CL, 2**20, 8, 256) == pytest.approx(4 * 17.41 * 2**25)
     # Four whole matrices of 256 x 256 on each of four ranks, and the tiles' copies.
-    assert formulas.cross_gpu_loss_bytes(1024, 4, 256) == pytest.approx(
-        4 * (4 * 2**16 + 15.4 * 2**16)
-    )
+    assert loss_bytes(CROSS_GPU, 1024, 4, 256) == pytest.approx(4 * (4 * 2**16 + 15.4 * 2**16))
 
 
 def test_our_loss_is_eight_copies_vectors_and_a_workspace() -> None:
     expected = 8 * 4 * 2**21 + 16 * 8 * 4096 + 2**20
-    assert formulas.our_loss_bytes(4096, 512, 2**20) == expected
+    assert loss_bytes(OURS, 16_384, 4, 512, 2**20) == expected
 
 
 def test_exchange_counts_texts_twice_and_their_gradients() -> None:
@@ -73,14 +70,14 @@ def test_our_loss_on_one_rank_allocates_no_more_than_the_formula_says() -> None:
     batch, width, workspace = 1024, 256, 2**20
     image, text = (F.normalize(torch.randn(batch, width)).requires_grad_() for _ in range(2))
     scale = torch.tensor(14.0, requires_grad=True)
-    predicted = formulas.our_loss_bytes(batch, width, workspace)
+    predicted = loss_bytes(OURS, batch, 1, width, workspace)
     # At least the gradients of both sides, or nothing was measured.
     assert 2 * 4 * batch * width <= peak_allocated(step) <= predicted
 
 
 def test_our_loss_of_many_pairs_stays_far_below_a_dense_one() -> None:
-    ours = formulas.our_loss_bytes(2**20 / 8, 768, DEFAULT_WORKSPACE_BYTES["cuda"])
-    assert ours < 4 * GIB < 1000 * GIB < formulas.dense_loss_bytes(2**20, 768)
+    ours = loss_bytes(OURS, 2**20, 8, 768, DEFAULT_WORKSPACE_BYTES["cuda"])
+    assert ours < 4 * GIB < 1000 * GIB < loss_bytes(DENSE, 2**20, 8, 768)
 
 
 def _peak_of_a_matrix(errors: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from examples.glyph_clip.model import GlyphCLIP
 from lightning_mp import InfCLStrategy
 from lightning_mp.cli import main
 from lightning_mp.contrastive._cache.towers import find_tower
@@ -22,7 +24,7 @@ from lightning_mp.plan.estimate import METHODS, Machine, largest, memory
 from lightning_mp.plan.precisions import PRECISIONS
 from lightning_mp.plan.subject import Subject
 from lightning_mp.plan.table import advice
-from lightning_mp.plan.tower_bytes import TowerBytes, measure_towers
+from lightning_mp.plan.tower_bytes import TowerBytes, blank, measure_towers
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/glyph_clip/config.yaml"
@@ -76,6 +78,18 @@ def test_frozen_tower_runs_once_and_a_trained_one_twice() -> None:
     frozen, trained = 2 * (32 * 64 + 64 * 16), 2 * 8 * 16
     assert subject.flops_per_pair(cached=False) == frozen + 2 * trained
     assert subject.flops_per_pair(cached=True) == frozen + 3 * trained
+
+
+def test_blank_model_takes_no_memory_and_shares_what_it_shared() -> None:
+    model = _Towers()
+    model.text.bias = model.visual[2].bias
+    model.text.register_buffer("seen", torch.zeros(3))
+    with FakeTensorMode():
+        blank(model)
+    assert all(isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()])
+    assert model.text.bias is model.visual[2].bias
+    assert model.text.weight.shape == (16, 8)
+    assert model.text.weight.requires_grad
 
 
 def test_tower_that_is_not_called_is_named() -> None:
@@ -215,6 +229,14 @@ def test_plan_of_a_config_prints_tables_advice_and_a_picture(
     assert picture.stat().st_size > 10_000
 
 
+class LooksAtValues(GlyphCLIP):
+    """Cannot be made without memory; open_clip's models, which move themselves, cannot either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_scale = float(self.logit_scale)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_optimizer_is_the_configs_before_the_models(
@@ -224,8 +246,10 @@ def test_optimizer_is_the_configs_before_the_models(
     config, path = yaml.safe_load((ROOT / CONFIG).read_text()), tmp_path / "config.yaml"
     config["optimizer"] = {"class_path": "torch.optim.SGD"}
     config["optimizer"]["init_args"] = {"lr": 0.1, "momentum": 0.9}
+    config["model"] = {"class_path": "tests.plan.test_plan.LooksAtValues"}
     path.write_text(yaml.safe_dump(config))
     subject = subject_of_config(str(path))
+    assert subject.found == "on tensors without memory"
     assert subject.optimizer == "SGD"
     assert subject.states == {"float32": 4 * subject.parameters, "bfloat16": 2 * subject.parameters}
     own = subject_of_config(CONFIG)
@@ -243,7 +267,6 @@ def test_demo_is_predicted_within_15_percent_of_its_peak(
 ) -> None:
     monkeypatch.chdir(ROOT)
     from examples.glyph_clip.data import GlyphData
-    from examples.glyph_clip.model import GlyphCLIP
 
     data = GlyphData(batch_size=batch, progress=False)
     data.prepare_data()

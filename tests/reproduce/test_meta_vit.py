@@ -62,8 +62,10 @@ def test_ladder_and_chips_write_their_files(tmp_path: Path) -> None:
         assert (tmp_path / f"{part}.png").stat().st_size > 0
         with (tmp_path / f"{part}.csv").open(newline="") as file:
             tables[part] = list(csv.DictReader(file))
-    rows = {row["rung"]: row for row in tables["ladder"]}
+    rows = {row["rung"]: row for row in tables["ladder"] if row["kind"] == "measured"}
     assert len(rows) == len(LADDER) + 1
+    printed = [row["times_O1"] for row in tables["ladder"] if row["kind"] != "measured"]
+    assert printed == ["1.0", "1.51", "1.86", "2.18"]
     # What changes no arithmetic changes no loss: a fused step, the layout, shards of one rank.
     for name, before in (("fused step", "balanced"), ("batch second", "pooled head")):
         assert float(rows[name]["loss"]) == pytest.approx(float(rows[before]["loss"]), rel=1e-3)
@@ -73,5 +75,6 @@ def test_ladder_and_chips_write_their_files(tmp_path: Path) -> None:
     assert all(float(row["peak_mib"]) > 0 for row in rows.values())
     if not torch.cuda.is_available():
         assert {row["images_a_second"] for row in rows.values()} == {""}
+        assert {row["times_O1"] for row in rows.values()} == {""}
     kinds = {(row["kind"], row["tflops_a_chip"] == "") for row in tables["chips"]}
-    assert kinds == {("measured", False), ("computed", True)}
+    assert kinds == {("measured", False), ("computed", True), ("printed in the paper", True)}

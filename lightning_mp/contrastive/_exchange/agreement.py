@@ -55,6 +55,7 @@ def agree(
     exchange: ExchangeName,
     tiles: TileChoice,
     group: dist.ProcessGroup | None,
+    needs_grad: Sequence[bool] | None = None,
 ) -> Plan:
     """Return the plan that all ranks of a group follow; each calls this once a loss.
 
@@ -67,6 +68,8 @@ def agree(
         exchange: How columns travel.
         tiles: What multiplies tiles.
         group: Whose ranks share the batch; `None` is the default group.
+        needs_grad: What `trained` returned, where inputs no longer show it: in an operator. Then
+            it has to be the same on all ranks.
 
     Raises:
         ValueError: Arguments of some ranks do not fit; on all ranks.
@@ -77,7 +80,7 @@ def agree(
         return chosen.tiles(image_bD.device, image_bD.dtype)
 
     budget = tiles_of(tiles.workspace_bytes).budget(image_bD.device)
-    needs = trained(image_bD, text_bD, scale, bias)
+    needs = trained(image_bD, text_bD, scale, bias) if needs_grad is None else needs_grad
     dtype = FLOAT_DTYPES.index(image_bD.dtype)
     pairs = PairOptions() if pairs is None else pairs
     given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
@@ -86,6 +89,13 @@ def agree(
     by_rank = _gather(facts, image_bD.device, group)
     _refuse_what_differs(by_rank)
     rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
+    needing = [tuple(map(bool, need)) for need in zip(*by_need[:3], strict=True)]
+    if needs_grad is not None and len(set(needing)) > 1:
+        raise ValueError(
+            f"Compiled a loss whose (images, texts, scale) need gradients as {needing} say, by "
+            "rank. Under `torch.compile` all ranks must need the same. Train alike on all of "
+            "them, or call the loss outside of the compiler."
+        )
     # What one rank wants, all work out.
     *any_needs, statistics = [any(need) for need in by_need]
     plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)

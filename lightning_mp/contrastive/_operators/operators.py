@@ -21,7 +21,13 @@ TILES = "str backend, str tile_dtype, SymInt? workspace_bytes, bool autotune"
 """The fields of `TileChoice`."""
 
 
-def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
     """Return an operator of this library.
 
     Args:
@@ -29,8 +35,11 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
         schema: Its arguments and results, without defaults.
         run: What it does; all arguments come by position.
         fake: What a compiler sees of it.
+        tags: What else a compiler is to know.
     """
-    operator = torch.library.custom_op(f"lightning_mp::{name}", run, mutates_args=(), schema=schema)
+    operator = torch.library.custom_op(
+        f"lightning_mp::{name}", run, mutates_args=(), schema=schema, tags=tags
+    )
     operator.register_fake(fake)
     return operator
 

@@ -21,6 +21,7 @@ and `dL/dimage = scale dL/dS text`, `dL/dtext = scale dL/dS.T image`,
 see it: its gradient is exactly 0, and adding it would only cost digits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ __all__ = [
     "Plan",
     "Swept",
     "differentiate",
+    "finish_gradients",
     "memory_for_tiles",
     "negatives_gradients",
     "negatives_sweep",
@@ -261,21 +263,46 @@ def differentiate(
     plan: Plan,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of images, texts, scale and bias; three units of work."""
-    d_scale = d_bias = None
     with torch.autocast(image_bD.device.type, enabled=False):
-        d_image_bD, d_text_nD = negatives_gradients(
+        gradients = negatives_gradients(
             image_bD, text_nD, scale, swept.row_lse_b, swept.column_lse, swept.kept,
             swept.block_mD, plan,
         )  # fmt: skip
+    return finish_gradients(
+        cotangent, image_bD, text_nD, scale, bias, *gradients, swept.weight_b, swept.loss,
+        plan.terms, plan.exchange.world_size, plan.scale_needs_grad, plan.tiles,
+        plan.exchange.all_reduce,
+    )  # fmt: skip
+
+
+def finish_gradients(
+    cotangent: Tensor,
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    d_image_bD: Tensor | None,
+    d_text_nD: Tensor | None,
+    weight_b: Tensor,
+    loss: Tensor,
+    terms: int,
+    ranks: int,
+    scale_needs_grad: bool,
+    tiles: TileBackend,
+    all_reduce: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return what `differentiate` does, of what `negatives_gradients` returned, overwritten."""
+    d_scale = d_bias = None
+    with torch.autocast(image_bD.device.type, enabled=False):
         if d_image_bD is not None or d_text_nD is not None:
-            d_image_bD, d_text_nD, d_scale = plan.tiles.finish(
-                image_bD, text_nD, d_image_bD, d_text_nD, swept.weight_b, scale, cotangent,
-                plan.terms, plan.exchange.world_size, plan.scale_needs_grad,
+            d_image_bD, d_text_nD, d_scale = tiles.finish(
+                image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, cotangent, terms, ranks,
+                scale_needs_grad,
             )  # fmt: skip
         if d_scale is not None:
-            d_scale = plan.exchange.all_reduce(d_scale).to(scale.dtype).reshape(scale.shape)
+            d_scale = all_reduce(d_scale).to(scale.dtype).reshape(scale.shape)
     if bias is not None:
-        d_bias = (0.0 * swept.loss * cotangent).to(bias.dtype).reshape(bias.shape)
+        d_bias = (0.0 * loss * cotangent).to(bias.dtype).reshape(bias.shape)
     return d_image_bD, d_text_nD, d_scale, d_bias
 
 

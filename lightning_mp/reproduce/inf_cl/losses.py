@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.plan.formulas import DENSE, LOCAL, OURS
 
 __all__ = ["LEVELS", "METHODS", "DenseLoss", "LocalLoss", "RanksInOne"]
 
@@ -108,15 +109,15 @@ ONE_TILE = 2**30  # bytes, more than any tile here
 MANY_TILES = 2**20  # the least
 
 METHODS: dict[str, Callable[[], nn.Module]] = {
-    "dense (CLIP)": DenseLoss,
-    "local (OpenCLIP)": LocalLoss,
-    "lightning-mp": lambda: ContrastiveLoss(workspace_bytes=2**20),
+    DENSE: DenseLoss,
+    LOCAL: LocalLoss,
+    OURS: lambda: ContrastiveLoss(workspace_bytes=MANY_TILES),
 }
 """By the names that `plan` has for them; of 32 MiB, tiles would hide the rest at these sizes."""
 
 LEVELS: dict[str, Callable[[], nn.Module]] = {
-    "dense (CLIP)": DenseLoss,
-    "local (OpenCLIP)": LocalLoss,
+    DENSE: DenseLoss,
+    LOCAL: LocalLoss,
     "cross-rank": lambda: ContrastiveLoss(workspace_bytes=ONE_TILE),
     "cross-rank and tiles": lambda: ContrastiveLoss(workspace_bytes=MANY_TILES),
 }

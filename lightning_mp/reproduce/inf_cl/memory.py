@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_mp.plan import formulas, paper
 from lightning_mp.plan.allocation import peak_allocated
+from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
 from lightning_mp.plan.picture import COLORS
 from lightning_mp.reproduce.inf_cl.losses import METHODS
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
@@ -23,21 +24,7 @@ K = 1024
 MIB = 2**20
 RANKS = 4
 WORKSPACE = MIB
-COLOR = dict(
-    zip(("dense (CLIP)", "local (OpenCLIP)", "Inf-CL", "lightning-mp"), COLORS[1:], strict=True)
-)
-PAPERS_NAME = {"CLIP": "dense (CLIP)", "OpenCLIP": "local (OpenCLIP)", "Inf-CL": "Inf-CL"}
-
-
-def loss_bytes(method: str, batch: int, ranks: int, width: int, workspace: int) -> float:
-    """Return what the formulas of `plan` say of a rank's loss, gradients of features included."""
-    if method == "dense (CLIP)":
-        return formulas.dense_loss_bytes(batch, width)
-    if method == "local (OpenCLIP)":
-        return formulas.local_loss_bytes(batch, ranks, width)
-    if method == "Inf-CL":
-        return formulas.inf_cl_loss_bytes(batch / ranks, width)
-    return formulas.our_loss_bytes(batch / ranks, width, workspace)
+COLOR = dict(zip((DENSE, LOCAL, INF_CL, OURS), COLORS[1:], strict=True))
 
 
 def _peak(method: str, rows: int, width: int) -> int:
@@ -82,7 +69,7 @@ def _measured(out: Output) -> list[dict[str, object]]:
             (method, batch)
             for method in METHODS
             for batch in batches
-            if loss_bytes(method, batch, RANKS, width, WORKSPACE) < 600 * MIB
+            if formulas.loss_bytes(method, batch, RANKS, width, WORKSPACE) < 600 * MIB
         ]
         peaks = zip(*on_ranks(_peaks, RANKS, cases, width), strict=True)
         out.measured["loss bytes"] = [
@@ -96,7 +83,9 @@ def _measured(out: Output) -> list[dict[str, object]]:
 def _row(
     kind: str, method: str, ranks: int, batch: int, width: int, bytes_: float
 ) -> dict[str, object]:
-    predicted = loss_bytes(method, batch, ranks, width, WORKSPACE if ranks == RANKS else 2**29)
+    predicted = formulas.loss_bytes(
+        method, batch, ranks, width, WORKSPACE if ranks == RANKS else 2**29
+    )
     return {
         "kind": kind,
         "method": method,
@@ -113,10 +102,10 @@ def _of_the_paper() -> Iterator[dict[str, object]]:
     for machine, methods in paper.figures()["table1_loss_peak_GB_ViT-L/14_AdamW_accum128"].items():
         ranks = int(machine.partition("x")[0])
         for method, cells in methods.items():
-            if method not in PAPERS_NAME:
-                continue  # with offload the loss is the same
+            if method.endswith("offload"):
+                continue  # the loss is the same
             for size, (loss, _) in cells.items():
-                batch, name = int(size[:-1]) * K, PAPERS_NAME[method]
+                batch, name = int(size[:-1]) * K, paper.NAMES.get(method, method)
                 yield _row(PRINTED, name, ranks, batch, paper.L14_WIDTH, loss * formulas.GIB)
 
 
@@ -125,8 +114,8 @@ def table1(out: Output) -> None:
     rows = [*_measured(out), *_of_the_paper()]
     for ranks in (8, 32):
         for size in (32, 64, 128, 256, 1024):
-            bytes_ = loss_bytes("lightning-mp", size * K, ranks, paper.L14_WIDTH, 2**29)
-            rows.append(_row(COMPUTED, "lightning-mp", ranks, size * K, paper.L14_WIDTH, bytes_))
+            bytes_ = formulas.loss_bytes(OURS, size * K, ranks, paper.L14_WIDTH, 2**29)
+            rows.append(_row(COMPUTED, OURS, ranks, size * K, paper.L14_WIDTH, bytes_))
     out.table("table1", rows, "Table 1: memory of the loss and its backward on a rank")
 
 
@@ -147,7 +136,7 @@ def _largest_rows(out: Output) -> list[dict[str, object]]:
 def _budgeted(found: dict[str, int], width: int, budget: int) -> Iterator[dict[str, object]]:
     for method, batch in found.items():
         predicted = formulas.largest_batch(
-            lambda size, m=method: loss_bytes(m, size, RANKS, width, WORKSPACE),  # type: ignore[misc]
+            lambda size, m=method: formulas.loss_bytes(m, size, RANKS, width, WORKSPACE),  # type: ignore[misc]
             budget,
             64 * RANKS,
         )
@@ -161,7 +150,7 @@ def _with_80_gb() -> Iterator[dict[str, object]]:
         name, _, offloaded = model.partition("+")
         for ranks_text, methods in machines.items():
             ranks = int(ranks_text)
-            for method in (*methods, "lightning-mp"):
+            for method in (*methods, OURS):
                 predicted = formulas.largest_batch(
                     lambda batch, m=method, w=ranks, o=offloaded, n=name: paper.peak_gib(  # type: ignore[misc]
                         m, batch, w, offload=bool(o), model=n
@@ -169,7 +158,7 @@ def _with_80_gb() -> Iterator[dict[str, object]]:
                     paper.USABLE_GIB,
                     4 * K,
                 )
-                name_here = PAPERS_NAME.get(method, method)
+                name_here = paper.NAMES.get(method, method)
                 if method in methods:
                     batch = methods[method][0] * K
                     yield _largest_row(PRINTED, name_here, model, ranks, batch, budget)
@@ -200,13 +189,16 @@ def figure1(out: Output) -> None:
             x, y = ([row[key] for row in points] for key in ("batch", "loss_MiB"))
             here.plot(x, y, "o-", color=COLOR[method], label=method)
             sizes = [2**power for power in range(8, 21)]
-            y = [loss_bytes(method, size, RANKS, width, WORKSPACE) / MIB for size in sizes]
+            y = [formulas.loss_bytes(method, size, RANKS, width, WORKSPACE) / MIB for size in sizes]
             here.plot(sizes, y, "--", color=COLOR[method], linewidth=1)
         here.set(title=f"here, {RANKS} gloo ranks, D = {width}", ylabel="MiB a rank")
         rows = [row for row in _of_the_paper() if row["ranks"] == 8]
         for method, color in COLOR.items():
             sizes = [2**power for power in range(14, 25)]
-            y = [loss_bytes(method, size, 8, paper.L14_WIDTH, 2**29) / 1024**2 for size in sizes]
+            y = [
+                formulas.loss_bytes(method, size, 8, paper.L14_WIDTH, 2**29) / 1024**2
+                for size in sizes
+            ]
             there.plot(sizes, y, "--", color=color, label=method, linewidth=1.5)
             cells = [row for row in rows if row["method"] == method]
             x, y = ([row[key] for row in cells] for key in ("batch", "loss_MiB"))

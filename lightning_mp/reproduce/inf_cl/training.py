@@ -5,10 +5,8 @@ Legend: ``N`` test glyphs, ``n`` of them of a known script, ``D`` feature width.
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, InfCLStrategy, ZeroShotAccuracy
 from lightning_mp.plan import paper
+from lightning_mp.reproduce._fit import train
 from lightning_mp.reproduce.inf_cl.losses import DenseLoss, RanksInOne
 from lightning_mp.reproduce.output import MEASURED, PRINTED, Output
 
@@ -107,32 +106,24 @@ def trained_scores(
     from examples.glyph_clip.glyphs import TRAIN_FONTS
 
     left_out = [font for font in TRAIN_FONTS if font not in FONTS]
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pl.seed_everything(recipe.seed, verbose=False)
-        data = GlyphData(
-            batch_size=recipe.batch, validation_fonts=left_out, seed=recipe.seed, progress=False
-        )
-        model = model_with(loss, recipe.lr)
-        strategy: Any = "auto" if ranks == 1 else "ddp"
-        if cached:
-            strategy = InfCLStrategy(
-                micro_batch_size=recipe.micro_batch, process_group_backend="gloo"
-            )
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=strategy,
-            max_epochs=-1,
-            max_steps=max(1, recipe.samples // recipe.batch),
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(model, data)
+    pl.seed_everything(recipe.seed, verbose=False)
+    data = GlyphData(
+        batch_size=recipe.batch, validation_fonts=left_out, seed=recipe.seed, progress=False
+    )
+    model = model_with(loss, recipe.lr)
+    strategy: Any = "auto" if ranks == 1 else "ddp"
+    if cached:
+        strategy = InfCLStrategy(micro_batch_size=recipe.micro_batch, process_group_backend="gloo")
+    train(
+        model,
+        data,
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_epochs=-1,
+        max_steps=max(1, recipe.samples // recipe.batch),
+        limit_val_batches=0,
+    )
     return _scores(model, data)
 
 

@@ -1,0 +1,104 @@
+"""Losses of several ranks under `torch.compile`: one graph, and the bits of the eager ones."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+SIZES = ([9, 9], [12, 5])  # the same on both ranks, and others in the next call
+LOSSES = {"softmax": ContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
+
+
+def leaves(b: int, n: int, dtype: torch.dtype) -> list[Tensor]:
+    features = [torch.randn(size, 24).to(dtype) for size in (b, n)]
+    return [x.requires_grad_() for x in (*features, torch.tensor(2.0), torch.tensor(-3.0))]
+
+
+def _results(function: Any, inputs: list[Tensor], trained: list[Tensor]) -> list[Tensor]:
+    loss, statistics = function(*inputs)
+    gradients = torch.autograd.grad(loss, trained) if trained else ()
+    return [loss.detach(), *gradients, *statistics]
+
+
+def _compare(rank: int, name: str, options: dict[str, Any], locked: tuple[int, ...]) -> None:
+    group = dist.new_group([0, 1]) if options.pop("own_group", False) else None
+    dtype = options.pop("dtype", torch.float32)
+    loss_fn = LOSSES[name](process_group=group, **options)
+
+    def step(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Any:
+        image, text = F.normalize(image, dim=1), F.normalize(text, dim=1)
+        ids = torch.arange(len(text), device=text.device) % 4
+        loss, statistics = loss_fn(image, text, scale.exp(), bias, ids=ids, statistics=True)
+        return 3 * loss, statistics
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for sizes in SIZES:
+        b = sizes[rank]
+        inputs = leaves(b, b + 2, dtype)
+        for place in locked:
+            inputs[place].requires_grad_(False)
+        trained = [x for x in inputs if x.requires_grad]
+        pairs = zip(*(_results(f, inputs, trained) for f in (step, compiled)), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs), (name, options, locked, sizes)
+
+
+def _compare_all(rank: int, cases: list[Any]) -> None:
+    torch.manual_seed(rank)
+    for name, options, locked in cases:
+        torch._dynamo.reset()  # the code of `step` is one, and is compiled a few times only
+        _compare(rank, name, dict(options), locked)
+
+
+LOCKED_IMAGES: Any = ({"own_group": True, "dtype": torch.bfloat16}, (0,))
+GATE: list[Any] = [("softmax", {}, ()), ("sigmoid", *LOCKED_IMAGES)]
+REST = [
+    ("softmax", *LOCKED_IMAGES),
+    ("softmax", {"directions": "image_to_text", "workspace_bytes": 2**20}, (1,)),
+    ("sigmoid", {}, ()),
+    *((name, {"exchange": "ring"}, ()) for name in LOSSES),
+    *((name, {}, locked) for name in LOSSES for locked in ((0, 1, 3), (0, 1, 2, 3))),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [GATE, pytest.param(REST, marks=pytest.mark.sweep)])
+def test_compiled_loss_of_ranks_is_one_graph_and_the_eager_one_to_the_bit(cases: list[Any]) -> None:
+    run_ranks(_compare_all, 2, cases)
+
+
+def _refused(rank: int, differs: str) -> str:
+    image, text, *_ = leaves(6, 6, torch.float32)
+    options = {}
+    if differs == "gradients":
+        image.requires_grad_(rank == 1)
+    elif differs == "width":
+        image, text = image[:, : 24 - rank], text[:, : 24 - rank]
+    else:
+        options = {"directions": ("both", "image_to_text")[rank]}
+    compiled = torch.compile(ContrastiveLoss(**options), backend="aot_eager")
+    with pytest.raises(ValueError, match="All ranks must have|all ranks must need") as error:
+        compiled(image, text, 7.0)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ("gradients", "as [(False, True, False), (True, True, False)] say, by rank"),
+        pytest.param("width", "features of (width, dtype)", marks=pytest.mark.sweep),
+        pytest.param("rules", "whose directions or", marks=pytest.mark.sweep),
+    ],
+)
+def test_compiled_ranks_that_differ_are_refused_on_all(differs: str, said: str) -> None:
+    first, second = run_ranks(_refused, 2, differs)
+    assert first == second
+    assert said in first
