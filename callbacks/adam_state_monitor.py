@@ -1,5 +1,6 @@
 """`AdamStateMonitor`: sees Adam's second moments starve before the step that they let explode."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -202,8 +203,8 @@ class AdamStateMonitor(SamplingMonitor):
         bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
         if bad.size:
             largest = max((names[i] for i in bad), key=lambda name: self._sizes.get(name, 0))
-            kind, numbers = "optimizer_state_non_finite", {"count": bad.size}
-            verdicts.append(Verdict(kind, severity="error", tensor=largest, numbers=numbers))
+            lost = Verdict("optimizer_state_non_finite", severity="error", tensor=largest)
+            verdicts.append(replace(lost, numbers={"count": bad.size}))
         for verdict in verdicts:
             self.say(trainer, verdict, facts)
 
