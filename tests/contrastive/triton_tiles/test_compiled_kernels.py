@@ -195,7 +195,7 @@ GUIDES = [
     dataclasses.replace(request, guides=guides)
     for request in LIMITS
     for guides in (torch.bfloat16, torch.float16)
-    if request.kernel == "softmax_kernel" or request.config in GUIDED
+    if request.config in (GUIDED if is_lse(request) else DEFAULTS)
 ]
 BF16_GUIDES = [r for r in GUIDES if r.precision == BF16 and r.guides == torch.bfloat16]
 # What keeps the most in registers stands for what keeps less; 8.6 is left to the sweep.
