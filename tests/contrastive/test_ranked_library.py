@@ -89,13 +89,13 @@ def _refused(rank: int, differs: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
         ("gradients", "as [(False, True, False), (True, True, False)] say, by rank"),
-        pytest.param("width", "features of (width, dtype)", marks=pytest.mark.sweep),
-        pytest.param("rules", "whose directions or", marks=pytest.mark.sweep),
+        ("width", "features of (width, dtype)"),
+        ("rules", "whose directions or"),
     ],
 )
 def test_compiled_ranks_that_differ_are_refused_on_all(differs: str, said: str) -> None:
