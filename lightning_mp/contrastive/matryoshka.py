@@ -53,9 +53,9 @@ class MatryoshkaLoss(nn.Module):
     `positives`, `negatives`, label smoothing or several positives, is called once for each width.
 
     Products are not nested, the logits of a width being those of the one before plus the product of
-    a slice. On a CPU core that would save 31% of the time at b = 4,096 and widths of 64, 128, 256
-    and 512 (a prototype in torch), and hold a tile of every width; on a GPU a product that goes on
-    after its exponentials leaves room in registers for tiles of a quarter of the size.
+    a slice. That would take the products of the largest width alone, but hold a tile of every one;
+    on a GPU a product that goes on after its exponentials leaves room in registers for small tiles
+    only.
 
     Args:
         loss: The loss of each prefix; `None` is `ContrastiveLoss()`.

@@ -396,11 +396,3 @@ def test_describe_lists_every_op_once_with_its_reason() -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OpPolicy(**arguments)
-
-
-def test_half_dtype_that_is_none_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match="Passed `half_dtype=torch.float32`.*For fp32, use no"),
-        OpPolicy().context("cpu", torch.float32),
-    ):
-        pass

@@ -180,3 +180,11 @@ def test_compiled_moved_ops_get_the_dtypes_of_eager() -> None:
         outputs = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
         assert [each.dtype for each in outputs] == [each.dtype for each in function(x)]
     assert [each.dtype for each in outputs] == [FP32] * 3 + [torch.float16]
+
+
+def test_half_dtype_that_is_none_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="Passed `half_dtype=torch.float32`.*For fp32, use no"),
+        OpPolicy().context("cpu", torch.float32),
+    ):
+        pass

@@ -41,13 +41,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.launch import (
     diagonal_offset,
 )
 
-__all__ = [
-    "HIGHEST_SUM_EXPONENT",
-    "add_lse",
-    "lse_bytes_per_value",
-    "lse_kernel",
-    "merge_kernel",
-]
+__all__ = ["HIGHEST_SUM_EXPONENT", "add_lse", "lse_bytes_per_value", "lse_kernel", "merge_kernel"]
 
 HIGHEST_SUM_EXPONENT = 119
 _HIGHEST_SUM = tl.constexpr(2.0**HIGHEST_SUM_EXPONENT)
