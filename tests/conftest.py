@@ -34,9 +34,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of the other kind of process; skip `gpu` tests without a CUDA device."""
-    ours = [item for item in items if _is_interpreted(item) == INTERPRETED]
-    config.hook.pytest_deselected(items=[item for item in items if item not in ours])
-    items[:] = ours
+    others = [item for item in items if _is_interpreted(item) != INTERPRETED]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if _is_interpreted(item) == INTERPRETED]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         for item in on_gpu:

@@ -21,6 +21,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.triton_tiles import (
+    gradient_kernels,
+    lse_kernels,
+    pair_kernels,
+)
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
 
@@ -31,6 +36,7 @@ __all__ = [
     "force_twin",
     "gradient_error",
     "make_shard",
+    "programs_of_a_gpu",
     "repaired_interpreter",
     "shard_of",
 ]
@@ -43,10 +49,19 @@ LSE_ERROR = 6e-5
 GRADIENT_ERROR = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4, torch.float32: 8e-5}
 
 
-def repaired_interpreter() -> Iterator[None]:
+def programs_of_a_gpu() -> Iterator[None]:
+    """Repair the interpreter; no program takes more rows than on a GPU."""
+    yield from repaired_interpreter(rows=None)
+
+
+def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
     """Repair the interpreter until the generator goes on: the body of a fixture or a context.
 
-    Shards are swept as large ones are, with both twins, however small they are.
+    Shards are swept as large ones are, with both twins, however small they are. Time goes by the
+    number of operations, whatever their size: integers are not checked for overflow one by one.
+
+    Args:
+        rows: What a program takes that works beside the sweeps; `None` for as few as on a GPU.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -58,12 +73,20 @@ def repaired_interpreter() -> Iterator[None]:
         (interpreter, "_patch_lang_tensor", _with_index),
         (interpreter.GridExecutor, "__call__", _without_warnings),
         (interpreter, "_patch_lang", _once_a_launch),
+        (interpreter, "_get_np_dtype", _kept_by_name),
         *((tl.constexpr, f"__{name}__", _with_tensors) for name in ("add", "sub", "mul")),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, repair in repairs:
             patch.setattr(owner, name, repair(getattr(owner, name)))
+        builder = interpreter.interpreter_builder
+        options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        patch.setattr(builder, "options", options)
         patch.setattr(tiles_module, "_HOST_BOUND", 0)
+        if rows is not None:
+            patch.setattr(pair_kernels, "_ROWS", rows)
+            patch.setattr(gradient_kernels, "_ROWS", rows)
+            patch.setattr(lse_kernels, "_MERGE_BLOCK", rows)
         # The tiles are small: threads would only wait for each other.
         torch.set_num_threads(1)
         # Fills empty tensors with NaN. They would often hold what an earlier call had written.
@@ -147,6 +170,20 @@ def _once_a_launch(patch_language: Callable[..., Any]) -> Callable[..., Any]:
     def repaired(function: Any) -> Any:
         is_launch = isinstance(sys._getframe(1).f_locals.get("self"), GridExecutor)
         return patch_language(everything) if is_launch else types.SimpleNamespace(restore=int)
+
+    return repaired
+
+
+def _kept_by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Look up a dtype's array dtype once; each of its operations made a table of all."""
+    known: dict[str, Any] = {}
+
+    @functools.wraps(dtype_of)
+    def repaired(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = dtype_of(dtype)
+        return known[name]
 
     return repaired
 

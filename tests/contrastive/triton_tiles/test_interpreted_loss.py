@@ -11,7 +11,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._operators.library import infonce, infonce_backward
 from lightning_mp.contrastive._tiles.backends import TileChoice, triton_problem
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
+from tests.contrastive.triton_tiles.interpreter import programs_of_a_gpu
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)"),
 ]
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+_interpreter = pytest.fixture(autouse=True)(programs_of_a_gpu)
 
 CPU = torch.device("cpu")
 WANTED = (True, None, "both", False)  # what is kept, ids, directions, statistics
