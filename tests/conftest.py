@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,33 @@ def _one_look_at_entry_points() -> None:
         from lightning.fabric.utilities import registry
 
         registry.entry_points = functools.cache(registry.entry_points)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_seeds_for_devices_that_are_not_there() -> None:
+    """Let a seed go to the CPU alone: for a GPU to come torch keeps it with a stack, for 1 ms."""
+    if "torch" in sys.modules and not _has_gpu():
+        import torch
+
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What Lightning and this package log from now on; pytest's own way takes 2 ms a test."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    names = "lightning.pytorch", "lightning_mp"
+    loggers = {each: each.level for each in map(logging.getLogger, names)}
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    yield messages
+    for logger, level in loggers.items():
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

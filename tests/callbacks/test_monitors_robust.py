@@ -65,7 +65,7 @@ def test_monitors_of_a_module_compiled_as_a_whole_see_its_steps(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_error_of_a_monitor_does_not_hide_the_exception_that_ends_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, logged: list[str]
 ) -> None:
     class Broken(InstabilityMonitor):
         def on_exception(self, *_: Any) -> None:
@@ -78,7 +78,8 @@ def test_error_of_a_monitor_does_not_hide_the_exception_that_ends_training(
     trainer = make_trainer(callbacks=[Broken(), *all_monitors()], default_root_dir=tmp_path)
     with pytest.raises(KeyError, match="of the run"):
         trainer.fit(Watched(steps=5, sabotage=fail))
-    assert "`Broken.on_exception` failed: ValueError('of the monitor')" in caplog.text
+    said = "`Broken.on_exception` failed: ValueError('of the monitor')"
+    assert any(said in text for text in logged)
 
 
 class Plain(Optimizer):

@@ -1,6 +1,5 @@
 """Where checkpoints to rewind to are kept, what they cost, and what is done where they are lost."""
 
-import logging
 import os
 import signal
 from pathlib import Path
@@ -119,12 +118,9 @@ def test_rewind_auto_leaves_memory_when_adams_states_no_longer_fit(tmp_path: Pat
 
 
 @pytest.mark.parametrize("storage", ["memory", "disk"])
-def test_rewind_states_its_cost_once(
-    tmp_path: Path, storage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
-        train(tmp_path, rewind_storage=storage)
-    (said,) = (r.message for r in caplog.records if "keeps up to" in r.message)
+def test_rewind_states_its_cost_once(tmp_path: Path, storage: str, logged: list[str]) -> None:
+    train(tmp_path, rewind_storage=storage)
+    (said,) = (text for text in logged if "keeps up to" in text)
     words = said.replace(",", "").split()
     size, total = int(words[words.index("of") + 1]), int(words[-4])
     tensors = 3 * 4 * sum(p.numel() for p in PlantedModel().parameters())

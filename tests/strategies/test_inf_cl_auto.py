@@ -1,10 +1,8 @@
 """`InfCLStrategy(micro_batch_size="auto")`: logged, and kept for the run that goes on."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
@@ -25,16 +23,15 @@ def _fit(epochs: int, activation_bytes: int = BYTES, path: Any = None, **trainer
 
 
 def test_sizes_are_logged_and_in_checkpoints_and_a_resumed_run_keeps_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, logged: list[str]
 ) -> None:
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        logger = CSVLogger(tmp_path, name="", version="")
-        model, strategy, trainer = _fit(epochs=1, logger=logger)
+    logger = CSVLogger(tmp_path, name="", version="")
+    model, strategy, trainer = _fit(epochs=1, logger=logger)
     sizes = strategy._micro_batch_sizes
     assert set(sizes) == {"visual", "text"}
     assert 2 <= sizes["visual"] < BATCH
     found = ", ".join(f"{sizes[name]} rows of `{name}`" for name in ("visual", "text"))
-    assert f"InfCLStrategy(micro_batch_size='auto'): {found} at a time." in caplog.text
+    assert f"InfCLStrategy(micro_batch_size='auto'): {found} at a time." in logged
     assert "micro_batch_size/visual" in (tmp_path / "metrics.csv").read_text()
     path = tmp_path / "end.ckpt"
     trainer.save_checkpoint(path)
