@@ -61,16 +61,24 @@ def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
     assert counts.waits == 0
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+SLOW = {"marks": pytest.mark.slow}
+SWEEP = {"marks": pytest.mark.sweep}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "workspace_bytes"),
+    ("sizes", "workspace_bytes", "dtype"),
     [
-        pytest.param([8192] * 8, DEFAULT_BYTES, marks=pytest.mark.slow),
-        ([1024] * 64, DEFAULT_BYTES),
-        pytest.param([1024] * 16, 2**26, marks=pytest.mark.slow),
-        pytest.param([2048] * 4 + [100] * 4, 2**26, marks=pytest.mark.slow),
+        ([1024] * 64, DEFAULT_BYTES, BF16),
+        ([1024] * 64, DEFAULT_BYTES, FP32),
+        pytest.param([8192] * 8, DEFAULT_BYTES, BF16, **SLOW),
+        pytest.param([1024] * 16, 2**26, FP32, **SLOW),
+        pytest.param([2048] * 4 + [100] * 4, 2**26, BF16, **SLOW),
+        pytest.param([8192] * 8, DEFAULT_BYTES, FP32, **SWEEP),
+        pytest.param([1024] * 16, 2**26, BF16, **SWEEP),
+        pytest.param([2048] * 4 + [100] * 4, 2**26, FP32, **SWEEP),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_slices_take_the_workspace_and_eight_batches(
     sizes: list[int], workspace_bytes: int, dtype: torch.dtype
 ) -> None:

@@ -97,20 +97,24 @@ class Plain(Optimizer):
         return loss
 
 
+MAKERS = {
+    "sgd": lambda p: SGD(p, lr=1e-3),
+    "tensor lr": lambda p: SGD([{"params": list(p)}], lr=torch.tensor(1e-3)),
+    "adafactor": lambda p: Adafactor(p),
+    "custom": lambda p: Plain(p),
+}
+# Each once; `make sweep` has each with each.
+PAIRS = list(zip(MAKERS, ("warn", "skip", "stop", "rewind"), strict=True))
+OTHERS = [(name, action) for name in MAKERS for _, action in PAIRS if (name, action) not in PAIRS]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: SGD(p, lr=1e-3),
-        lambda p: SGD([{"params": list(p)}], lr=torch.tensor(1e-3)),
-        lambda p: Adafactor(p),
-        lambda p: Plain(p),
-    ],
-    ids=["sgd", "tensor lr", "adafactor", "custom"],
+    ("name", "action"),
+    [*PAIRS, *(pytest.param(*each, marks=pytest.mark.sweep) for each in OTHERS)],
 )
-@pytest.mark.parametrize("action", ["warn", "skip", "stop", "rewind"])
 @pytest.mark.filterwarnings("ignore:`SpikeGuard.action='skip'.` reads one flag")
-def test_monitors_take_optimizers_without_betas(tmp_path: Path, make: Any, action: Any) -> None:
+def test_monitors_take_optimizers_without_betas(tmp_path: Path, name: str, action: Any) -> None:
     monitors = [each for each in all_monitors() if not isinstance(each, AdamStateMonitor)]
     monitors[3] = SpikeGuard(
         window_steps=8, judge_after_steps=4, action=action, rewind_steps=1, skip_batches=2
@@ -119,7 +123,7 @@ def test_monitors_take_optimizers_without_betas(tmp_path: Path, make: Any, actio
     def factor(index: int) -> float:
         return torch.nan if index == 15 else 1.0
 
-    model = Watched(make_optimizer=make, steps=20, factor=factor)
+    model = Watched(make_optimizer=MAKERS[name], steps=20, factor=factor)
     make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
     assert (15, "non_finite_loss") in [(alarm.step, alarm.kind) for alarm in monitors[3].alarms]
 

@@ -69,8 +69,11 @@ def syncs_of(plugin: Any, callbacks: list[InstabilityMonitor]) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make_plugin",
-    [lambda: None, lambda: BalancedAMP(loss_scale=64.0), lambda: PureFP16(loss_scale=64.0)],
-    ids=["fp32", "BalancedAMP", "PureFP16"],
+    [
+        pytest.param(lambda: None, id="fp32", marks=pytest.mark.sweep),
+        pytest.param(lambda: BalancedAMP(loss_scale=64.0), id="BalancedAMP"),
+        pytest.param(lambda: PureFP16(loss_scale=64.0), id="PureFP16", marks=pytest.mark.sweep),
+    ],
 )
 def test_monitors_add_no_host_sync(make_plugin: Any) -> None:
     watching = monitors()

@@ -31,10 +31,24 @@ def leaves(b: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tenso
     return [x.requires_grad_() for x in (image, text, torch.tensor(20.0), torch.tensor(-1.0))]
 
 
+TRAINED = ("image text scale bias", "text scale", "image", "")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+# With and without a bias each of them in a dtype; `make sweep` has the other dtypes.
+COMBINATIONS = [
+    pytest.param(
+        DTYPES[(turn + index + has_bias) % 3],
+        trained,
+        has_bias,
+        marks=[pytest.mark.sweep] * (turn > 0),
+    )
+    for turn in range(3)
+    for index, trained in enumerate(TRAINED)
+    for has_bias in (True, False)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("trained", ["image text scale bias", "text scale", "image", ""])
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("dtype", "trained", "has_bias"), COMBINATIONS)
 def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_bias: bool) -> None:
     image, text, scale, bias = leaves(9, 16, dtype)
     for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():

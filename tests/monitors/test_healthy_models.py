@@ -18,7 +18,6 @@ STEPS, SWEEP_STEPS = 100, 1000
 LEARNS_LATE = {"short last batch": 150}
 # Models whose runs are short, and each precision twice; `make sweep` has all of all, for longer.
 COVERING = {
-    "GPT-2": "PureFP16",
     "LSTM": "16-mixed",
     "conv + BN": "PureFP16",
     "A2C": "16-mixed",

@@ -161,13 +161,13 @@ def test_plan_of_nothing_says_what_to_pass() -> None:
         main(["plan", "--model", "ViT-L/14", "--precision", "fp8"])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "parameters", "saved"),
     [
         ("ViT-B/16", paper.B16_PARAMETERS, paper.B16_SAVED),
-        pytest.param("ViT-L/14", paper.L14_PARAMETERS, paper.L14_SAVED, marks=pytest.mark.sweep),
+        ("ViT-L/14", paper.L14_PARAMETERS, paper.L14_SAVED),
     ],
 )
 def test_model_by_name_has_the_bytes_that_the_paper_table_counts(

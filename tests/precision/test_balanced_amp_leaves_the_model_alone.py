@@ -184,9 +184,9 @@ def test_an_optimizer_that_rewrites_weights_from_its_state_learns_as_in_fp32(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["bf16", pytest.param("fp16", marks=pytest.mark.sweep)])
-def test_a_thousand_micro_batches_add_up_in_fp32(half: str) -> None:
+def test_five_hundred_micro_batches_add_up_in_fp32(half: str) -> None:
     """In bf16 a sum stands still once it is 256 times its next term."""
-    count, plugin = 1024, PLUGINS[half]()
+    count, plugin = 512, PLUGINS[half]()
     norms = []
     for each in (None, plugin):
         model = Regression()
