@@ -85,7 +85,10 @@ def _count_reductions() -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize(("plugin", "accumulate"), [(None, 1), ("balanced", 1), ("balanced", 2)])
+@pytest.mark.parametrize(
+    ("plugin", "accumulate"),
+    [(None, 1), pytest.param("balanced", 1, marks=pytest.mark.sweep), ("balanced", 2)],
+)
 def test_locator_ranks_replay_together_and_name_the_one_that_failed(
     plugin: str | None, accumulate: int
 ) -> None:

@@ -111,7 +111,9 @@ def train(rank: int, name: str, folder: str) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", MONITORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.sweep] * (n != "locator")) for n in MONITORS]
+)
 def test_batch_of_the_rank_that_failed_is_saved(tmp_path: Path, name: str) -> None:
     (_, rank), (second, other) = run_ranks(train, 2, name, str(tmp_path))
     assert rank == other == 1

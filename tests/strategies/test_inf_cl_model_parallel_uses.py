@@ -1,7 +1,7 @@
 """`InfCLModelParallelStrategy` with half precision, checkpoints, and what it refuses."""
 
 import re
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,52 +55,44 @@ def fit(rank: int, model: Model, dtype: torch.dtype = torch.float64, **kwargs: A
     return trainer
 
 
-def _train(rank: int, folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for half in ("fp16", "bf16"):
-        plugin = ModelParallelBalancedAMP(half=half, loss_scale=SCALE if half == "fp16" else None)
-        model = Model()
-        fit(rank, model, torch.float32, plugins=plugin, gradient_clip_val=0.05)
-        results[half] = model.end, plugin.state_dict()
-    whole = Wide()
+def _train_in_half(rank: int, half: str) -> tuple[Tensor, dict[str, Any]]:
+    plugin = ModelParallelBalancedAMP(half=half, loss_scale=SCALE if half == "fp16" else None)
+    model = Model()
+    fit(rank, model, torch.float32, plugins=plugin, gradient_clip_val=0.05)
+    return model.end, plugin.state_dict()
+
+
+def _resume(rank: int, folder: str, distributed: bool) -> tuple[Any, ...]:
+    whole, first, rest = Wide(), Wide(), Wide()
     fit(rank, whole, max_epochs=2)
     strategy = {"micro_batch_size": "auto", "activation_bytes": 2**12}
-    for distributed in (True, False):
-        strategy["save_distributed_checkpoint"] = distributed
-        first = Wide()
-        trainer = fit(rank, first, strategy=strategy)
-        trainer.save_checkpoint(f"{folder}/{distributed}")
-        rest = Wide()
-        other = fit(
-            rank, rest, strategy=strategy, max_epochs=2, path=f"{folder}/{distributed}"
-        ).strategy
-        sizes = trainer.strategy._micro_batch_sizes, other._micro_batch_sizes
-        results[f"resumed {distributed}"] = whole.end, first.end, rest.end, sizes
-    return results
+    strategy["save_distributed_checkpoint"] = distributed
+    trainer = fit(rank, first, strategy=strategy)
+    trainer.save_checkpoint(f"{folder}/checkpoint")
+    other = fit(rank, rest, strategy=strategy, max_epochs=2, path=f"{folder}/checkpoint").strategy
+    sizes = trainer.strategy._micro_batch_sizes, other._micro_batch_sizes
+    return whole.end, first.end, rest.end, sizes
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(_train, RANKS, folder)[0]
-
-
-@pytest.mark.parametrize(("half", "bound"), [("fp16", 2**-9), ("bf16", 2**-7)])
-def test_half_precision_and_clipping_train_as_fp32(results: Any, half: str, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("half", "bound"), [("fp16", 2**-9), pytest.param("bf16", 2**-7, marks=pytest.mark.sweep)]
+)
+def test_half_precision_and_clipping_train_as_fp32(half: str, bound: float) -> None:
     model = TinyCLIP(dropout=0.0)
     make_trainer("auto", max_epochs=1, gradient_clip_val=0.05).fit(
         model, batches(dtype=torch.float32)
     )
-    end, state = results[half]
+    end, state = run_ranks(_train_in_half, RANKS, half)[0]
     start = parameters_of(TinyCLIP(dropout=0.0))
     assert relative_error(end - start, parameters_of(model) - start) < bound
     if half == "fp16":
         assert state["scale"] == 2.0 ** (8 + STEPS // 3)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_run_resumes_from_its_checkpoint(results: Any, distributed: bool) -> None:
-    whole, first, rest, (found, kept) = results[f"resumed {distributed}"]
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_run_resumes_from_its_checkpoint(tmp_path: Path, distributed: bool) -> None:
+    results = run_ranks(_resume, RANKS, str(tmp_path), distributed)
+    whole, first, rest, (found, kept) = results[0]
     assert relative_error(first, whole) > 1e-3
     # The same sums but for how rows are cut, in float64.
     assert relative_error(rest, whole) < 1e-12

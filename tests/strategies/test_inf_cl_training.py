@@ -15,7 +15,7 @@ from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_of
 
-STEPS = 20
+STEPS, MANY_STEPS = 8, 20
 SHARES = {1: [24], 2: [13, 11]}
 ROWS = 5  # does not divide the batch of 12 or 13
 
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(case: dict[str, Any], with_strategy: bool) -> tuple[Tensor, list[float]]:
+def _train(case: dict[str, Any], steps: int, with_strategy: bool) -> tuple[Tensor, list[float]]:
     kwargs = case.get("strategy", {})
     if with_strategy:
         model = TinyCLIP(**case.get("model", {}))
@@ -59,7 +59,7 @@ def _train(case: dict[str, Any], with_strategy: bool) -> tuple[Tensor, list[floa
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = make_trainer(
         strategy,
-        max_steps=STEPS,
+        max_steps=steps,
         devices=world_size,
         plugins=case.get("plugins", list)(),
         **case.get("trainer", {}),
@@ -69,13 +69,13 @@ def _train(case: dict[str, Any], with_strategy: bool) -> tuple[Tensor, list[floa
     return parameters_of(model), model.losses
 
 
-def _compare(rank: int, names: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+def _compare(rank: int, names: Sequence[str], steps: int) -> dict[str, tuple[float, float, float]]:
     results = {}
     for name in names:
         case = CASES[name]
         start = parameters_of(TinyCLIP())
-        expected, expected_losses = _train(case, with_strategy=False)
-        value, losses = _train(case, with_strategy=True)
+        expected, expected_losses = _train(case, steps, with_strategy=False)
+        value, losses = _train(case, steps, with_strategy=True)
         loss_error = (torch.tensor(losses) - torch.tensor(expected_losses)).abs().max().item()
         moved = relative_error(expected, start)
         results[name] = (relative_error(value, expected), loss_error, moved)
@@ -85,18 +85,18 @@ def _compare(rank: int, names: Sequence[str]) -> dict[str, tuple[float, float, f
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "names"),
+    ("world_size", "names", "steps"),
     [
-        (1, ALONE),
-        (2, ON_RANKS),
-        *(pytest.param(n, tuple(CASES), marks=pytest.mark.sweep) for n in SHARES),
+        (1, ALONE, STEPS),
+        (2, ON_RANKS, STEPS),
+        *(pytest.param(n, tuple(CASES), MANY_STEPS, marks=pytest.mark.sweep) for n in SHARES),
     ],
     ids=["1", "2", "1-all", "2-all"],
 )
-def test_inf_cl_twenty_steps_give_the_weights_of_training_without_it(
-    world_size: int, names: Sequence[str]
+def test_inf_cl_steps_give_the_weights_of_training_without_it(
+    world_size: int, names: Sequence[str], steps: int
 ) -> None:
-    for rank, results in enumerate(run_ranks(_compare, world_size, names)):
+    for rank, results in enumerate(run_ranks(_compare, world_size, names, steps)):
         assert set(results) == set(names)
         for name, (error, loss_error, moved) in results.items():
             assert error < 1e-5, f"{name}, rank {rank}: weights differ by {error:.1e}"
