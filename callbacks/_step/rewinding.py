@@ -87,11 +87,9 @@ class Rewinder:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
-            where = "in the memory of each rank" if self.store.is_in_memory else "on disk"
-            size, total = self.store.bytes, self.most * self.store.bytes
-            rank_zero_info(
-                usage("kept_checkpoints", most=self.most, size=size, where=where, total=total)
-            )
+            key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
+            size = self.store.bytes
+            rank_zero_info(usage(key, most=self.most, size=size, total=self.most * size))
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
