@@ -58,6 +58,8 @@ class InstabilityReport(InstabilityMonitor):
         ValueError: An argument is out of range.
     """
 
+    keeps = ("_starts",)
+
     def __init__(
         self,
         *,
@@ -269,13 +271,11 @@ class InstabilityReport(InstabilityMonitor):
     def state_dict(self) -> dict[str, Any]:
         self.recorder.drain()
         self._record_steps()
-        own = {"starts": list(self._starts), "path": self._absolute_path()}
-        return {**super().state_dict(), **own}
+        return {**super().state_dict(), "path": self._absolute_path()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._starts = list(state_dict["starts"])
         self._earlier = state_dict.get("path")
 
 
