@@ -61,6 +61,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         ValueError: An argument is out of range, or a module is unknown.
     """
 
+    keeps = ("samples", "_finite")
+
     def __init__(
         self,
         *,
@@ -269,16 +271,6 @@ class ActivationRangeMonitor(SamplingMonitor):
             limit = self.max_attention_logit
             verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
             self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._growth.state_dict(), "finite": dict(self._finite)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._growth.load_state_dict(state_dict)
-        self._finite = dict(state_dict["finite"])
 
 
 def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:

@@ -159,40 +159,17 @@ class AdamStateMonitor(SamplingMonitor):
         if not sums_NK[:, AdamField.STEP].any():
             self._until = facts.step + 1
             return
-        count = np.maximum(sums_NK[:, AdamField.NUMEL], 1)
-        moving = np.maximum(sums_NK[:, AdamField.NON_ZERO], 1)
-        rms = np.sqrt(sums_NK[:, AdamField.SQUARED_RATIO] / count)
-        below = sums_NK[:, AdamField.BELOW_EPSILON] / moving
-        weight = np.sqrt(sums_NK[:, AdamField.SQUARED_WEIGHT])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.sqrt(sums_NK[:, AdamField.SQUARED_UPDATE]) / weight
-        ratio[weight == 0] = np.nan
-        self.history.add_column("update_rms", facts.step, names, rms.tolist())
-        metrics = {"update_rms": float(rms.max()), "below_epsilon_share": float(below.max())}
-        if np.isfinite(ratio).any():
-            metrics["update_to_weight"] = float(np.nanmax(ratio))
+        tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
+        self.history.add_column("update_rms", facts.step, names, [t.rms for t in tensors])
+        metrics = {
+            "update_rms": max(t.rms for t in tensors),
+            "below_epsilon_share": max(t.below_epsilon for t in tensors),
+            "update_to_weight": max((t.ratio for t in tensors if t.ratio >= 0), default=np.nan),
+        }
         self.record(trainer, metrics, facts)
-        # What is not finite is an event of its own, for other monitors.
-        judged = np.flatnonzero(
-            (sums_NK[:, AdamField.NUMEL] > 0) & (sums_NK[:, AdamField.NON_FINITE] == 0)
-        )
-        tensors = [
-            AdamNumbers(
-                name=names[i],
-                numel=int(count[i]),
-                rms=float(rms[i]),
-                below_epsilon=float(below[i]),
-                ratio=float(ratio[i]),
-                is_zero=not sums_NK[i, AdamField.NON_ZERO],
-                gradient_rms=float(np.sqrt(sums_NK[i, AdamField.SQUARED_GRADIENT] / count[i])),
-                second_moment=float(sums_NK[i, AdamField.SECOND_MOMENT]),
-                step=int(sums_NK[i, AdamField.STEP]),
-            )
-            for i in judged
-        ]
         verdicts = self._rule.judge(
             facts.step,
-            tensors,
+            [t for t in tensors if t.is_judged],  # what is not finite is for other monitors
             rate=facts.lr,
             beta2=sample.context["beta2"],
             eps=sample.context["eps"],

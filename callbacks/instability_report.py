@@ -28,7 +28,6 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
 
-_BEFORE = "Before the run was resumed: "
 _REST = 20  # times as long as the last report took
 
 
@@ -58,6 +57,8 @@ class InstabilityReport(InstabilityMonitor):
     Raises:
         ValueError: An argument is out of range.
     """
+
+    keeps = ("_starts",)
 
     def __init__(
         self,
@@ -128,11 +129,12 @@ class InstabilityReport(InstabilityMonitor):
         start = self._starts[-1]["step"]
         earlier = self._earlier if start else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
+        before = usage("before_resuming")
         for fields in alarms_since(Path(earlier).with_suffix(".json"), start) if earlier else ():
             alarm = Alarm(**fields)
             if (alarm.step, alarm.kind, alarm.tensor) not in known:
-                text = f"{_BEFORE}{alarm.message.removeprefix(_BEFORE)} {alarm.remedy}".strip()
-                text = f"{alarm.place}: {text}"
+                said = f"{alarm.message.removeprefix(before).strip()} {alarm.remedy}".strip()
+                text = f"{alarm.place}: {before} {said}"
                 self.history.add_alarm(dataclasses.replace(alarm, message=text))
         return claim(wanted, earlier, lambda page: page.with_suffix(".json").touch(exist_ok=False))
 
@@ -269,13 +271,11 @@ class InstabilityReport(InstabilityMonitor):
     def state_dict(self) -> dict[str, Any]:
         self.recorder.drain()
         self._record_steps()
-        own = {"starts": list(self._starts), "path": self._absolute_path()}
-        return {**super().state_dict(), **own}
+        return {**super().state_dict(), "path": self._absolute_path()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._starts = list(state_dict["starts"])
         self._earlier = state_dict.get("path")
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
 from lightning_mp.callbacks._rules.usage import accepted, usage
-from lightning_mp.callbacks._rules.verdict import Severity, Verdict
+from lightning_mp.callbacks._rules.verdict import Learning, Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
@@ -51,7 +51,7 @@ class InstabilityError(FloatingPointError):
 
 
 @explains_arguments()
-class InstabilityMonitor(pl.Callback):
+class InstabilityMonitor(Learning, pl.Callback):
     """Raises alarms: as warnings, as metrics `instability/<kind>`, and in `history`.
 
     An alarm of one kind about one tensor is repeated after `repeat_after_steps` steps at the
@@ -66,6 +66,7 @@ class InstabilityMonitor(pl.Callback):
 
     needs_gradient_norm = False  # of every step, in the facts
     save_batch = False  # of the steps of alarms, those of other monitors too
+    keeps: tuple[str, ...] = ()  # attributes that go into checkpoints, beside rules of its own
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,7 +79,6 @@ class InstabilityMonitor(pl.Callback):
         self.history = History()
         self.inbox: deque[Arrived] | None = None  # for steps that have arrived, if it wants them
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
-        self._rule: Any = None  # of `_rules/`, whose state is kept with the monitor's
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
@@ -163,16 +163,9 @@ class InstabilityMonitor(pl.Callback):
     def say(
         self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
     ) -> Alarm | None:
-        """Raise the alarm of a verdict, in the words of `_rules/sentences.py`.
+        """Raise the alarm of a verdict, in the words of `_rules/sentences.py`; as `alarm` does.
 
-        Args:
-            trainer: The trainer.
-            verdict: What a rule found.
-            facts: The step that it found it in; the one under way if `None`.
-            numbers: What the sentences have further.
-
-        Returns:
-            The alarm, `None` where the same was raised a short while ago.
+        `numbers` are what the sentences have further.
         """
         facts = facts or self.recorder.now or facts_of(trainer)
         key, is_note = (verdict.kind, verdict.tensor), verdict.severity == "info"
@@ -291,19 +284,30 @@ class InstabilityMonitor(pl.Callback):
             self.load_state_dict(copy.deepcopy(states[free[0]]))
 
     @override
+    def learnt(self) -> Iterable[str]:
+        return self.keeps
+
+    def _rules(self) -> list[Learning]:
+        return [each for each in vars(self).values() if isinstance(each, Learning)]
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
         rates = [list(pair) for pair in self.recorder.highest_rates.items()]
-        own = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
-        return own | ({} if self._rule is None else self._rule.state_dict())
+        state = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
+        state |= super().state_dict()
+        for rule in self._rules():
+            state |= rule.state_dict()
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.history = History.from_dict(state_dict["history"])
         self.recorder.highest_rates = dict(state_dict.get("highest_rates", {}))
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
-        if self._rule is not None:
-            self._rule.load_state_dict(state_dict)
+        for rule in self._rules():
+            rule.load_state_dict(state_dict)
 
 
 def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:

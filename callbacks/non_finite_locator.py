@@ -70,6 +70,8 @@ class NonFiniteLocator(InstabilityMonitor):
         InstabilityError: At a step that was located, with `action="raise"`.
     """
 
+    keeps = ("replays", "_skips")
+
     def __init__(
         self,
         *,
@@ -264,15 +266,6 @@ class NonFiniteLocator(InstabilityMonitor):
         if self.action == "raise":
             raise InstabilityError(alarm or self.alarms[-1])
         trainer.should_stop |= self.action == "stop"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "replays": self.replays, "skips": self._skips}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.replays, self._skips = state_dict["replays"], state_dict["skips"]
 
 
 def _has_bad_gradient(optimizer: Optimizer) -> bool:

@@ -75,6 +75,7 @@ class SpikeGuard(InstabilityMonitor):
     """
 
     needs_gradient_norm = True
+    keeps = ("rewinds", "_runs")
 
     def __init__(
         self,
@@ -236,10 +237,6 @@ class SpikeGuard(InstabilityMonitor):
         self._rewinder.on_epoch_start(trainer)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._rewinder.on_epoch_end(trainer)
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._report_all(trainer)
         self._rewinder.clear(trainer)
@@ -362,8 +359,6 @@ class SpikeGuard(InstabilityMonitor):
         return super().state_dict() | {
             "windows": [window.state_dict() for window in self._windows],
             "courses": [course.state_dict() for course in self._courses],
-            "runs": dict(self._runs),
-            "rewinds": self.rewinds,
             "rewinder": self._rewinder.state_dict(),
         }
 
@@ -375,6 +370,4 @@ class SpikeGuard(InstabilityMonitor):
             window.load_state_dict(state)
         for course, state in zip(self._courses, state_dict["courses"], strict=False):
             course.load_state_dict(state)
-        self._runs = dict(state_dict["runs"])
-        self.rewinds = state_dict["rewinds"]
         self._rewinder.load_state_dict(state_dict["rewinder"])

@@ -5,6 +5,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
@@ -103,7 +103,8 @@ class TensorCollector(SamplingMonitor):
         self._earlier: str | None = None  # the folder of the run that is resumed
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
+        self._is_hooked = False
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._rows: dict[str, Tensor] = {}
 
@@ -161,18 +162,19 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "outputs" in self.collect and self.is_due(trainer) and not self._handles:
+        if "outputs" in self.collect and self.is_due(trainer) and not self._is_hooked:
+            self._is_hooked = True
             for name, module in self._modules.items():
-                self._handles.append(module.register_forward_hook(partial(self._look, name)))
+                hook = module.register_forward_hook(partial(self._look, name))
+                self._hooks.enter_context(hook)
 
     def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         rows = [self._row(t) for t in tensors_in(output) if t.dtype in FLOAT_DTYPES]
         self._outputs[name] += rows
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
+        self._is_hooked = False
         self._outputs.clear()
 
     @override
@@ -218,7 +220,7 @@ class TensorCollector(SamplingMonitor):
     def _submit_rows(self, trainer: pl.Trainer) -> None:
         home = trainer.strategy.root_device
         home = torch.device("cpu") if home.type == "mps" else home  # it has no float64
-        for name in self._modules if self._handles else ():
+        for name in self._modules if self._is_hooked else ():
             # Every module has a row, called or not, as all ranks must send the same.
             parts = self._outputs.get(name) or [self._row(torch.empty(0))]
             parts = [part.to(home, non_blocking=True) for part in parts]

@@ -42,13 +42,13 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
     suspect.
     """
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
-    parameter = _first_bad(trace.group("parameters"))
+    parameter = _first_bad(trace.groups["parameters"])
     if parameter is not None:
         return _held("parameter", parameter)
     producer, masked = _first_producer(trace, ended, near_limit)
     if producer is not None:
         return _in_forward(trace, producer, ended, near_limit)
-    entry = _first_tainted(trace.group("batch"))
+    entry = _first_tainted(trace.groups["batch"])
     if entry is not None:
         return _held("batch", entry)
     return _outside(trace, ended, near_limit, masked) or _in_backward(trace, near_limit, scale)
@@ -57,9 +57,9 @@ def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding
 def headroom(trace: Trace) -> float:
     """Return by what all gradients could be multiplied; 0 where one is not finite now."""
     roles: tuple[Role, ...] = ("grad_output", "grad_input")
-    seen = [s for call in trace.calls for role in roles for s in trace.seen(call, role)]
-    seen += trace.group("gradients")
-    if _first_bad(seen) is not None or _first_bad(trace.group("loss")) is not None:
+    seen = [s for call in trace.calls for role in roles for s in call.seen[role]]
+    seen += trace.groups["gradients"]
+    if _first_bad(seen) is not None or _first_bad(trace.groups["loss"]) is not None:
         return 0.0
     narrowest = min((s.limit for s in seen), default=0.0)
     return min((narrowest / s.amax for s in seen if s.amax), default=0.0)
@@ -78,8 +78,8 @@ def _first_producer(
     """
     masked: list[Call] = []
     for call in ended:
-        bad = [s for s in trace.seen(call, "output") if not s.is_finite]
-        given = [s for s in trace.seen(call, "input") if not s.is_finite]
+        bad = [s for s in call.seen["output"] if not s.is_finite]
+        given = [s for s in call.seen["input"] if not s.is_finite]
         given = [s for s in given if masked or not s.is_mask]
         is_passed_on = bool(given) and not (masked and all(s.is_masked for s in given))
         if not bad or is_passed_on:
@@ -90,27 +90,27 @@ def _first_producer(
         else:
             is_softmax = "softmax" in type(call.module).__name__.lower() or not given
             return (call if is_softmax else masked[-1]), masked
-    if _first_bad(trace.group("loss")) is None:
+    if _first_bad(trace.groups["loss"]) is None:
         return None, masked
-    return next((c for c in masked if not _is_swallowed(trace, c, ended)), None), masked
+    return next((c for c in masked if not _is_swallowed(c, ended)), None), masked
 
 
-def _is_swallowed(trace: Trace, masked: Call, ended: list[Call]) -> bool:
+def _is_swallowed(masked: Call, ended: list[Call]) -> bool:
     """Return whether -inf went into finite values, as by a softmax."""
     after = (c for c in ended if c.ended > masked.ended)
     return any(
-        _first_bad(trace.seen(call, "output")) is None
+        _first_bad(call.seen["output"]) is None
         for call in after
-        if masked.name.startswith(_inside(call)) or _first_bad(trace.seen(call, "input"))
+        if masked.name.startswith(call.inside) or _first_bad(call.seen["input"])
     )
 
 
 def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
-    inputs, outputs = trace.seen(call, "input"), trace.seen(call, "output")
+    inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in ended if c.ended < call.ended]
-    inside = [c for c in before if c is not call and c.name.startswith(_inside(call))]
-    given = next((c for c in inside if _first_tainted(trace.seen(c, "input"))), None)
-    seen = trace.seen(given, "input") if given else outputs
+    inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
+    given = next((c for c in inside if _first_tainted(c.seen["input"])), None)
+    seen = given.seen["input"] if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
     if given is not None:
         before = [c for c in before if c.ended < given.ended]
@@ -120,7 +120,7 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
         bad,
         inputs,
         passed_to=given,
-        buffer=_first_bad(_own_tensors(trace.group("buffers"), call)),
+        buffer=_first_bad(call.own(trace.groups["buffers"])),
         has_submodules=bool(inside),
     )
     name = call.name or type(trace.root).__name__
@@ -131,17 +131,17 @@ def _outside(
     trace: Trace, ended: list[Call], near_limit: float, masked: list[Call]
 ) -> Finding | None:
     """Look for what code of the LightningModule made between its modules, or after them."""
-    inputs = {c: [s for s in trace.seen(c, "input") if not (s.is_masked and masked)] for c in ended}
+    inputs = {c: [s for s in c.seen["input"] if not (s.is_masked and masked)] for c in ended}
     tainted = (c for c in ended if _first_tainted(inputs[c]))
-    bad_input = next((c for c in tainted if _first_bad(trace.seen(c, "output"))), None)
-    loss = _first_bad(trace.group("loss"))
-    bad = loss if bad_input is None else _first_tainted(trace.seen(bad_input, "input"))
+    bad_input = next((c for c in tainted if _first_bad(c.seen["output"])), None)
+    loss = _first_bad(trace.groups["loss"])
+    bad = loss if bad_input is None else _first_tainted(bad_input.seen["input"])
     if bad is None:
         return None
     root, before = type(trace.root).__name__, ended
     if bad_input is not None:
         before = [c for c in ended if c.ended < bad_input.ended]
-    outputs = [s for c in before for s in trace.seen(c, "output") if s.is_finite]
+    outputs = [s for c in before for s in c.seen["output"] if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
     sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
     return _found("forward", root, sentence, outputs, bad, suspects, is_root=True)
@@ -155,26 +155,26 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # A module's first gradient of an input comes after those of all modules inside it.
     producer = min(producers, key=lambda c: c.left or c.reached, default=None)
-    bad_outputs = [s for c in reached for s in trace.seen(c, "grad_output") if not s.is_finite]
-    bad_parameters = [s for s in trace.group("gradients") if not s.is_finite]
+    bad_outputs = [s for c in reached for s in c.seen["grad_output"] if not s.is_finite]
+    bad_parameters = [s for s in trace.groups["gradients"] if not s.is_finite]
     if producer is None and not bad_outputs and not bad_parameters:
         return None
     root = type(trace.root).__name__
     if producer is None:
         bad = (bad_outputs or bad_parameters)[0]
-        came = trace.group("loss")
+        came = trace.groups["loss"]
         at = sentences.at_scale(scale)
         sentence = sentences.SAYS["backward_of_loss"].format(root=root, bad=bad, at=at)
         suspects: list[tuple[str, str]] = []
     else:
-        came = trace.seen(producer, "grad_output")
-        leaving = [*trace.seen(producer, "grad_input"), *_own_gradients(trace, producer)]
+        came = producer.seen["grad_output"]
+        leaving = [*producer.seen["grad_input"], *producer.own(trace.groups["gradients"])]
         bad = _first_bad(leaving) or leaving[0]
         sentence = sentences.backward(
             trace.title(producer),
             bad,
             came,
-            is_parameter=bad in _own_gradients(trace, producer),
+            is_parameter=bad in producer.own(trace.groups["gradients"]),
             scale=scale,
         )
         earlier = [c for c in reached if c.reached <= producer.reached]
@@ -187,14 +187,10 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
 
 
 def _makes_gradient(trace: Trace, call: Call) -> bool:
-    given = trace.seen(call, "grad_output")
-    if _first_tainted(given) is None and _first_bad(trace.seen(call, "grad_input")) is not None:
+    given = call.seen["grad_output"]
+    if _first_tainted(given) is None and _first_bad(call.seen["grad_input"]) is not None:
         return True
-    return _first_bad(given) is None and _first_bad(_own_gradients(trace, call)) is not None
-
-
-def _own_gradients(trace: Trace, call: Call) -> list[Seen]:
-    return _own_tensors(trace.group("gradients"), call)
+    return _first_bad(given) is None and _first_bad(call.own(trace.groups["gradients"])) is not None
 
 
 # --- what both share -----------------------------------------------------------------------------
@@ -234,23 +230,14 @@ def _first_tainted(seen: Iterable[Seen]) -> Seen | None:
     return next((s for s in seen if not s.is_finite and not s.is_mask), None)
 
 
-# --- suspects ------------------------------------------------------------------------------------
-
-
-def _own_tensors(named: Iterable[Seen], call: Call) -> list[Seen]:
-    """Return the tensors of a module without those of the modules inside it."""
-    prefix = _inside(call)
-    return [s for s in named if s.path.startswith(prefix) and "." not in s.path[len(prefix) :]]
-
-
 def _suspects_before(
     trace: Trace, calls: list[Call], producer: Call | None, near_limit: float, role: Role = "output"
 ) -> list[tuple[str, str]]:
     """Return names of modules that came near a limit, and how near, the last ones first."""
     found: dict[str, str] = {}
     for call in reversed(calls):
-        is_around = producer is not None and producer.name.startswith(_inside(call))
-        if call is producer or is_around or any(n.startswith(_inside(call)) for n in found):
+        is_around = producer is not None and producer.name.startswith(call.inside)
+        if call is producer or is_around or any(n.startswith(call.inside) for n in found):
             continue
         words = _near(trace, call, near_limit, role)
         if words and call.name not in found:
@@ -260,21 +247,15 @@ def _suspects_before(
 
 def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
     if role == "grad_output":
-        near = [s for s in trace.seen(call, role) if s.amax > near_limit * s.limit]
+        near = [s for s in call.seen[role] if s.amax > near_limit * s.limit]
         return f"gradient of its output {near[0].amax:.5g}" if near else ""
-    outputs = trace.seen(call, "output")
-    weights = _own_tensors(trace.group("parameters"), call)
+    outputs = call.seen["output"]
+    weights = call.own(trace.groups["parameters"])
     # A weight is used in the dtype that comes out, whatever dtype it is kept in.
     limit = min((s.limit for s in outputs), default=float("inf"))
     sizes = {
         "weight": [s.amax for s in weights if s.amax > near_limit * min(s.limit, limit)],
-        "input": [s.amax for s in trace.seen(call, "input") if s.amax > near_limit * s.limit],
+        "input": [s.amax for s in call.seen["input"] if s.amax > near_limit * s.limit],
         "output": [s.amax for s in outputs if s.amax > near_limit * s.limit],
     }
-    words = [f"{what} {max(near):.5g}" for what, near in sizes.items() if near]
-    return ", ".join(words)
-
-
-def _inside(call: Call) -> str:
-    """Return what the names of everything inside a module start with."""
-    return f"{call.name}." if call.name else ""
+    return ", ".join(f"{what} {max(near):.5g}" for what, near in sizes.items() if near)

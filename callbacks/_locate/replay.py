@@ -21,7 +21,6 @@ from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
-from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "can_replay", "replay"]
@@ -64,11 +63,11 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
     module, strategy = trainer.lightning_module, trainer.strategy
     trace = Trace(module)
     trace.note("batch", named_tensors(record.batch, "batch"))
-    trace.note("parameters", ((as_written(n), p) for n, p in module.named_parameters()))
-    trace.note("buffers", ((as_written(n), b) for n, b in module.named_buffers()))
+    trace.note("parameters", module.named_parameters())
+    trace.note("buffers", module.named_buffers())
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        trace.note("loss", iter([("loss", loss)]))
+        trace.note("loss", [("loss", loss)])
         is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # it keeps gradients
         hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
         is_off |= any(hooks)  # which step parameters in the backward
@@ -95,8 +94,8 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
             loss = _loss_of(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
             backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
-        gradients = ((as_written(n), p.grad) for n, p in module.named_parameters())
-        trace.note("gradients", ((n, g) for n, g in gradients if g is not None))
+        gradients = ((name, p.grad) for name, p in module.named_parameters())
+        trace.note("gradients", ((name, g) for name, g in gradients if g is not None))
         trace.read()
     return trace
 

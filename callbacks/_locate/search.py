@@ -63,9 +63,9 @@ def search(
 
 def _difference(trace: Trace, record: Record) -> str:
     """Return that a replay was not exact, where its loss tells."""
-    if record.loss is None or len(trace.group("loss")) != 1:
+    if record.loss is None or len(trace.groups["loss"]) != 1:
         return ""
-    (loss,) = trace.group("loss")
+    (loss,) = trace.groups["loss"]
     before = abs(record.loss)
     if loss.is_finite and math.isfinite(before):
         is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)

@@ -1,14 +1,14 @@
 """What a replayed step shows: every module's inputs, outputs and gradients, in the order made."""
 
-import dataclasses
-import functools
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._step.batches import named_tensors
 from lightning_mp.numerics.floats import FLOAT_DTYPES
@@ -22,15 +22,16 @@ __all__ = ["Call", "Seen", "Trace"]
 Role = Literal["input", "output", "grad_output", "grad_input"]
 
 
-class Seen(NamedTuple):
-    """One tensor as it was at one moment."""
+@dataclass(eq=False)
+class Seen:
+    """One tensor as it was at one moment; its numbers come when the step is over."""
 
     path: str  # in what was passed, such as `[0]["hidden"]`; or its dotted name
     dtype: torch.dtype
-    amax: float  # the largest finite magnitude
-    nan: int  # how many values are NaN
-    inf: int  # how many are +inf or -inf
-    positive: int  # how many are +inf
+    amax: float = 0.0  # the largest finite magnitude
+    nan: int = 0  # how many values are NaN
+    inf: int = 0  # how many are +inf or -inf
+    positive: int = 0  # how many are +inf
 
     @property
     def is_finite(self) -> bool:
@@ -65,16 +66,26 @@ class Seen(NamedTuple):
         return torch.finfo(self.dtype).max
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Call:
-    """One call of a module; what was seen, by role, as indices of the trace's tensors."""
+    """One call of a module, and what was seen of it."""
 
     name: str  # dotted; `""` for the root
     module: nn.Module
     ended: int = 0  # when the forward did, on the clock of the trace from 1; 0 where it did not
     reached: int = 0  # when the first gradient of an output came
     left: int = 0  # when the first gradient of an input came
-    tensors: dict[Role, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    seen: dict[Role, list[Seen]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def inside(self) -> str:
+        """What the names of everything inside the module start with."""
+        return f"{self.name}." if self.name else ""
+
+    def own(self, named: Iterable[Seen]) -> list[Seen]:
+        """Return the tensors of the module without those of the modules inside it."""
+        start = len(self.inside)
+        return [s for s in named if s.path.startswith(self.inside) and "." not in s.path[start:]]
 
 
 class Trace:
@@ -88,39 +99,31 @@ class Trace:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.calls: list[Call] = []
-        self._named: list[tuple[str, torch.dtype]] = []
-        self._rows: list[Tensor] = []
-        self._read: list[Seen] = []
+        self.groups: dict[str, list[Seen]] = defaultdict(list)  # what belongs to no call
+        self._seen: list[Seen] = []
+        self._rows: list[Tensor] = []  # one for each of them, on the device
         self._clock = 0
         self._open: dict[nn.Module, list[Call]] = defaultdict(list)
-        self._groups: dict[str, list[int]] = defaultdict(list)
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
 
     def __enter__(self) -> "Trace":
-        """Put the hooks on."""
         for path, module in self.root.named_modules():
             packages = {cls.__module__.split(".")[0] for cls in type(module).__mro__}
             is_metric = "torchmetrics" in packages  # no part of the loss
             if not isinstance(module, torch.jit.ScriptModule) and not is_metric:
-                before = functools.partial(self._before, as_written(path))
-                self._handles += [
-                    module.register_forward_pre_hook(before, with_kwargs=True),
-                    module.register_forward_hook(self._after),
-                ]
+                before = partial(self._before, as_written(path))
+                hook = module.register_forward_pre_hook(before, with_kwargs=True)
+                self._hooks.enter_context(hook)
+                self._hooks.enter_context(module.register_forward_hook(self._after))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._open.clear()
 
-    # --- what is noted -----------------------------------------------------------------------
-
-    def note(self, group: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def note(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Note tensors that belong to no call, such as `"batch"` or `"parameters"`."""
-        self._groups[group] += self._take(tensors)
+        self.groups[group] += self._take((as_written(name), each) for name, each in tensors)
 
     def _before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -133,7 +136,7 @@ class Trace:
             args = tuple(_views(each, views) for each in args)
             kwargs = {key: _views(each, views) for key, each in kwargs.items()}
         inputs = [*named_tensors(args), *named_tensors(kwargs)]
-        call.tensors["input"] = self._take(iter(inputs))
+        call.seen["input"] = self._take(inputs)
         for path, tensor in inputs:
             self._catch(call, "grad_input", path, tensor)
         return args, kwargs
@@ -144,7 +147,7 @@ class Trace:
             return
         call = calls.pop()
         outputs = list(named_tensors(output))
-        call.tensors["output"] = self._take(iter(outputs))
+        call.seen["output"] = self._take(outputs)
         call.ended = self._tick()
         for path, tensor in outputs:
             self._catch(call, "grad_output", path, tensor)
@@ -155,58 +158,45 @@ class Trace:
             return
 
         def hook(gradient: Tensor) -> None:
-            call.tensors[role] += self._take(iter([(path, gradient)]))
+            call.seen[role] += self._take([(path, gradient)])
             now = self._tick()
             if role == "grad_output":
                 call.reached = call.reached or now
-            if role == "grad_input":
+            else:
                 call.left = call.left or now
 
         tensor.register_hook(hook)
 
-    def _take(self, tensors: Iterator[tuple[str, Tensor]]) -> list[int]:
-        kept = [(path, t.detach()) for path, t in tensors if t.dtype in FLOAT_DTYPES]
-        kept = [(path, t) for path, t in kept if not t.is_meta]
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Seen]:
+        kept = [(n, t.detach()) for n, t in tensors if t.dtype in FLOAT_DTYPES and not t.is_meta]
         if not kept:
             return []
         values = [local_shard(t) for _, t in kept]
         amax = tensor_stats(values)[:, StatField.AMAX].float()
         counts = count_non_finite(values).to(amax)
-        first = len(self._named)
-        self._named += [(path, t.dtype) for path, t in kept]
         positive = torch.stack([torch.isposinf(stored_values(v)).sum().to(amax) for v in values])
         self._rows.append(torch.column_stack([amax, counts, positive]))
-        return list(range(first, len(self._named)))
+        seen = [Seen(name, t.dtype) for name, t in kept]
+        self._seen += seen
+        return seen
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
 
-    # --- what is read, when the step is over -----------------------------------------------------
-
     def read(self) -> None:
-        """Bring everything to the host."""
+        """Bring all numbers to the host, when the step is over."""
         if self._rows:
             device = self._rows[-1].device
             rows = torch.cat([row.to(device) for row in self._rows]).tolist()
-            self._read = [
-                Seen(path, dtype, amax, *map(int, counts))
-                for (path, dtype), (amax, *counts) in zip(self._named, rows, strict=True)
-            ]
-
-    def seen(self, call: Call, role: Role) -> list[Seen]:
-        """Return what was seen of a call."""
-        return [self._read[i] for i in call.tensors.get(role, ())]
+            for seen, (amax, *counts) in zip(self._seen, rows, strict=True):
+                seen.amax, (seen.nan, seen.inf, seen.positive) = amax, map(int, counts)
 
     def title(self, call: Call) -> str:
         """Return how a module is called."""
         if not call.name:
             return f"the root `{type(self.root).__name__}` itself"
         return f"`{call.name}` ({type(call.module).__name__})"
-
-    def group(self, group: str) -> list[Seen]:
-        """Return what was noted under a name."""
-        return [self._read[i] for i in self._groups.get(group, ())]
 
 
 def _views(value: Any, views: dict[int, Tensor]) -> Any:

@@ -110,9 +110,8 @@ def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:
 
 
 def _markdown(page: Path, data: dict[str, Any]) -> str:
-    lines = [verdict(data), f"All of it is in `{page.name}`."]
-    lines += [
+    alarms = (
         f"- {alarm['severity']} at step {alarm['step']}: {alarm['message']} {alarm['remedy']}"
         for alarm in data["alarms"]
-    ]
-    return "\n".join([lines[0], "", lines[1], "", *lines[2:]])
+    )
+    return "\n".join([verdict(data), "", usage("report_logged", page=page.name), "", *alarms])

@@ -6,6 +6,7 @@ import json
 import re
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 __all__ = ["MAP_TITLES", "report_page"]
@@ -30,13 +31,14 @@ MAP_TITLES = {
     "output_gradient_zero_share": "Gradients of outputs: share that is exactly zero",
     "output_gradient_headroom_bits": "Gradients of outputs: headroom, in bits",
 }
-_SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
+_SIGNS = {"error": "◆", "warning": "▲", "info": "●", "fine": "✓"}
+_NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 _SHOWN_ALARMS = 20
+_WIDE = ' class="wide"'
 _NO_MAPS = (
     '<p class="none">There are none. GradientUnderflowMonitor, ActivationRangeMonitor and '
     "AdamStateMonitor record them.</p>"
 )
-_WIDE = ' class="wide"'
 
 
 def report_page(data: dict[str, Any]) -> str:
@@ -45,46 +47,28 @@ def report_page(data: dict[str, Any]) -> str:
     Names and messages come from users' code: they are escaped here, and the script writes them
     as text. A content security policy forbids all other scripts and any request.
     """
-    run = data["run"]
-    style, script = _asset("css"), _asset("js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    title = escape(f"{run['title']}: instability report")
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>",
-            _head(data),
-            "<main>",
-            '<section id="timelines"><h2>Over time</h2>',
-            "<noscript><p>The charts need JavaScript; alarms and facts do not.</p></noscript>",
-            '<div id="charts"></div></section>',
-            _alarms(data),
-            '<section id="tensors"><h2>Tensors by steps</h2><div id="heatmaps">'
-            f"{'' if data['maps'] else _NO_MAPS}</div></section>",
-            "</main>",
-            f'<script type="application/json" id="data">{_json(_chart_data(data))}</script>',
-            f"<script>{script}</script>\n</body>\n</html>\n",
-        ]
+    script = "".join(_asset(f"{name}.js") for name in ("base", "lines", "heat"))
+    return Template(_asset("page.html")).substitute(
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        title=escape(data["run"]["title"]),
+        style=_asset("page.css"),
+        verdicts=_verdicts(data),
+        facts=_facts(data["run"]),
+        alarms=_alarms(data),
+        no_maps="" if data["maps"] else _NO_MAPS,
+        data=_json(_chart_data(data)),
+        script=script,
     )
 
 
-def _asset(suffix: str) -> str:
-    folder = files("lightning_mp.callbacks._report")
-    names = ["page"] if suffix == "css" else ["base", "lines", "heat"]
-    return "".join(folder.joinpath(f"{n}.{suffix}").read_text(encoding="utf-8") for n in names)
+def _asset(name: str) -> str:
+    return files("lightning_mp.callbacks._report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _json(value: Any) -> str:
     """Return JSON that cannot end the script element it stands in."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-# --- the head ------------------------------------------------------------------------------------
 
 
 def verdict(data: dict[str, Any]) -> str:
@@ -105,34 +89,25 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _head(data: dict[str, Any]) -> str:
-    run, counts = data["run"], data["counts"]
-    monitors = ", ".join(run["monitors"]) or "none beside this report"
+def _verdicts(data: dict[str, Any]) -> str:
+    counts, end = data["counts"], data["run"]["end"]
     level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
-    how = run["end"]["how"]
-    lines = [
-        '<header>\n<p class="kicker">lightning-mp instability report</p>',
-        f"<h1>{escape(run['title'])}</h1>",
-        f'<p class="verdict {level}"><span aria-hidden="true">{_SIGNS.get(level, "✓")}</span> '
-        f"{_text(verdict(data))}</p>",
-    ]
-    if how == "failed":
-        lines.append(
-            f'<p class="verdict error"><span aria-hidden="true">◆</span> Ended by '
-            f"<code>{escape(run['end']['exception'])}</code></p>"
-        )
-    links = {"timelines": "Over time", "alarms": "Alarms", "tensors": "Tensors by steps"}
-    lines.append(
-        "<nav>"
-        + " ".join(f'<a href="#{target}">{text}</a>' for target, text in links.items())
-        + '</nav>\n<dl class="facts">'
+    lines = [(level, _text(verdict(data)))]
+    if end["how"] == "failed":
+        lines.append(("error", f"Ended by <code>{escape(end['exception'])}</code>"))
+    return "\n".join(
+        f'<p class="verdict {level}"><span aria-hidden="true">{_SIGNS[level]}</span> {text}</p>'
+        for level, text in lines
     )
-    lines += [
+
+
+def _facts(run: dict[str, Any]) -> str:
+    monitors = ", ".join(run["monitors"]) or "none beside this report"
+    return "\n".join(
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"
         f"<dd>{escape(value)}</dd></div>"
         for label, value in [*_times(run), *run["facts"], ("Monitors", monitors)]
-    ]
-    return "\n".join([*lines, "</dl>\n</header>"])
+    )
 
 
 def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
@@ -149,16 +124,11 @@ def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     return [*times, ("Ended", ended)]
 
 
-# --- alarms --------------------------------------------------------------------------------------
-
-
 def _alarms(data: dict[str, Any]) -> str:
     alarms, counts = data["alarms"], data["counts"]
-    total = sum(counts.values())
-    lines = ['<section id="alarms"><h2>Alarms</h2>']
     if not alarms:
-        return lines[0] + '<p class="none">There are none.</p></section>'
-    lines.append('<div class="filters" role="group" aria-label="Show alarms of these levels">')
+        return '<p class="none">There are none.</p>'
+    lines = ['<div class="filters" role="group" aria-label="Show alarms of these levels">']
     lines += [
         f'<button type="button" class="{kind}" data-level="{kind}" aria-pressed="true">'
         f'<span aria-hidden="true">{_SIGNS[kind]}</span> {_count(count, _NOUNS[kind])}</button>'
@@ -166,17 +136,14 @@ def _alarms(data: dict[str, Any]) -> str:
         if count
     ]
     lines.append("</div>")
+    total = sum(counts.values())
     if total > len(alarms):
         lines.append(f"<p>Shown are {len(alarms)} of {total:,}: the first and the newest.</p>")
-    lines.append('<ol class="alarms">')
-    lines += [_alarm(index, alarm) for index, alarm in enumerate(alarms)]
-    lines.append("</ol>")
+    shown = "\n".join(_alarm(index, alarm) for index, alarm in enumerate(alarms))
+    lines.append(f'<ol class="alarms">\n{shown}\n</ol>')
     if len(alarms) > _SHOWN_ALARMS:
         lines.append(f'<button type="button" id="unfold">Show all {len(alarms)}</button>')
-    return "\n".join([*lines, "</section>"])
-
-
-_NOUNS = {"error": "error", "warning": "warning", "info": "note"}
+    return "\n".join(lines)
 
 
 def _alarm(index: int, alarm: dict[str, Any]) -> str:
@@ -203,9 +170,6 @@ def _place(alarm: dict[str, Any]) -> str:
     parts = {"epoch": alarm["epoch"], "batch": alarm["batch_idx"], "rank": alarm["rank"]}
     known = ", ".join(f"{name} {at:,}" for name, at in parts.items() if at is not None)
     return f'<span class="place">{known}</span> ' if known else ""
-
-
-# --- what the script draws -----------------------------------------------------------------------
 
 
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
@@ -235,17 +199,14 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         absent["skipped"] = "Without a loss scale, no step is skipped for overflow."
     elif run["steps"]:
         absent["loss_scale"] = "No loss scale has been recorded."
-    alarms = [
-        [a["step"], a["severity"], f"{a['kind']}: {a['message']}"[:90]] for a in data["alarms"]
-    ]
-    maps = [{**each, "title": _map_title(each["name"])} for each in data["maps"]]
+    alarms = ((a["step"], a["severity"], f"{a['kind']}: {a['message']}") for a in data["alarms"])
     return {
         "steps": run["steps"],
         "absent": absent,
         "lines": lines,
         "more": more,
-        "alarms": alarms,
-        "maps": maps,
+        "alarms": [[step, severity, text[:90]] for step, severity, text in alarms],
+        "maps": [{**each, "title": _map_title(each["name"])} for each in data["maps"]],
     }
 
 
@@ -255,8 +216,3 @@ def _map_title(name: str) -> str:
     if number.isdigit() and base in MAP_TITLES:
         return f"{MAP_TITLES[base]} ({number})"
     return MAP_TITLES.get(name, name)
-
-
-def _sentence(name: str) -> str:
-    text = name.replace("_", " ")
-    return text[:1].upper() + text[1:]

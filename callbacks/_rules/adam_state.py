@@ -6,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy.typing as npt
+
+from lightning_mp.callbacks._rules.adam_statistics import AdamField
 from lightning_mp.callbacks._rules.ranges import ROUNDING
 from lightning_mp.callbacks._rules.verdict import Learning, Verdict
 
@@ -33,19 +36,26 @@ _UNKNOWN: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdamNumbers:
-    """What one step is about to do to one tensor."""
+    """What one step is about to do to one tensor, from its row of `adam_statistics`."""
 
-    name: str
-    numel: int
-    rms: float  # the RMS of `g / max(sqrt(v_hat), eps)`
-    below_epsilon: float  # the share of moving values with `sqrt(v_hat) < eps`
-    ratio: float  # the norm of the update over that of the weights; NaN for weights of 0
-    is_zero: bool  # whether the whole gradient is 0
-    gradient_rms: float
-    second_moment: float  # the sum of `v` after the step
-    step: int  # how many steps Adam will have made
+    def __init__(self, name: str, row_K: npt.NDArray[Any]) -> None:
+        sums = dict(zip(AdamField, map(float, row_K), strict=True))
+        count = max(sums[AdamField.NUMEL], 1.0)
+        weight = math.sqrt(sums[AdamField.SQUARED_WEIGHT])
+        self.name = name
+        self.numel = int(count)
+        self.is_judged = sums[AdamField.NUMEL] > 0 and not sums[AdamField.NON_FINITE]
+        self.is_zero = not sums[AdamField.NON_ZERO]  # the whole gradient
+        self.rms = math.sqrt(sums[AdamField.SQUARED_RATIO] / count)  # of `g / max(sqrt(v), eps)`
+        self.gradient_rms = math.sqrt(sums[AdamField.SQUARED_GRADIENT] / count)
+        # The share of moving values with `sqrt(v) < eps`.
+        self.below_epsilon = sums[AdamField.BELOW_EPSILON] / max(sums[AdamField.NON_ZERO], 1.0)
+        # The norm of the update over that of the weights; NaN for weights of 0.
+        update = math.sqrt(sums[AdamField.SQUARED_UPDATE])
+        self.ratio = update / weight if weight else math.nan
+        self.second_moment = sums[AdamField.SECOND_MOMENT]
+        self.step = int(sums[AdamField.STEP])  # how many steps Adam will have made
 
 
 @dataclass(kw_only=True, eq=False)

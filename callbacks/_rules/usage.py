@@ -44,13 +44,17 @@ USAGE = {
     "`{optimizer}` cannot skip there. Pass `fused=True` to the optimizer if it has that, or train "
     "with `BalancedAMP`, to save this host sync.",
     # --- while training --------------------------------------------------------------------------
-    "kept_checkpoints": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of "
-    "{size:,} bytes each {where}, {total:,} bytes in all.",
+    "kept_on_disk": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
+    "bytes each on disk, {total:,} bytes in all.",
+    "kept_in_memory": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
+    "bytes each in the memory of each rank, {total:,} bytes in all.",
     "batch_saved": "Its batch is in `{path}`.",
+    "before_resuming": "This was before the run was resumed.",
     "batch_not_saved": "A batch could not be saved in {path!r}: " + _ALIVE + " Train where the log "
     "folder can be written to.",
     "report_not_written": "`InstabilityReport` could not write {path!r}: " + _ALIVE + " Pass a "
     "`dirpath` that can be written to.",
+    "report_logged": "All of it is in `{page}`.",
     "report_not_logged": "`InstabilityReport` could not give its page to {logger}: " + _ALIVE,
     "tensors_not_written": "`TensorCollector` could not write to {path!r}: " + _ALIVE + " Pass a "
     "`dirpath` that can be written to.",

@@ -2,8 +2,8 @@
 
 import copy
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -29,24 +29,23 @@ class Verdict:
 
 
 class Learning:
-    """A dataclass that learns: its state is all of its fields that are no arguments.
+    """Keeps the attributes that `learnt` names in checkpoints, without their underscore.
 
     In plain numbers, lists and dicts, for checkpoints that are read with `weights_only=True`.
     """
 
+    def learnt(self) -> Iterable[str]:
+        """Return the names of attributes; of a dataclass, its fields that are no arguments."""
+        return [each.name for each in fields(self) if not each.init]  # type: ignore[arg-type]
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt, by the names of fields without their underscore."""
-        values = {name: getattr(self, each.name) for name, each in self._learnt().items()}
+        """Return what has been learnt."""
+        values = {name.removeprefix("_"): getattr(self, name) for name in self.learnt()}
         return {k: list(v) if isinstance(v, deque) else copy.deepcopy(v) for k, v in values.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what another one has learnt; what is not there stays as it is."""
-        for name, each in self._learnt().items():
-            if name in state:
-                value, own = copy.deepcopy(state[name]), getattr(self, each.name)
-                is_queue = isinstance(own, deque)
-                setattr(self, each.name, deque(value, own.maxlen) if is_queue else value)
-
-    def _learnt(self) -> dict[str, Field[Any]]:
-        found = fields(self)  # type: ignore[arg-type]
-        return {each.name.removeprefix("_"): each for each in found if not each.init}
+        for name in self.learnt():
+            own = getattr(self, name)
+            value = copy.deepcopy(state_dict.get(name.removeprefix("_"), own))
+            setattr(self, name, deque(value, own.maxlen) if isinstance(own, deque) else value)

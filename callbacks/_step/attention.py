@@ -30,7 +30,7 @@ class AttentionMode(TorchFunctionMode):
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], look: Callable[[str, Tensor], None]
+        self, modules: Mapping[str, nn.Module], look: Callable[[str, Tensor], object]
     ) -> None:
         super().__init__()
         self._names = {id(module): name for name, module in modules.items()}

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._step.attention import AttentionMode
 from lightning_mp.callbacks._step.batches import tensors_in
@@ -40,36 +40,29 @@ class OutputSampler:
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
     callers: Mapping[str, nn.Module] = field(default_factory=dict)  # that may call attention
     _calls: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
-    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
+    _hooks: ExitStack = field(default_factory=ExitStack, init=False)
     _rows: dict[OutputKey, list[Tensor]] = field(default_factory=dict, init=False)
-    _mode: AttentionMode | None = field(default=None, init=False)  # that is entered
-
-    @property
-    def is_running(self) -> bool:
-        """Whether hooks are in place."""
-        return bool(self._handles)
+    is_running: bool = field(default=False, init=False)  # whether hooks are in place
 
     def start(self) -> None:
         """Hook the modules."""
         self.stop()
+        self.is_running = bool(self.modules or self.norms)
         for name, module in self.modules.items():
-            self._handles.append(module.register_forward_hook(partial(self._look, name)))
+            hook = module.register_forward_hook(partial(self._look, name))
+            self._hooks.enter_context(hook)
         for name, module in self.norms.items():
             # Before a precision plugin casts what comes in.
-            hook = partial(self._look_ahead, name)
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        if self.callers and self._handles:
-            self._mode = AttentionMode(self.callers, self._look_at_logits)
-            self._mode.__enter__()
+            look = partial(self._look_ahead, name)
+            self._hooks.enter_context(module.register_forward_pre_hook(look, prepend=True))
+        if self.callers and self.is_running:
+            look_at = partial(self._add, kind="attention_logit")
+            self._hooks.enter_context(AttentionMode(self.callers, look_at))
 
     def stop(self) -> tuple[list[OutputKey], Tensor] | None:
         """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
+        self.is_running = False
         self._calls.clear()
         rows, self._rows = self._rows, {}
         if not rows:
@@ -77,26 +70,23 @@ class OutputSampler:
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
     def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        for tensor in self._add(name, "activation", output):
+        for tensor in self._add(name, output, "activation"):
             if self.backward and tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, name))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
-        self._add(name, "output_gradient", gradient)
+        self._add(name, gradient, "output_gradient")
 
     def _look_ahead(self, name: str, _: nn.Module, inputs: Any) -> None:
-        self._add(name, "norm_input", inputs[:1])
+        self._add(name, inputs[:1], "norm_input")
 
-    def _look_at_logits(self, name: str, logits: Tensor) -> None:
-        self._add(name, "attention_logit", logits)
-
-    def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
+    def _add(self, name: str, value: Any, kind: str) -> list[Tensor]:
         """Take in the tensors of a call, and return them; nothing of calls that are too many."""
         tensors = [t for t in tensors_in(value) if t.dtype in FLOAT_DTYPES and t.numel()]
         if kind != "output_gradient":  # which only calls that were looked at have
             self._calls[name, kind] += bool(tensors)
-        is_over = not self._handles  # a backward after the step that was sampled
-        if is_over or self._calls[name, kind] > self.max_calls:
+        # After the step that was sampled there may be another backward.
+        if not self.is_running or self._calls[name, kind] > self.max_calls:
             return []
         for tensor in tensors:
             row = pack_stats([tensor.detach()])

@@ -1,8 +1,8 @@
 """What a training step was: read once for all callbacks of a Trainer, without a host sync."""
 
-import contextlib
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp.callbacks._step.batches import BatchKeeper
@@ -81,7 +80,7 @@ class FactsRecorder(pl.Callback):
         self._loss_count = 0
         self._pending: list[_Pending] = []
         self._due: set[Optimizer] = set()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._inboxes: list[deque[Arrived]] = []
         self._readback = AsyncReadback()
 
@@ -122,8 +121,8 @@ class FactsRecorder(pl.Callback):
         if any(getattr(c, "save_batch", False) for c in callbacks):
             self.batches = BatchKeeper(trainer)
         if isinstance(scaler_of(trainer), torch.amp.GradScaler):
-            hooks = (each.register_step_pre_hook(self._called) for each in trainer.optimizers)
-            self._handles += hooks
+            for each in trainer.optimizers:
+                self._hooks.enter_context(each.register_step_pre_hook(self._called))
 
     @override
     def on_train_batch_start(
@@ -196,7 +195,7 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
+        with suppress(RuntimeError):  # a device that has failed gives nothing back
             self.give_up(trainer)
 
     @override
@@ -265,12 +264,10 @@ class FactsRecorder(pl.Callback):
             self._due.discard(optimizer)
 
     def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._due.clear()
         self._pending.clear()
-        with contextlib.suppress(RuntimeError):  # of a device that has failed
+        with suppress(RuntimeError):  # of a device that has failed
             self._readback.drain()
         self._loss_sum, self._loss_count = None, 0
         self.now = self.newest = self.newest_loss = self.signals = self._gradients = None

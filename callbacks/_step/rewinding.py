@@ -39,8 +39,7 @@ class Rewinder:
     lost: list[Mark] = field(default_factory=list, init=False)  # could not be read
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
-    _to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
-    _fetcher: "_SkippingFetcher | None" = field(default=None, init=False)
+    to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
 
     def __post_init__(self) -> None:
         self.most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
@@ -87,11 +86,9 @@ class Rewinder:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
-            where = "in the memory of each rank" if self.store.is_in_memory else "on disk"
-            size, total = self.store.bytes, self.most * self.store.bytes
-            rank_zero_info(
-                usage("kept_checkpoints", most=self.most, size=size, where=where, total=total)
-            )
+            key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
+            size = self.store.bytes
+            rank_zero_info(usage(key, most=self.most, size=size, total=self.most * size))
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
@@ -137,7 +134,7 @@ class Rewinder:
         fetcher: Any = trainer.fit_loop._data_fetcher
         # What the epoch cannot give is taken from the next ones, which start with a new step.
         left = _pull(trainer, fetcher, to_skip)
-        self._to_skip = left + -left % batches
+        self.to_skip = left + -left % batches
         if rng is not None:  # a resumed run has none
             _set_rng_states(rng)  # last, because data sets draw random numbers
         return mark, to_skip
@@ -173,30 +170,20 @@ class Rewinder:
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
         """Skip at the start of this epoch what is left to be skipped."""
-        fetcher = trainer.fit_loop._data_fetcher
-        if self._to_skip > 0 and fetcher is not None:
-            self._fetcher = _SkippingFetcher(trainer, fetcher, self._to_skip)
-            trainer.fit_loop._data_fetcher = self._fetcher
-
-    def on_epoch_end(self, trainer: pl.Trainer) -> None:
-        """Hand the data back to Lightning."""
-        if self._fetcher is not None:
-            self._to_skip = self._fetcher.to_skip
-            trainer.fit_loop._data_fetcher = self._fetcher.inner
-            self._fetcher = None
+        if self.to_skip > 0 and trainer.fit_loop._data_fetcher is not None:
+            _skip_at_start(self, trainer, trainer.fit_loop._data_fetcher)
 
     # --- resuming --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on."""
-        to_skip = self._to_skip if self._fetcher is None else self._fetcher.to_skip
         marks = [asdict(mark) for mark in self.marks]
-        return {"marks": marks, "to_skip": to_skip, "lr_factor": self._total_factor}
+        return {"marks": marks, "to_skip": self.to_skip, "lr_factor": self._total_factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the checkpoints of an earlier run, those that are still there."""
         self.marks = [Mark(**mark) for mark in state_dict["marks"]]
-        self._to_skip = state_dict["to_skip"]
+        self.to_skip = state_dict["to_skip"]
         self._total_factor = state_dict.get("lr_factor", 1.0)
 
 
@@ -245,46 +232,23 @@ def _pull(trainer: pl.Trainer, fetcher: _DataFetcher, to_skip: int) -> int:
     return to_skip
 
 
-class _SkippingFetcher(_DataFetcher):
-    """Skips batches at the start of an epoch, where no hook could: the first is fetched before.
+def _skip_at_start(rewinder: Rewinder, trainer: pl.Trainer, fetcher: Any) -> None:
+    """Have a fetcher skip batches when it is asked for the first one of an epoch.
 
-    An epoch of which all batches are skipped ends without validation.
+    No hook could skip them, as the first is fetched before any. An epoch of which all batches are
+    skipped ends without validation.
     """
+    plain, loop = type(fetcher), trainer.fit_loop.epoch_loop
 
-    def __init__(self, trainer: pl.Trainer, inner: _DataFetcher, to_skip: int) -> None:
-        self.trainer = trainer
-        self.inner = inner
-        self.to_skip = to_skip
+    class Skipping(plain):  # type: ignore[misc, valid-type]
+        def __next__(self) -> Any:
+            self.__class__ = plain
+            if loop.batch_progress.current.ready == 0:
+                rng = _collect_rng_states()
+                rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
+                _set_rng_states(rng)
+                if loop._num_ready_batches_reached():
+                    raise StopIteration
+            return next(self)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("fetched", "done", "length", "iterator", "_combined_loader"):
-            return getattr(self.inner, name)
-        return super().__getattribute__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("trainer", "inner", "to_skip"):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    def __iter__(self) -> "_SkippingFetcher":
-        iter(self.inner)
-        return self
-
-    def __next__(self) -> Any:
-        if self.to_skip > 0 and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
-            rng = _collect_rng_states()
-            self.to_skip = _pull(self.trainer, self.inner, self.to_skip)
-            _set_rng_states(rng)
-            if self.trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-                raise StopIteration
-        return next(self.inner)
-
-    def reset(self) -> None:
-        self.inner.reset()
-
-    def teardown(self) -> None:
-        self.inner.teardown()
-
-    def setup(self, combined_loader: Any) -> None:
-        self.inner.setup(combined_loader)
+    fetcher.__class__ = Skipping

@@ -37,6 +37,8 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         repeat_after_steps: Steps until the same alarm may be raised again.
     """
 
+    keeps: tuple[str, ...] = ("samples",)
+
     def __init__(
         self,
         *,
@@ -92,13 +94,9 @@ class SamplingMonitor(InstabilityMonitor, ABC):
             self._judge_all(trainer, self._readback.drain())
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "samples": self.samples}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.samples = self._taken = state_dict.get("samples", 0)
+        self._taken = self.samples
 
 
 def pack_stats(

@@ -1,13 +1,12 @@
 """Skips an optimizer step that a flag on the device asks to skip."""
 
-import itertools
+from contextlib import ExitStack
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
@@ -32,7 +31,8 @@ class StepSkipper:
 
     def __init__(self) -> None:
         self._flags: dict[Optimizer, Tensor] = {}
-        self._handles: dict[Optimizer, list[RemovableHandle]] = {}
+        self._seen: set[Optimizer] = set()  # that were hooked, or warned of
+        self._hooks = ExitStack()
         self._held = False
 
     def attach(self, trainer: pl.Trainer) -> None:
@@ -70,8 +70,8 @@ class StepSkipper:
             if is_certain:
                 self._hold(pl_module)
         else:
-            if not is_certain and optimizer not in self._handles and not is_fused(optimizer):
-                self._handles[optimizer] = []
+            if not is_certain and optimizer not in self._seen and not is_fused(optimizer):
+                self._seen.add(optimizer)
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
                 for group in optimizer.param_groups:
@@ -93,11 +93,10 @@ class StepSkipper:
         return not (has_momentum and not optimizer.state)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        if not self._handles.get(optimizer):
-            self._handles[optimizer] = [
-                optimizer.register_step_pre_hook(self._merge),
-                optimizer.register_step_post_hook(self._clear),
-            ]
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
+            self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:
         """Hand over the flag after a `GradScaler`, together with what that has found."""
@@ -118,7 +117,6 @@ class StepSkipper:
 
     def detach(self) -> None:
         """Remove the hooks from optimizers."""
-        for handle in itertools.chain.from_iterable(self._handles.values()):
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
+        self._seen.clear()
         self._flags.clear()

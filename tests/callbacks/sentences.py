@@ -199,7 +199,12 @@ USES: dict[str, Any] = {
     **{"filename": "run/page", "pattern": "re:(", "count": 2, "names": "'a', 'b'"},
     **{"peers": "SpikeGuard(action='skip'), SpikeGuard(action='warn')", "strategy": "FSDPStrategy"},
     **{"states": "state1, state2", "optimizer": "SGD", "most": 4, "size": 1000, "total": 4000},
-    **{"where": "on disk", "path": "run/step=3.pt", "logger": "MLFlowLogger", "alert": "a URL"},
+    **{
+        "page": "instability.html",
+        "path": "run/step=3.pt",
+        "logger": "MLFlowLogger",
+        "alert": "a URL",
+    },
     **{"error": OSError("no space left")},
 }
 

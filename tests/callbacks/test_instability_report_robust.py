@@ -84,7 +84,7 @@ def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_p
     said = [(alarm["step"], alarm["message"]) for alarm in data["alarms"]]
     assert said == [
         (10, "It is odd."),
-        (25, "Before the run was resumed: It is odd."),
+        (25, "This was before the run was resumed. It is odd."),
         (30, "It is odd."),
     ]
 

@@ -100,7 +100,7 @@ def test_replay_repeats_a_step_and_puts_everything_back(plugin: Any, automatic: 
         for key in before:
             assert same(before[key], after[key]), key
         own = before["tensors"]
-        gradients = {s.path: s for s in trace.group("gradients")}
+        gradients = {s.path: s for s in trace.groups["gradients"]}
         assert gradients.keys() == {n for n, _ in model.named_parameters()}
         for name, seen in gradients.items():
             real = own[f"gradient of {name}"].abs().amax().item()
@@ -141,7 +141,7 @@ def test_replay_runs_at_the_scale_that_it_is_given() -> None:
 
     model = Scales()
     fit(model, data(1), BalancedAMP())
-    one, more = ({s.path: s.amax for s in t.group("gradients")} for t in model.traces)
+    one, more = ({s.path: s.amax for s in t.groups["gradients"]} for t in model.traces)
     for name, amax in one.items():
         assert more[name] == pytest.approx(64 * amax, rel=1e-2, abs=64 * 2**-24), name
 
