@@ -58,23 +58,14 @@ _PEAKS = {"V100 SXM2": (125, 900), "A100 SXM4 80 GB": (312, 2039), "H100 SXM5": 
 
 @dataclass(frozen=True)
 class Rung:
-    """A training, as the one before it but for its name.
+    """A training, as the one before it but for its name."""
 
-    Args:
-        name: What it adds.
-        precision: One of `_PRECISIONS`.
-        optimizer: Kernels of AdamW.
-        pool: What the head reads.
-        layout: Of the activations.
-        larger: Images of 256 instead of 224 pixels, or as many patches of smaller ones.
-    """
-
-    name: str
-    precision: str = "32-true"
-    optimizer: str = "foreach"
-    pool: Pool = "cls"
-    layout: Layout = "nld"
-    larger: bool = False
+    name: str  # what it adds
+    precision: str = "32-true"  # one of `_PRECISIONS`
+    optimizer: str = "foreach"  # kernels of AdamW
+    pool: Pool = "cls"  # what the head reads
+    layout: Layout = "nld"  # of the activations
+    larger: bool = False  # images of 256 instead of 224 pixels, or as many patches of smaller ones
 
 
 def _ladder() -> Iterator[Rung]:
@@ -100,24 +91,16 @@ LADDER = tuple(_ladder())
 
 @dataclass(frozen=True)
 class Scene:
-    """What the ladder stands in.
+    """What the ladder stands in."""
 
-    Args:
-        size: Of the ViT.
-        edges: Of the images, without and with the larger ones; 7 and 8 patches a side,
-            twice as many on a GPU.
-        batch: Images of a rank and step.
-        steps: Of a training.
-        lr: The learning rate of AdamW.
-        device: Its type.
-    """
-
-    size: ViTSize
+    size: ViTSize  # of the ViT
+    # Of the images, without and with the larger ones; 7 and 8 patches a side, twice as many on a
+    # GPU.
     edges: tuple[int, int]
-    batch: int
-    steps: int
-    lr: float
-    device: str
+    batch: int  # images of a rank and step
+    steps: int  # of a training
+    lr: float  # the learning rate of AdamW
+    device: str  # its type
 
     @classmethod
     def here(cls, *, fast: bool) -> Scene:
@@ -160,14 +143,7 @@ class _Sharding(Classifier):
 
 
 def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
-    """Train a rung on this rank; of a group if there is one.
-
-    Args:
-        scene: Where.
-        rung: What.
-        batches: A step each.
-        seed: Of the weights.
-    """
+    """Train a rung on this rank; of a group if there is one."""
     device, ranks = torch.device(scene.device), _ranks()
     torch.manual_seed(seed)
     with device:
