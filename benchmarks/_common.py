@@ -53,17 +53,10 @@ def take_turns(
     max_seconds: float | None = None,
     title: str = "",
 ) -> tuple[dict[str, list[Found]], dict[str, str]]:
-    """Run all in turn.
+    """Run all in turn; return what was found, round by round, and why others failed.
 
-    Args:
-        runs: What to run, by name.
-        rounds: How often.
-        seconds_of: The time of a run, from what it found.
-        max_seconds: Of all rounds of one together, by the first; who takes long sits the last out.
-        title: For the progress bar.
-
-    Returns:
-        What was found, round by round, and why others failed.
+    All rounds of one together take `max_seconds` if the first tells, by `seconds_of` what it found:
+    who takes long sits the last ones out.
     """
     found: dict[str, list[Found]] = {name: [] for name in runs}
     failures: dict[str, str] = {}
@@ -114,8 +107,12 @@ def _seconds_of_many(step: Callable[[], object]) -> float:
 
 def time_columns(seconds: Sequence[float]) -> dict[str, float]:
     """Return the columns of a CSV file that tell the times of a step."""
-    times = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
-    return {"rounds": len(seconds)} | {f"ms_{name}": 1e3 * t for name, t in times.items()}
+    times = {
+        "ms_median": statistics.median(seconds),
+        "ms_min": min(seconds),
+        "ms_max": max(seconds),
+    }
+    return {"rounds": len(seconds)} | {name: 1e3 * t for name, t in times.items()}
 
 
 def median_ratio(above: Sequence[float] | None, below: Sequence[float]) -> Any:
@@ -154,14 +151,9 @@ def append_rows(
     rows: Sequence[Mapping[str, object]],
     measured: Collection[str] = (),
 ) -> None:
-    """Add rows at the end of a CSV file; what is measured again replaces the old row.
+    """Add rows at the end of a CSV file, with new columns where it lacks some.
 
-    Args:
-        path: The file; made when it is not there.
-        columns: Those that it has at least; new ones are empty for older rows.
-        rows: What to add.
-        measured: Columns that a run finds out, beside the date; of rows that have all others in
-            common the last one stays.
+    Of rows that differ by the date and by what was `measured` alone, the last one stays.
     """
     old: list[dict[str, str]] = []
     if path.exists():

@@ -108,10 +108,10 @@ class Contender:
 
 
 class Peer(NamedTuple):
-    """Somebody else's loss of a case, and in which dtype its logits are."""
+    """Somebody else's loss of a case; the dtype of its logits is the case's if none is said."""
 
     make: Callable[[Case], LossFunction]
-    logits: str | None = None  # that of the case
+    logits: str | None = None
     storage: torch.dtype | None = None  # the only dtype that it takes
     needs_cuda: bool = False
 

@@ -57,14 +57,11 @@ _SAMPLES = 64  # pairs that are checked in float64
 
 
 def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float], dict[str, str]]:
-    """Compare everybody's loss and gradients with ours, the first that runs.
+    """Return how far those that agree are from ours, the first that runs; what is wrong elsewhere.
 
     The difference is the largest of four: of the loss and of the features' gradients, relative to
     ours in the Euclidean norm, and of the scale's gradient, relative to the sum of magnitudes
     `sum_i |<I_i, dL/dI_i>| / scale` of its terms, which may cancel.
-
-    Returns:
-        The differences of those that agree, and what is wrong with the others.
     """
     expected: list[torch.Tensor] = []
 
@@ -102,12 +99,9 @@ def weigh(contender: Contender, case: Case) -> int | None:
 
 
 def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]], float]:
-    """Return plain matrix products to time, and the FLOP that each step does at least.
-
-    They are the logits of a tile, its gradients, and a big square. Small products are repeated
-    until all steps do about the same work.
-    """
+    """Return products to time, small ones repeated, and the FLOP that each step does at least."""
     tile = min(case.batch, 8192 if case.device.type == "cuda" else 1024)
+    # The logits of a tile, its gradients, and a big square.
     shapes = [(tile, case.width, tile), (tile, tile, case.width), (square, square, square)]
     flop = max(2.0 * math.prod(shape) for shape in shapes)
 
@@ -187,10 +181,9 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield what the figures, ours first, say against the targets."""
     ours, on_cuda = rows[0], rows[0]["device"].type == "cuda"
     peer, target = ("Inf-CL", INF_CL_SPEEDUP) if on_cuda else ("dense", DENSE_SPEEDUP)
-    ratios = [row["time_ratio"] for row in rows if row["contender"].startswith(peer)]
-    if ratios:
-        ratio = min(ratios)
-        yield common.verdict(f"{ratio:.2f}x as fast as {peer}", f"{target:g}x", ratio >= target)
+    if ratios := [row["time_ratio"] for row in rows if row["contender"].startswith(peer)]:
+        met = min(ratios) >= target
+        yield common.verdict(f"{min(ratios):.2f}x as fast as {peer}", f"{target:g}x", met)
     if on_cuda:
         rate = ours["gemm_fraction"]
         yield common.verdict(f"{rate:.0%} of GEMM", f"{GEMM_FRACTION:.0%}", rate >= GEMM_FRACTION)

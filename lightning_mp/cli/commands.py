@@ -42,12 +42,7 @@ def summary(name: str) -> str:
 
 
 def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
-    """Return the parser of a command.
-
-    Args:
-        name: Of the command.
-        **kwargs: For `ArgumentParser`.
-    """
+    """Return the parser of a command."""
     parser = ArgumentParser(description=summary(name), **kwargs)
     parser.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
     for action in parser._actions:
@@ -61,14 +56,6 @@ def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
 
 
 def run_command(name: str, args: Sequence[str]) -> None:
-    """Parse the arguments of a command, and run it.
-
-    Args:
-        name: Of the command.
-        args: Its arguments.
-
-    Raises:
-        SystemExit: They cannot be parsed, or the command cannot do its work.
-    """
+    """Parse the arguments of a command, and run it."""
     parser = command_parser(name, prog=f"lightning-mp {name}")
     COMMANDS[name](**parser.parse_args(args).as_dict())

@@ -34,11 +34,7 @@ class _Reason:
 
 
 def reason_of(message: str) -> str | None:
-    """Return the lines of an error that say what to change, `None` where it is not such an error.
-
-    Args:
-        message: What jsonargparse says, when it parses or when it instantiates.
-    """
+    """Return the lines of an error that say what to change; `None` for an error of another kind."""
     if _UNION not in message and "Problem with given class_path" not in message:
         return None
     found = _best(_reasons(message.strip().splitlines()))[:_MAX_REASONS]

@@ -13,11 +13,7 @@ _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_top_k(metric: str, top_k: object) -> None:
-    """Refuse what is not a sequence of positive integers.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
+    """Refuse what is not a sequence of positive integers."""
     is_list = isinstance(top_k, Sequence) and len(top_k) > 0
     if not is_list or any(type(k) is not int or k < 1 for k in top_k):  # type: ignore[attr-defined]
         raise ValueError(
@@ -27,11 +23,7 @@ def check_top_k(metric: str, top_k: object) -> None:
 
 
 def check_value(metric: str, value: str | None, names: Sequence[str]) -> None:
-    """Refuse the name of a value that a metric does not return.
-
-    Raises:
-        ValueError: With what it returns.
-    """
+    """Refuse the name of a value that a metric does not return."""
     if value is not None and value not in names:
         raise ValueError(
             f"Passed `{metric}(value={value!r})`. `value` must be one of {list(names)}. Leave it "
@@ -40,11 +32,7 @@ def check_value(metric: str, value: str | None, names: Sequence[str]) -> None:
 
 
 def check_features(image_features: Tensor, text_features: Tensor) -> None:
-    """Refuse what is not (n, D) and (m, D) of one floating-point dtype on one device.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
+    """Refuse what is not (n, D) and (m, D) of one floating-point dtype on one device."""
     for name, features in (("image_features", image_features), ("text_features", text_features)):
         if not isinstance(features, Tensor):
             raise ValueError(
@@ -67,11 +55,7 @@ def check_features(image_features: Tensor, text_features: Tensor) -> None:
 
 
 def check_ids(side: str, ids: Tensor, n_rows: int, *, what: str = "ids") -> None:
-    """Refuse what is not one integer a row.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
+    """Refuse what is not one integer a row."""
     if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES or ids.shape != (n_rows,):
         passed = (
             f"of shape {tuple(ids.shape)} and dtype {ids.dtype}"

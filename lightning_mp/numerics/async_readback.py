@@ -12,17 +12,11 @@ __all__ = ["AsyncReadback", "Readback"]
 
 
 class Readback(NamedTuple):
-    """One tensor that has arrived on the host.
+    """One tensor that has arrived on the host."""
 
-    Args:
-        step: The step it was submitted under.
-        array: A copy of its values that nothing else writes to.
-        context: What was passed with it.
-    """
-
-    step: int
-    array: npt.NDArray[Any]
-    context: dict[str, Any]
+    step: int  # the step it was submitted under
+    array: npt.NDArray[Any]  # a copy of its values that nothing else writes to
+    context: dict[str, Any]  # what was passed with it
 
 
 class _InFlight(NamedTuple):
@@ -55,11 +49,7 @@ class AsyncReadback:
     def submit(self, step: int, packed: Tensor, **context: Any) -> None:
         """Start to copy a tensor; it may be changed by whatever is queued after this.
 
-        Args:
-            step: The step that the values belong to.
-            packed: What to copy, of any dtype that numpy has.
-            context: Handed back with the values, such as the names of the rows. Do not change it
-                afterwards.
+        `context`, such as the names of the rows, is handed back with the values: do not change it.
         """
         host, done = self._start_copy(packed.detach())
         self._in_flight.append(_InFlight(step, host, done, context))

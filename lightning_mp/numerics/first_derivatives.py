@@ -17,9 +17,6 @@ def first_derivatives_only(message: str) -> Callable[[_Backward], _Backward]:
     """Run the backward of an autograd function without a graph, and refuse to differentiate it.
 
     Without that, a backward through a backward of ours would fail in torch's words, or be zero.
-
-    Args:
-        message: Of the error.
     """
 
     def decorate(backward: _Backward) -> _Backward:

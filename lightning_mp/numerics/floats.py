@@ -83,9 +83,5 @@ def sum_rounding(width: int, dtype: torch.dtype) -> float:
     """Return what rounding moves a product of unit vectors by at most: 1.6e-6 at 512 in fp32.
 
     Rounding grows like the root of the width (doi:10.1137/18M1226312); 2 is for the vectors' own.
-
-    Args:
-        width: Products in the sum.
-        dtype: Of products and sum.
     """
     return (2 + math.sqrt(width) / 2) * torch.finfo(dtype).eps

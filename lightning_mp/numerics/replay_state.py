@@ -126,9 +126,6 @@ class BufferState:
 
     Only buffers that changed are written, as a graph may have saved the others. One whose shape
     changed is a cache that grew, such as that of rotary embeddings, and goes on growing.
-
-    Args:
-        module: Whose buffers to hold; `None` for a function without a module.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -146,11 +143,7 @@ class BufferState:
 
     @torch.no_grad()
     def restore(self, *, keep_grown: bool = False) -> None:
-        """Set the buffers that changed back to the values held here.
-
-        Args:
-            keep_grown: Whether those whose shape changed stay as they are.
-        """
+        """Set the buffers that changed back to the values held here, or all but those that grew."""
         for held in self._held:
             if held.is_changed() and not (keep_grown and held.has_grown()):
                 held.restore()

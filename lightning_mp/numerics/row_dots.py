@@ -21,11 +21,6 @@ def row_dots(left_nD: Tensor, right_nD: Tensor, dtype: torch.dtype) -> Tensor:
 
     Where Triton runs, float64 sums read each value once: 8 bytes for a pair in fp32. torch's own
     operations write and read float64 copies and their product, 56 bytes a pair.
-
-    Args:
-        left_nD: Of any floating-point dtype.
-        right_nD: Of another, if need be.
-        dtype: Of the products, the sums and the result.
     """
     is_narrow = torch.float64 not in (left_nD.dtype, right_nD.dtype)
     if (

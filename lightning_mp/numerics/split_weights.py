@@ -28,19 +28,12 @@ def residual_unit(half: torch.dtype) -> float:
     of 1e-3 is 14 bits in all. In units of 2^-11 it is as large as its weight, and both carry 22
     bits from 1.2e-4 on, where fp16's own begin to fade; below, they resolve 2.9e-11. bf16 has the
     exponents of fp32 and needs no unit: 16 bits in all.
-
-    Args:
-        half: `torch.float16` or `torch.bfloat16`.
     """
     return 2.0**-11 if half == torch.float16 else 1.0
 
 
 def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split fp32 values into half weights and half residuals.
-
-    Args:
-        master: fp32, of any shape.
-        half: `torch.float16` or `torch.bfloat16`.
 
     Returns:
         The weights, rounded to nearest, and the residuals in units of `residual_unit(half)`; 0
@@ -63,10 +56,6 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
 
     A residual with which the weight would be another belongs to one that something has overwritten
     since. It is left out: a weight set to 0 is 0.
-
-    Args:
-        weight: fp16 or bf16.
-        residual: Of the dtype and shape of `weight`.
     """
     plain = weight.float()
     both = plain + residual.float() * residual_unit(weight.dtype)
@@ -82,12 +71,7 @@ def round_stochastically(
         P(\lceil m \rceil) = \frac{m - \lfloor m \rfloor}{\lceil m \rceil - \lfloor m \rfloor}
 
     Rounded to nearest, a thousand updates of a thousandth of a step each leave a weight where it
-    was; so they move it by one step on average.
-
-    Args:
-        master: fp32, of any shape. Values that `half` can hold, inf and NaN stay as they are.
-        half: `torch.float16` or `torch.bfloat16`.
-        generator: Of random numbers on the device of `master`; `None` for the default one.
+    was; so they move it by one step on average. What `half` can hold, inf and NaN stay as they are.
     """
     lost = _LOST_BITS[half]
     noise = torch.randint(

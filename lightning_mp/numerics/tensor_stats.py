@@ -38,21 +38,13 @@ _LARGEST_FLUSHED = largest_flushed(torch.float16)
 
 
 class NonFinite(NamedTuple):
-    """Which tensor holds values that are not finite, and how many of them.
+    """Which tensor holds values that are not finite, and how many of them."""
 
-    Args:
-        name: The tensor's dotted name.
-        shape: Its shape.
-        values: How many values it stores; fewer than its shape says where it is sparse.
-        nan: How many of them are NaN.
-        inf: How many of them are +inf or -inf.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    values: int
-    nan: int
-    inf: int
+    name: str  # the tensor's dotted name
+    shape: tuple[int, ...]  # its shape
+    values: int  # how many values it stores; fewer than its shape says where it is sparse
+    nan: int  # how many of them are NaN
+    inf: int  # how many of them are +inf or -inf
 
     def __str__(self) -> str:
         return (
@@ -222,9 +214,6 @@ def first_non_finite(named_tensors: Iterable[tuple[str, Tensor]]) -> NonFinite |
     """Find the first tensor, in the order given, whose values are not all finite.
 
     Costs one host sync, however many tensors there are. All of them are held until it is done.
-
-    Args:
-        named_tensors: Names and tensors, such as `module.named_parameters()`.
 
     Returns:
         Its name, shape and counts; `None` where every value is finite.

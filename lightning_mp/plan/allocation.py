@@ -19,9 +19,6 @@ def peak_allocated(run: Callable[[], object]) -> int:
 
     torch's profiler sees every allocation on a CPU, as the caching allocator does on CUDA; a
     resident set would add libraries' work areas and what the heap keeps of freed blocks.
-
-    Args:
-        run: What to weigh.
     """
     gc.collect()  # what is freed in between would count
     # The backend of `torch.profiler`: that one builds Python objects of all events, five times the

@@ -111,14 +111,7 @@ def plan(
 
 
 def pairs_of(text: str) -> int:
-    """Read a number of pairs: `4096`, `64k` of 1,024, `10M` of 1,024 k.
-
-    Args:
-        text: As it was typed.
-
-    Raises:
-        ValueError: It is no positive number with one of these letters.
-    """
+    """Read a number of pairs: `4096`, `64k` of 1,024, `10M` of 1,024 k."""
     number, factor = text.replace("_", "").replace(",", ""), 1
     for letter, value in (("k", 2**10), ("M", 2**20), ("G", 2**30)):
         if number.lower().endswith(letter.lower()):

@@ -35,10 +35,6 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
     The Trainer is not made, so a config for 256 GPUs can be planned on a laptop. The data module
     is: its first batch says how many bytes a pair has.
 
-    Args:
-        path: Of the YAML file.
-        precision: In place of the config's.
-
     Raises:
         ValueError: The config names a precision that is not among `PRECISIONS`, or its model has
             no batch to be measured on.
@@ -108,12 +104,7 @@ def _measured(
 
 
 def pairs_per_second(path: str, micro_batch: int) -> float:
-    """Time a micro-batch of a config's towers on this machine, with gradient caching's replay.
-
-    Args:
-        path: Of the YAML file.
-        micro_batch: Pairs of the call.
-    """
+    """Time a micro-batch of a config's towers on this machine, with gradient caching's replay."""
     settings = _settings(path)
     _, batch = _data(settings)
     pairs = _pairs(batch)

@@ -28,23 +28,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Machine:
-    """What is to be rented.
+    """What is to be rented."""
 
-    Args:
-        gpus: Ranks W.
-        gpu_bytes: Memory of each.
-        host_bytes: Memory of a node.
-        gpus_per_node: Ranks that share it.
-        workers: Of the loader of a rank.
-        device: `"cuda"` or `"cpu"`, which sizes the loss's workspace.
-    """
-
-    gpus: int
-    gpu_bytes: float
-    host_bytes: float
-    gpus_per_node: int
-    workers: int
-    device: str = "cuda"
+    gpus: int  # ranks W
+    gpu_bytes: float  # memory of each
+    host_bytes: float  # memory of a node
+    gpus_per_node: int  # ranks that share it
+    workers: int  # of the loader of a rank
+    device: str = "cuda"  # `"cuda"` or `"cpu"`, which sizes the loss's workspace
 
     @property
     def ranks_per_node(self) -> int:
@@ -59,19 +50,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to compute the loss.
+    """A way to compute the loss."""
 
-    Args:
-        name: For tables.
-        loss: Whose bytes it takes; see `formulas.loss_bytes`.
-        products: Matrix products of `2 b B D` FLOPs.
-        cached: Whether towers see micro-batches.
-    """
-
-    name: str
-    loss: str
-    products: int
-    cached: bool = True
+    name: str  # for tables
+    loss: str  # whose bytes it takes; see `formulas.loss_bytes`
+    products: int  # matrix products of `2 b B D` FLOPs
+    cached: bool = True  # whether towers see micro-batches
 
 
 METHODS = (
@@ -108,14 +92,7 @@ class Memory:
 
 
 def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Memory:
-    """Return what a method needs.
-
-    Args:
-        method: One of `METHODS`.
-        batch: Global batch B.
-        subject: The model and its data.
-        machine: Where it is to run.
-    """
+    """Return what a method needs."""
     rank_batch = batch / machine.gpus
     seen = min(subject.micro_batch, rank_batch) if method.cached else rank_batch
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
@@ -154,13 +131,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
 
 
 def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, int]:
-    """Return the largest global batches that fit the device and the host.
-
-    Args:
-        method: One of `METHODS`.
-        subject: The model and its data.
-        machine: Where it is to run.
-    """
+    """Return the largest global batches that fit the device and the host."""
     return (
         formulas.largest_batch(
             lambda batch: memory(method, batch, subject, machine).peak,
@@ -178,14 +149,7 @@ def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, in
 def exchanged(
     method: Method, batch: int, subject: Subject, machine: Machine
 ) -> tuple[float, float]:
-    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs meanwhile.
-
-    Args:
-        method: One of `METHODS`.
-        batch: Global batch B.
-        subject: The model and its data.
-        machine: Where it is to run.
-    """
+    """Return the bytes that a rank sends for a loss and its backward, and its FLOPs meanwhile."""
     ranks, width = machine.gpus, subject.width
     # CLIP's dense loss is computed whole on every rank.
     shared = 1 if method.loss == DENSE else ranks
@@ -197,19 +161,12 @@ def exchanged(
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a rank is.
+    """How fast a rank is."""
 
-    Args:
-        pairs_per_second: Through the towers, with gradient caching's replay.
-        flops_per_second: In the loss's products.
-        bytes_per_second: That a rank sends.
-        source: Where the figures come from, for the table.
-    """
-
-    pairs_per_second: float
-    flops_per_second: float
-    bytes_per_second: float
-    source: str
+    pairs_per_second: float  # through the towers, with gradient caching's replay
+    flops_per_second: float  # in the loss's products
+    bytes_per_second: float  # that a rank sends
+    source: str  # where the figures come from, for the table
 
 
 @dataclass(frozen=True)
@@ -224,15 +181,7 @@ class Seconds:
     def of(
         cls, method: Method, batch: int, subject: Subject, machine: Machine, rate: Rate
     ) -> Seconds:
-        """Return what a step of a method takes.
-
-        Args:
-            method: One of `METHODS`.
-            batch: Global batch B.
-            subject: The model and its data.
-            machine: Where it is to run.
-            rate: Of one rank.
-        """
+        """Return what a step of a method takes."""
         sent, flops = exchanged(method, batch, subject, machine)
         # The rate is that of gradient caching, without which there is a forward less.
         whole, work = (subject.flops_per_pair(cached=cached) for cached in (True, method.cached))

@@ -70,11 +70,6 @@ def our_features_bytes(rank_batch: float, width: int, itemsize: int = FP32) -> f
 
     They live from the first tower's call to the end of the loss's backward; their gradients, of
     which there are as many, from there on.
-
-    Args:
-        rank_batch: Pairs on a rank, b.
-        width: Feature width D.
-        itemsize: Bytes of a value in the dtype that the towers return.
     """
     return 4.0 * rank_batch * width * itemsize
 
@@ -90,13 +85,6 @@ def loss_bytes(
     blocks of the exchange and sums of theirs: `8 b D` values of fp32 on any number of ranks; the
     workspace, in which tiles lie and where what fits is kept; and float64 vectors of length b:
     positives, log-sum-exps, margins and their temporaries.
-
-    Args:
-        method: `DENSE`, `LOCAL`, `CROSS_GPU`, `INF_CL` or `OURS`.
-        batch: Global batch B.
-        ranks: Number of ranks W.
-        width: Feature width D.
-        workspace_bytes: Of ours, as it is passed to the loss.
     """
     rank_batch = batch / ranks
     if method == OURS:
@@ -116,15 +104,7 @@ def loss_bytes(
 def peak_bytes(
     *, data: float, features: float, static: float, loss: float, backbone: float
 ) -> float:
-    """Return what a rank holds at its peak.
-
-    Args:
-        data: Of the batch, on the device.
-        features: That gradient caching keeps.
-        static: Weights, gradients, optimizer states, copies, buckets.
-        loss: Of the loss beyond the features.
-        backbone: Of one micro-batch's replay beyond the static part.
-    """
+    """Return what a rank holds at its peak."""
     return data + features + static + max(loss, backbone)
 
 
@@ -141,27 +121,13 @@ def host_bytes(
 
     Every worker of a `DataLoader` has `prefetch_factor` batches ready, besides the batch in use.
     With several loader batches a step, workers hold those and the host one whole batch.
-
-    Args:
-        rank_batch: Pairs of a rank's step, b.
-        pair_bytes: Of one pair as the loader yields it.
-        ranks: On this node.
-        workers: Of the loader of a rank.
-        loader_batches: Batches of the loader that make a step.
-        prefetch_factor: Of the `DataLoader`.
     """
     ready = workers * prefetch_factor * rank_batch / loader_batches
     return ranks * pair_bytes * (rank_batch + ready)
 
 
 def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int:
-    """Return the largest multiple of `step` whose peak fits the budget; 0 if none does.
-
-    Args:
-        peak: Bytes by batch; must not fall as the batch grows.
-        budget: In bytes.
-        step: Batches are multiples of it.
-    """
+    """Return the largest multiple of `step` whose peak fits, 0 if none; peaks must not fall."""
     if peak(step) > budget:
         return 0
     fits = 1
@@ -177,14 +143,7 @@ def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int
 
 
 def loss_flops(batch: int, ranks: int, width: int, products: int) -> float:
-    """Return the FLOPs of a rank in the loss and its backward.
-
-    Args:
-        batch: Global batch B.
-        ranks: Number of ranks W.
-        width: Feature width D.
-        products: Matrix products of `2 b B D`.
-    """
+    """Return the FLOPs of a rank in a loss of so many products of `2 b B D`, and its backward."""
     return 2.0 * products * batch * batch / ranks * width
 
 
@@ -193,22 +152,10 @@ def exchange_bytes(rank_batch: float, ranks: int, width: int, itemsize: int = FP
 
     Forward, the texts of a shard to every other rank, and its columns' sums; backward the same
     texts once more with their log-sum-exps, and their gradients in fp32.
-
-    Args:
-        rank_batch: Pairs on a rank, b.
-        ranks: Number of ranks W.
-        width: Feature width D.
-        itemsize: Bytes of a feature value.
     """
     return (ranks - 1) * rank_batch * (2 * width * itemsize + width * FP32 + 2 * FP64)
 
 
 def epoch_hours(pairs: int, batch: int, step_seconds: float) -> float:
-    """Return the hours of an epoch.
-
-    Args:
-        pairs: In the data set.
-        batch: Global batch B.
-        step_seconds: Of one step.
-    """
+    """Return the hours of an epoch."""
     return pairs / batch * step_seconds / 3600

@@ -20,15 +20,8 @@ def state_bytes(optimizers: Sequence[Optimizer], dtype: torch.dtype) -> int:
     """Return the bytes of all states after a step, whatever the optimizers keep.
 
     Each shape is stepped once, alone, on a tensor without memory. An optimizer that looks at its
-    values, as torch's Adafactor does, gets zeros; then one parameter is in memory at a time.
-
-    Args:
-        optimizers: Over the parameters of a model, which may be without memory; their states are
-            lost.
-        dtype: Of the parameters as they are stepped.
-
-    Raises:
-        Exception: A step fails, as it does without a closure or a GPU where one is needed.
+    values, as torch's Adafactor does, gets zeros; then one parameter is in memory at a time. Their
+    own states are lost. A step may fail, for want of a closure or of a GPU.
     """
     total = 0
     for optimizer in optimizers:

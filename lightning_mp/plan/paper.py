@@ -60,21 +60,13 @@ SLIPS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of the paper.
+    """One figure of the paper."""
 
-    Args:
-        table: Where it stands.
-        label: Its row and column.
-        paper: As printed.
-        predicted: By the formulas; `None` where they say nothing.
-        note: `"fitted"`, or why it is as it is.
-    """
-
-    table: str
-    label: str
-    paper: float
-    predicted: float | None
-    note: str = ""
+    table: str  # where it stands
+    label: str  # its row and column
+    paper: float  # as printed
+    predicted: float | None  # by the formulas; `None` where they say nothing
+    note: str = ""  # `"fitted"`, or why it is as it is
 
     @property
     def error(self) -> float | None:

@@ -15,17 +15,7 @@ COLORS = ("#b3b3b3", "#d55e00", "#e69f00", "#56b4e9", "#00429d")
 
 
 def draw_plan(path: Path, subject: Subject, machine: Machine, batch: int) -> None:
-    """Write a log-log picture of memory against batch; all of it is computed.
-
-    Args:
-        path: PNG file to write.
-        subject: The model and its data.
-        machine: Where it is to run; its memory is the line across.
-        batch: Global batch that is asked for, the line upwards.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Write a log-log picture of memory against batch; all of it is computed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

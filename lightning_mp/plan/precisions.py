@@ -10,33 +10,18 @@ __all__ = ["PRECISIONS", "StaticBytes"]
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """Bytes of one trained parameter on a rank.
+    """Bytes of one trained parameter on a rank."""
 
-    Args:
-        weight: The weight that the optimizer steps, with its residual if it has one.
-        copy: A half copy that modules compute with; autocast makes one in each forward.
-        gradient: As the optimizer sees it.
-        bucket: Of DDP, from which gradients are averaged.
-        activations: Dtype that most modules compute in.
-        policy: How that dtype comes about: `"none"`, `"autocast"` or `"weights"`.
-        stepped: Dtype of the weights that the optimizer is given.
-    """
-
-    weight: int
-    copy: int
-    gradient: int
-    bucket: int
-    activations: str
-    policy: str
-    stepped: str = "float32"
+    weight: int  # the weight that the optimizer steps, with its residual if it has one
+    copy: int  # a half copy that modules compute with; autocast makes one in each forward
+    gradient: int  # as the optimizer sees it
+    bucket: int  # of DDP, from which gradients are averaged
+    activations: str  # dtype that most modules compute in
+    policy: str  # how that dtype comes about: `"none"`, `"autocast"` or `"weights"`
+    stepped: str = "float32"  # dtype of the weights that the optimizer is given
 
     def at_rest(self, parameters: int, states: Mapping[str, int]) -> float:
-        """Return the bytes of weights, copies, optimizer states and buckets.
-
-        Args:
-            parameters: Number of trained values.
-            states: Bytes of all states, by the dtype of the weights that are stepped.
-        """
+        """Return the bytes of weights, copies, optimizer states and buckets."""
         weights = parameters * (self.weight + self.copy + self.bucket)
         return float(weights + states[self.stepped])
 

@@ -19,48 +19,28 @@ __all__ = ["Subject"]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its data, as far as memory and time depend on them.
+    """A model and its data, as far as memory and time depend on them."""
 
-    Args:
-        name: For headings.
-        parameters: Trained values.
-        optimizer: For the table, with the reason if it is assumed.
-        states: Bytes of its states, by the dtype of the weights that it is given.
-        towers: By name.
-        pair_bytes: Of a pair as the loader yields it.
-        precision: A key of `PRECISIONS`.
-        micro_batch: Pairs that a tower sees at a time, m.
-        frozen_parameters: Values that are not trained.
-        offload: Whether the batch stays in host memory.
-        prefetch: Micro-batches copied ahead with `offload`.
-        loader_batches: Loader batches of a step.
-        batch: Global batch of the config; `None` if it names none.
-        found: How the towers were measured, for the table.
-    """
-
-    name: str
-    parameters: int
-    optimizer: str
-    states: Mapping[str, int]
-    towers: Mapping[str, TowerBytes]
-    pair_bytes: float
-    precision: str
-    micro_batch: int = 128
-    frozen_parameters: int = 0
-    offload: bool = False
-    prefetch: int = 2
-    loader_batches: int = 1
-    batch: int | None = None
-    found: str = field(default="", compare=False)
+    name: str  # for headings
+    parameters: int  # trained values
+    optimizer: str  # for the table, with the reason if it is assumed
+    states: Mapping[str, int]  # bytes of its states, by the dtype of the weights that it is given
+    towers: Mapping[str, TowerBytes]  # by name
+    pair_bytes: float  # of a pair as the loader yields it
+    precision: str  # a key of `PRECISIONS`
+    micro_batch: int = 128  # pairs that a tower sees at a time, m
+    frozen_parameters: int = 0  # values that are not trained
+    offload: bool = False  # whether the batch stays in host memory
+    prefetch: int = 2  # micro-batches copied ahead with `offload`
+    loader_batches: int = 1  # loader batches of a step
+    batch: int | None = None  # global batch of the config; `None` if it names none
+    found: str = field(default="", compare=False)  # how the towers were measured, for the table
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], **known: Any) -> Subject:
-        """Return a subject with the sizes of a model and of its optimizers' states.
+        """Return a subject with the sizes of a model, and of its optimizers' states.
 
-        Args:
-            model: Its parameters may be without memory.
-            optimizers: Of the model. Where their steps fail here, AdamW's states are assumed.
-            **known: All other fields.
+        Where their steps fail here, those of AdamW are assumed.
         """
         trained = [p for p in model.parameters() if p.requires_grad]
         dtypes = dict.fromkeys(static.stepped for static in PRECISIONS.values())
@@ -98,11 +78,7 @@ class Subject:
         return dtype.itemsize
 
     def flops_per_pair(self, *, cached: bool) -> float:
-        """Return the FLOPs of a pair through all towers and back.
-
-        Args:
-            cached: Whether a tower that is trained runs forward twice, by gradient caching.
-        """
+        """Return the FLOPs of a pair through all towers and back."""
         return sum(
             tower.flops_per_pair * (2 if cached and tower.backward_flops_per_pair else 1)
             + tower.backward_flops_per_pair

@@ -63,12 +63,7 @@ def plan_lines(
 ) -> Iterator[str]:
     """Yield the tables of a plan; everything in them is computed.
 
-    Args:
-        subject: The model and its data.
-        machine: Where it is to run.
-        batch: Global batch.
-        rate: Of a rank; `None` leaves the times out.
-        pairs: In an epoch; `None` leaves its hours out.
+    Without a rate there are no times, without the pairs of an epoch no hours.
     """
     towers = ", ".join(
         f"{name} {size(tower.saved_per_pair)}" for name, tower in subject.towers.items()

@@ -30,21 +30,13 @@ __all__ = ["TowerBytes", "blank", "computing_in", "measure_towers"]
 
 @dataclass(frozen=True)
 class TowerBytes:
-    """One tower, for the backward of one pair.
+    """One tower, for the backward of one pair."""
 
-    Args:
-        saved_per_pair: Bytes that autograd saves for a pair.
-        flops_per_pair: FLOPs of a forward.
-        parameters: Trained values that its output depends on.
-        width: Values of its output for a pair, D.
-        backward_flops_per_pair: FLOPs of the backward; none where nothing is trained.
-    """
-
-    saved_per_pair: float
-    flops_per_pair: float
-    parameters: int
-    width: int
-    backward_flops_per_pair: float
+    saved_per_pair: float  # bytes that autograd saves for a pair
+    flops_per_pair: float  # FLOPs of a forward
+    parameters: int  # trained values that its output depends on
+    width: int  # values of its output for a pair, D
+    backward_flops_per_pair: float  # FLOPs of the backward; none where nothing is trained
 
 
 @contextmanager
@@ -152,13 +144,6 @@ def measure_towers(
     sizes: tuple[int, int] = (2, 6),
 ) -> dict[str, TowerBytes]:
     """Run a step at two sizes and return each tower's slope, which leaves half weights out.
-
-    Args:
-        model: Whose weights and buffers do not count, as they are there anyway.
-        towers: What to watch; see `find_tower`.
-        step: Runs the model on so many pairs, calling the towers.
-        precision: Whose dtypes to compute in.
-        sizes: Pairs of the two calls.
 
     Raises:
         ValueError: A tower was not called.

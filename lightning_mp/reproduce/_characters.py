@@ -26,16 +26,8 @@ _DRAWN = 64  # pixels that characters are drawn with, before they are moved and 
 def draw(count: int, edge: int, *, seed: int) -> tuple[Tensor, Tensor]:
     """Return images and labels; what is drawn does not depend on the edge.
 
-    Args:
-        count: N.
-        edge: s, in pixels.
-        seed: Of characters, fonts, and how each is moved.
-
     Returns:
         Images (N, 1, s, s) of about zero mean and unit variance, and labels (N,) below 36.
-
-    Raises:
-        ModuleNotFoundError: matplotlib or Pillow are not installed.
     """
     random = torch.Generator().manual_seed(seed)
     drawn = _drawn()

@@ -26,35 +26,19 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one fit left behind.
+    """What one fit left behind."""
 
-    Args:
-        step_seconds: Of timed steps that were not skipped.
-        losses: Of all steps, before their updates.
-        updates: How many updates the last of these losses had behind it.
-        loss_scale: After the last step; `None` without.
-        skipped_steps: Steps without an update.
-        peak_bytes: Of the allocator; `None` on a CPU.
-        parameters: Of the model.
-    """
-
-    step_seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    updates: int
-    loss_scale: float | None
-    skipped_steps: int
-    peak_bytes: int | None
-    parameters: int
+    step_seconds: tuple[float, ...]  # of timed steps that were not skipped
+    losses: tuple[float, ...]  # of all steps, before their updates
+    updates: int  # how many updates the last of these losses had behind it
+    loss_scale: float | None  # after the last step; `None` without
+    skipped_steps: int  # steps without an update
+    peak_bytes: int | None  # of the allocator; `None` on a CPU
+    parameters: int  # of the model
 
 
 class Classifier(pl.LightningModule):
-    """A model that learns labels with AdamW.
-
-    Args:
-        model: From images to logits.
-        lr: The learning rate.
-        optimizer: One of `OPTIMIZERS`.
-    """
+    """A model that learns labels with AdamW."""
 
     def __init__(self, model: nn.Module, *, lr: float, optimizer: str) -> None:
         super().__init__()
@@ -139,13 +123,7 @@ def scale_of(plugin: Precision) -> float | None:
 
 
 def train(model: pl.LightningModule, data: Any, **options: Any) -> None:
-    """Fit by a stock Trainer that says, logs and keeps nothing.
-
-    Args:
-        model: What is trained.
-        data: A loader or a data module.
-        **options: Of the Trainer.
-    """
+    """Fit by a stock Trainer that says, logs and keeps nothing."""
     for package in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(package).setLevel(logging.ERROR)
     off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
@@ -166,17 +144,7 @@ def fit(
     devices: int = 1,
     warm_up: int = 1,
 ) -> Outcome:
-    """Train for all batches, once.
-
-    Args:
-        classifier: What is trained.
-        batches: A step each.
-        device: Where.
-        plugin: The precision; fp32 if not given.
-        strategy: Of the Trainer.
-        devices: How many, from `device` on.
-        warm_up: Steps that are not timed.
-    """
+    """Train for all batches, once."""
     gc.collect()  # the last model and its Trainer refer to each other
     if device.type == "cuda":
         torch.accelerator.empty_cache()

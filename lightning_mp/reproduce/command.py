@@ -34,7 +34,8 @@ def reproduce(
             batch), `table3` (accuracy by loss), `table4` (tiling by levels), `figure4` (cost by
             batch), `figure5` (accuracy by batch). Tables 3 and 4 and Figure 5 train on the glyphs
             of `examples/`, so they run in a clone. `meta-vit` is Meta's ladder of a faster ViT:
-            `ladder` (each rung on top of the last), `chips` (throughput by their number).
+            `ladder` (each rung on top of the last), `chips` (throughput by their number), `gpus`
+            (an A100 against a V100, printed and by their peaks).
             `mixed-precision` is `curves` (fp32, masters, none), `histogram` (gradients in fp16's
             window), `scale` (the loss scale over time), `t5` (overflow and clamp), `adam` (zero
             gradients and the step after them), `zeros` (their share in a run that fails).

@@ -32,7 +32,7 @@ from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 from lightning_mp.reproduce.ranks import on_ranks
 
-__all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "ladder", "train"]
+__all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "gpus", "ladder", "train"]
 
 _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -51,27 +51,21 @@ _METAS_LADDER = {
     "full fp16, less accurate": (2.18, None),
 }
 _METAS_CHIPS = 64, 1.83  # figure 4: times O1 on so many GPUs
+_METAS_A100 = 4.05  # figure 1: times a V100's images per second
+# TFLOP/s of fp16's tensor cores without sparsity, and GB/s of memory, in NVIDIA's data sheets.
+_PEAKS = {"V100 SXM2": (125, 900), "A100 SXM4 80 GB": (312, 2039), "H100 SXM5": (989, 3350)}
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A training, as the one before it but for its name.
+    """A training, as the one before it but for its name."""
 
-    Args:
-        name: What it adds.
-        precision: One of `_PRECISIONS`.
-        optimizer: Kernels of AdamW.
-        pool: What the head reads.
-        layout: Of the activations.
-        larger: Images of 256 instead of 224 pixels, or as many patches of smaller ones.
-    """
-
-    name: str
-    precision: str = "32-true"
-    optimizer: str = "foreach"
-    pool: Pool = "cls"
-    layout: Layout = "nld"
-    larger: bool = False
+    name: str  # what it adds
+    precision: str = "32-true"  # one of `_PRECISIONS`
+    optimizer: str = "foreach"  # kernels of AdamW
+    pool: Pool = "cls"  # what the head reads
+    layout: Layout = "nld"  # of the activations
+    larger: bool = False  # images of 256 instead of 224 pixels, or as many patches of smaller ones
 
 
 def _ladder() -> Iterator[Rung]:
@@ -97,24 +91,16 @@ LADDER = tuple(_ladder())
 
 @dataclass(frozen=True)
 class Scene:
-    """What the ladder stands in.
+    """What the ladder stands in."""
 
-    Args:
-        size: Of the ViT.
-        edges: Of the images, without and with the larger ones; 7 and 8 patches a side,
-            twice as many on a GPU.
-        batch: Images of a rank and step.
-        steps: Of a training.
-        lr: The learning rate of AdamW.
-        device: Its type.
-    """
-
-    size: ViTSize
+    size: ViTSize  # of the ViT
+    # Of the images, without and with the larger ones; 7 and 8 patches a side, twice as many on a
+    # GPU.
     edges: tuple[int, int]
-    batch: int
-    steps: int
-    lr: float
-    device: str
+    batch: int  # images of a rank and step
+    steps: int  # of a training
+    lr: float  # the learning rate of AdamW
+    device: str  # its type
 
     @classmethod
     def here(cls, *, fast: bool) -> Scene:
@@ -157,14 +143,7 @@ class _Sharding(Classifier):
 
 
 def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
-    """Train a rung on this rank; of a group if there is one.
-
-    Args:
-        scene: Where.
-        rung: What.
-        batches: A step each.
-        seed: Of the weights.
-    """
+    """Train a rung on this rank; of a group if there is one."""
     device, ranks = torch.device(scene.device), _ranks()
     torch.manual_seed(seed)
     with device:
@@ -340,4 +319,31 @@ def chips(out: Output) -> None:
             axes.legend()
 
 
-PARTS: dict[str, Callable[[Output], None]] = {"ladder": ladder, "chips": chips}
+def gpus(out: Output) -> None:
+    """Hold Meta's printed gain of an A100 over a V100 against what the two chips' peaks explain."""
+    columns = "chip", "tflops", "gb_a_second", "times_V100", "times_V100_by_memory", "kind"
+    peaks = [(chip, t, gb, t / 125, gb / 900, COMPUTED) for chip, (t, gb) in _PEAKS.items()]
+    explained = max(peaks[1][3:5])
+    printed = [
+        ("A100, Meta's ViT-H/16", None, None, _METAS_A100, None, PRINTED),
+        ("left to software and batch", None, None, _METAS_A100 / explained, None, COMPUTED),
+    ]
+    measured = []
+    scene, rung = Scene.here(fast=out.fast), LADDER[-2]
+    if scene.device == "cuda":
+        seconds = train(scene, rung, scene.batches(rung, scene.steps)).step_seconds
+        tflops = scene.batch * flops_of(scene, rung) / statistics.median(seconds) / 1e12
+        name = f"{torch.cuda.get_device_name()}, {rung.name}"
+        measured.append((name, tflops, None, None, None, MEASURED))
+    rows = [dict(zip(columns, row, strict=True)) for row in (*peaks, *printed, *measured)]
+    out.table("gpus", rows, "Throughput by GPU: peaks of the data sheets, and Meta's gain")
+    with out.picture("gpus", 1, "Times a V100, by GPU") as (axes,):
+        bars = {f"{chip}, peak": times for chip, _, _, times, *_ in peaks}
+        bars |= {f"{chip}, memory": times for chip, _, _, _, times, _ in peaks}
+        bars |= {"A100, printed by Meta": _METAS_A100}
+        colours = ["C1", *["C0"] * (2 * len(peaks))]  # what is printed stands out
+        axes.barh([*bars][::-1], [*bars.values()][::-1], color=colours)
+        axes.set(xlabel="times a V100 SXM2")
+
+
+PARTS: dict[str, Callable[[Output], None]] = {"ladder": ladder, "chips": chips, "gpus": gpus}

@@ -73,11 +73,6 @@ class Output:
     def table(self, name: str, rows: Sequence[Mapping[str, object]], title: str) -> Path:
         """Write rows as CSV with their provenance, and print them.
 
-        Args:
-            name: Of the file.
-            rows: With the same keys; `kind` says how a row came about.
-            title: For the eye.
-
         Raises:
             ValueError: A row does not say whether it was measured, computed or printed.
         """
@@ -100,13 +95,7 @@ class Output:
 
     @contextmanager
     def picture(self, name: str, panels: int, title: str) -> Iterator[Any]:
-        """Yield the axes of a picture, and write it with its provenance below.
-
-        Args:
-            name: Of the file.
-            panels: Beside each other.
-            title: Above them.
-        """
+        """Yield the axes of a picture, and write it with its provenance below."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -17,13 +17,7 @@ __all__ = ["on_ranks"]
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Call `function(rank, *args)` on all ranks in an initialised default group; return by rank.
-
-    Args:
-        function: Of a module, so that other processes can import it.
-        ranks: How many.
-        *args: For the function.
-    """
+    """Call `function(rank, *args)` on all ranks in an initialised default group; return by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(  # type: ignore[attr-defined]
             _run, args=(function, ranks, folder, args), nprocs=ranks, start_method="spawn"

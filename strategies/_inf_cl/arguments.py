@@ -10,17 +10,7 @@ __all__ = ["check_arguments"]
 def check_arguments(
     strategy: str, towers: Sequence[str], counts: Mapping[str, tuple[object, int]], offload: str
 ) -> None:
-    """Refuse arguments that cannot be used.
-
-    Args:
-        strategy: The name of the class, for messages.
-        towers: Names.
-        counts: Arguments that count something, with the least that they may be.
-        offload: Where batches stay.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
+    """Refuse arguments that cannot be used."""
     is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
     if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
         raise ValueError(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_mp.reproduce.meta_vit import LADDER, Scene, chips, flops_of, ladder
+from lightning_mp.reproduce.meta_vit import LADDER, Scene, chips, flops_of, gpus, ladder
 from lightning_mp.reproduce.output import Output
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,6 +30,19 @@ def test_flops_are_those_of_the_products_by_hand() -> None:
         blocks = depth * tokens * (12 * d**2 + 2 * tokens * d)
         multiplies = patches * d * scene.size.patch**2 + blocks + d * 36
         assert flops_of(scene, rung) == 3 * 2 * multiplies
+
+
+def test_gain_of_an_a100_is_more_than_its_peaks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    gpus(Output(tmp_path, fast=True, title="meta-vit"))
+    assert (tmp_path / "gpus.png").stat().st_size > 0
+    with (tmp_path / "gpus.csv").open(newline="") as file:
+        rows = {row["chip"]: row for row in csv.DictReader(file)}
+    by_peak = float(rows["A100 SXM4 80 GB"]["times_V100"])
+    assert by_peak == pytest.approx(312 / 125)
+    meta, left = rows["A100, Meta's ViT-H/16"], rows["left to software and batch"]
+    assert (meta["times_V100"], meta["kind"]) == ("4.05", "printed in the paper")
+    assert float(left["times_V100"]) == pytest.approx(4.05 / by_peak)
 
 
 @pytest.mark.slow

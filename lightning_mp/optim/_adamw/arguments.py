@@ -13,14 +13,7 @@ _CHOICES = {"rule": ("adam", "atan2"), "write_back": ("kahan", "nearest", "stoch
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse arguments out of their range.
-
-    Args:
-        group: The arguments of one parameter group.
-
-    Raises:
-        ValueError: With what was passed, what is accepted, and what to pass.
-    """
+    """Refuse arguments out of their range."""
     lr = group["lr"]
     if isinstance(lr, Tensor):  # its value stays on its device
         _require(lr.numel() == 1, group, "lr", "a tensor of one element", "a number")
@@ -77,10 +70,6 @@ def _check_switches(group: dict[str, Any]) -> None:
 def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
     """Refuse a parameter that a group's arguments cannot step.
 
-    Args:
-        parameter: Of any dtype.
-        group: The arguments of its group.
-
     Raises:
         ValueError: For complex and other parameters that are not fp16, bf16, fp32 or float64, and
             for `fused=True` where the kernel cannot run.
@@ -107,9 +96,6 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
 
 def check_loaded_group(group: dict[str, Any]) -> None:
     """Refuse a checkpoint's group that `SafeAdamW` would step otherwise than who wrote it.
-
-    Args:
-        group: A group of a `state_dict`.
 
     Raises:
         ValueError: For `amsgrad`, and for a weight decay that is not decoupled.

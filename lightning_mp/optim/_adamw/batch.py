@@ -28,14 +28,7 @@ class AdamWBatch:
     def append(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], *, as_shard: bool
     ) -> None:
-        """Add a parameter.
-
-        Args:
-            parameter: The weight.
-            gradient: Its gradient.
-            state: Its `step`, `exp_avg`, `exp_avg_sq` and, for a half weight, `residual`.
-            as_shard: Take a DTensor's local shard. The RMS of a clip needs the whole.
-        """
+        """Add a parameter: of a DTensor its local shard, or the whole, whose RMS a clip needs."""
         lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
         tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"]]
         if "residual" in state:
@@ -52,13 +45,9 @@ class AdamWBatch:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Step them in place, step counts included, or nothing of it where `found_inf` is set.
+        """Step them in place, step counts included, or nothing of it where `found_inf` is not 0.
 
-        Args:
-            group: The arguments of their parameter group.
-            seed: Of the noise of `write_back="stochastic"`.
-            grad_scale: What the gradients are divided by, on any device, or `None`.
-            found_inf: Not 0 where the step is to be skipped, on any device, or `None`.
+        The scale, which gradients are divided by, and `found_inf` may be on any device.
         """
         device = self.params[0].device
         if grad_scale is not None:

@@ -47,36 +47,24 @@ ATAN2_B = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptions:
-    """The options of a step, whichever code takes it.
+    """The options of a step, whichever code takes it."""
 
-    Args:
-        lr: The learning rate; a tensor of one element may live on any device.
-        beta1: Decay of the first moments, in [0, 1).
-        beta2: Decay of the second moments, in [0, 1).
-        eps: Added to the root of the second moment, outside of it.
-        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight. The clip leaves
-            it alone, since no gradient drives it.
-        maximize: Step along the gradient, not against it.
-        rule: "adam" or "atan2".
-        write_back: How half weights take fp32 values: "kahan", "nearest" or "stochastic".
-        seed: Of the noise for "stochastic".
-        clip_update_rms: Bound on the RMS of the gradients over the roots of the second moments,
-            per tensor, or `None`.
-        grad_scale: What the gradients are divided by, one element on this device, or `None`.
-        found_inf: Not 0 where the step is to be skipped, one element on this device, or `None`.
-    """
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
+    lr: float | Tensor  # the learning rate; a tensor of one element may live on any device
+    beta1: float  # decay of the first moments, in [0, 1)
+    beta2: float  # decay of the second moments, in [0, 1)
+    eps: float  # added to the root of the second moment, outside of it
+    # Decoupled: a step takes `lr * weight_decay` of each weight. The clip leaves it alone, since no
+    # gradient drives it.
     weight_decay: float
-    maximize: bool
-    rule: str
-    write_back: str
-    seed: int
+    maximize: bool  # step along the gradient, not against it
+    rule: str  # "adam" or "atan2"
+    write_back: str  # how half weights take fp32 values: "kahan", "nearest" or "stochastic"
+    seed: int  # of the noise for "stochastic"
+    # Bound on the RMS of the gradients over the roots of the second moments, per tensor, or `None`.
     clip_update_rms: float | None
+    # What the gradients are divided by, one element on this device, or `None`.
     grad_scale: Tensor | None
+    # Not 0 where the step is to be skipped, one element on this device, or `None`.
     found_inf: Tensor | None
 
 
@@ -147,11 +135,6 @@ def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tup
 
     As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
 
-    Args:
-        steps: Step counts of shape [].
-        beta1: In [0, 1).
-        beta2: In [0, 1).
-
     Returns:
         Two vectors, in float64 where the device has it.
     """
@@ -164,10 +147,6 @@ def mix_seed(seed: int, index: int) -> int:
     """Return a seed for the `index`-th stream of `seed`, all of whose low 32 bits are mixed.
 
     torch's generator of the CPU reads no more than those. (The finalizer of splitmix64.)
-
-    Args:
-        seed: Any integer.
-        index: 0 or more.
     """
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -27,17 +27,11 @@ _MOST_TABLES = 32
 
 
 class Tables(NamedTuple):
-    """What the kernels read, on the device.
+    """What the kernels read, on the device."""
 
-    Args:
-        table: As `adamw_kernels.ROWS` says.
-        chunks: int32, which tensor and which of its chunks, for each program that steps.
-        parts: int32, which tensor and which of its parts, for each program that sums.
-    """
-
-    table: Tensor
-    chunks: Tensor
-    parts: Tensor
+    table: Tensor  # as `adamw_kernels.ROWS` says
+    chunks: Tensor  # int32, which tensor and which of its chunks, for each program that steps
+    parts: Tensor  # int32, which tensor and which of its parts, for each program that sums
 
 
 @contextlib.contextmanager
@@ -80,20 +74,14 @@ class _Table(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What stays while gradients come and go.
+    """What stays while gradients come and go."""
 
-    Args:
-        rows: The table without gradients, on the host.
-        chunks: As in `Tables`.
-        parts: As in `Tables`.
-        strides: Of the weights, if these and their states are dense and laid out alike.
-        tables: By addresses and strides of gradients.
-    """
-
-    rows: Tensor
-    chunks: Tensor
-    parts: Tensor
+    rows: Tensor  # the table without gradients, on the host
+    chunks: Tensor  # as in `Tables`
+    parts: Tensor  # as in `Tables`
+    # Of the weights, if these and their states are dense and laid out alike.
     strides: tuple[tuple[int, ...], ...] | None
+    # By addresses and strides of gradients.
     tables: OrderedDict[Any, _Table] = field(default_factory=OrderedDict)
 
     @classmethod
@@ -152,10 +140,6 @@ def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Ta
     A copy from the host would be captured with the kernels, and repeated from memory that has been
     given to others since. So tables must have been made before, on any stream: a capture begins
     when the device is idle.
-
-    Args:
-        lists: As for `tables_of`.
-        steps: As for `tables_of`.
     """
     where, _, what = _key_of(lists, steps)
     for key, plan in _plans.items():

@@ -22,20 +22,14 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class ResidualStream(NamedTuple):
-    """The modules around a residual stream.
+    """The modules around a residual stream."""
 
-    Args:
-        writers: The last layers of attentions and feed-forwards: what they return is added to it.
-            With the probability of the functional dropout that follows, 0 where none is seen.
-        droppers: What stands between a writer and the sum, and scales up in training.
-        norms: Layer and RMS norms: most of them read it.
-        blocks: The innermost members of lists of blocks: most of them return it.
-    """
-
+    # The last layers of attentions and feed-forwards: what they return is added to it. With the
+    # probability of the functional dropout that follows, 0 where none is seen.
     writers: dict[nn.Module, float]
-    droppers: set[nn.Module]
-    norms: set[nn.Module]
-    blocks: set[nn.Module]
+    droppers: set[nn.Module]  # what stands between a writer and the sum, and scales up in training
+    norms: set[nn.Module]  # layer and RMS norms: most of them read it
+    blocks: set[nn.Module]  # the innermost members of lists of blocks: most of them return it
 
 
 def find_residual_stream(root: nn.Module) -> ResidualStream:
@@ -50,12 +44,6 @@ def find_residual_stream(root: nn.Module) -> ResidualStream:
 
     Dropout called as a function, as in BART, is told by a number among the attributes of the block,
     such as `dropout=0.1`.
-
-    Args:
-        root: The model.
-
-    Returns:
-        What was found; without writers everything is empty.
     """
     writers = _writers(root)
     if not writers:

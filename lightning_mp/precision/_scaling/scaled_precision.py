@@ -49,14 +49,6 @@ class ScaledPrecision(Precision, ForLightning):
     Between a backward and its step, `p.grad` is scaled, as in Lightning's `16-mixed`. It is
     unscaled once, in place and in fp32, before `on_before_optimizer_step`, or by
     `self.clip_gradients` in manual optimization; the next backward scales what is still there.
-
-    Args:
-        half: `"fp16"` or `"bf16"`.
-        loss_scale: What scales losses.
-        gradients_dtype: What gradients pass through on their way to `p.grad`.
-        reduce_dtype: What DDP averages gradients in.
-        adam_epsilon: What happens to the epsilon of optimizers.
-        inf_clamp: Modules whose fp16 outputs are kept from overflowing.
     """
 
     def __init__(

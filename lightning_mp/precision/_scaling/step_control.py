@@ -19,10 +19,6 @@ class HeldSchedule(LRSchedulerConfig):
     Lightning advances step-wise schedules after every optimizer step, also after one that a loss
     scaler skipped (Lightning#5558, #16228): a warm-up of 100 steps that overflows for its first 30
     has warmed up for 70. It asks whether `(batch_idx + 1) % frequency == 0`.
-
-    Args:
-        config: The configuration that Lightning made.
-        is_held: Whether the last step was skipped.
     """
 
     def __init__(self, config: LRSchedulerConfig, is_held: Callable[[], bool]) -> None:

@@ -17,9 +17,6 @@ class UnscaledGradients:
     A backward adds scaled gradients, a step wants them unscaled, and in between a user may clip,
     edit or keep them. Those that were unscaled stay so until the next backward: what is still
     there by then is scaled first, so that both add up to what they would without a loss scale.
-
-    Args:
-        scaler: What scales losses; `None` for no loss scale, where gradients are only widened.
     """
 
     def __init__(self, scaler: LossScaler | None) -> None:
@@ -28,10 +25,6 @@ class UnscaledGradients:
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Widen and unscale the gradients of parameters, those that are not yet.
-
-        Args:
-            parameters: Those of an optimizer.
-            device: Where the result goes.
 
         Returns:
             1 if a gradient is NaN or inf, also one that was unscaled before, else 0: fp32, of
@@ -60,12 +53,7 @@ class UnscaledGradients:
         self._parameters.clear()
 
     def follow(self, ratio: float, parameters: Iterable[Tensor]) -> None:
-        """Move scaled gradients that wait for a later step to a new scale.
-
-        Args:
-            ratio: New scale / old scale.
-            parameters: Those of all optimizers.
-        """
+        """Move scaled gradients that wait for a later step to a scale `ratio` times the old one."""
         if ratio == 1:
             return
         gradients = _gradients(set(parameters) - self._parameters)

@@ -25,13 +25,10 @@ class FP32Islands:
         self._modules: list[nn.Module] = []
 
     def attach(self, modules: Iterable[nn.Module]) -> None:
-        """Let modules compute in fp32, until `remove`.
+        """Let modules, none of them inside another, compute in fp32, until `remove`.
 
         Their `forward` is replaced on the instance, not by hooks: `torch.compile` takes the region
         without autocast as part of its graph. Copies of a module compute in fp32 too.
-
-        Args:
-            modules: None of them inside another.
         """
         for module in modules:
             if "forward" not in module.__dict__:

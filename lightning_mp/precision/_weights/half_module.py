@@ -32,16 +32,7 @@ def cast_floats(data: Any, dtype: torch.dtype) -> Any:
 def cast_at_borders(
     modules: Iterable[nn.Module], inside: torch.dtype, outside: torch.dtype
 ) -> list[RemovableHandle]:
-    """Let modules compute in one dtype amid activations of another.
-
-    Args:
-        modules: Whose inputs and outputs are cast.
-        inside: What their inputs are cast to.
-        outside: What their outputs are cast to.
-
-    Returns:
-        What removes the casts.
-    """
+    """Let modules compute in one dtype amid activations of another; return what ends it."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, inside), cast_floats(kwargs, inside)
@@ -64,9 +55,6 @@ class MixedInputs(TorchFunctionMode):
     Here the inputs of products, attention, recurrent cells and norms become half, and those of the
     functions that autocast promotes, such as `grid_sample`, become fp32; if all are of one dtype
     they stay as they are.
-
-    Args:
-        half: `torch.float16` or `torch.bfloat16`.
     """
 
     def __init__(self, half: torch.dtype) -> None:

@@ -27,9 +27,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
     The inner one would step parameters that are not the ones of the outer one's groups, and its
     state would stay behind when fp32 stand-ins take the place of half weights.
-
-    Raises:
-        MisconfigurationException: It does.
     """
     for name, value in vars(optimizer).items():
         inner = next(_optimizers_in(value), None)
@@ -50,15 +47,7 @@ def _optimizers_in(value: Any) -> Iterator[Optimizer]:
 
 
 def check_modules(module: nn.Module, keep_fp32: Iterable[nn.Module]) -> None:
-    """Refuse averages of weights inside a model that would be half, and pruned modules.
-
-    Args:
-        module: The model, before its weights become half.
-        keep_fp32: Modules whose weights stay in fp32.
-
-    Raises:
-        MisconfigurationException: There is one; names it.
-    """
+    """Refuse averages of weights inside a model that would be half, and pruned modules."""
     kept = set(keep_fp32)
     for path, each in module.named_modules():
         if isinstance(each, AveragedModel) and each not in kept:
@@ -76,14 +65,7 @@ def check_modules(module: nn.Module, keep_fp32: Iterable[nn.Module]) -> None:
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Refuse pruning while training, and warn of averages that are made of half weights.
-
-    Args:
-        callbacks: Those of the Trainer.
-
-    Raises:
-        MisconfigurationException: One prunes.
-    """
+    """Refuse pruning while training, and warn of averages that are made of half weights."""
     for each in callbacks:
         name = type(each).__name__
         if isinstance(each, ModelPruning):

@@ -29,16 +29,12 @@ class HalfWeights:
     """Turns a model's weights into half, and keeps what they lack of their fp32 values.
 
     A weight in fp16 moves by 2^-11 of itself at least: updates below half of that vanish, and
-    training stops with no sign of it. The residual takes them.
+    training stops with no sign of it. With `write_back="kahan"` a residual beside every weight, in
+    half, takes them; without one weights are rounded at random (`"stochastic"`) or to `"nearest"`.
 
     Writes into half weights win to half a step: a residual with which a weight would round to
     another one belongs to what something has overwritten since, and counts for nothing. What is
     written through `exposed` or `load_state_dict` keeps all bits.
-
-    Args:
-        half: The dtype of weights, `torch.float16` or `torch.bfloat16`.
-        write_back: `"kahan"` keeps a residual beside every weight, in half. Without it weights are
-            rounded at random (`"stochastic"`) or to `"nearest"`.
     """
 
     def __init__(self, half: torch.dtype, write_back: WriteBack = "kahan") -> None:
@@ -89,12 +85,9 @@ class HalfWeights:
     def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
         """Turn a model's fp32 parameters into half weights, in place.
 
-        Parameters keep their identity, so tied weights stay tied. Checkpoints of the model hold
-        fp32 values, and loading one writes weights and residuals.
-
-        Args:
-            module: The model.
-            keep_fp32: Modules whose own parameters stay in fp32, also where another shares them.
+        Parameters keep their identity, so tied weights stay tied; one that a module of `keep_fp32`
+        shares stays in fp32. Checkpoints of the model hold fp32 values, and loading one writes
+        weights and residuals.
         """
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
@@ -139,9 +132,6 @@ class HalfWeights:
 
         The half weights themselves stay as they are: DDP's hooks hang on them, and would be lost if
         their dtype changed.
-
-        Args:
-            module: Any part of the model.
         """
         shown: dict[nn.Parameter, nn.Parameter] = {}
         places: list[tuple[nn.Module, str, nn.Parameter]] = []

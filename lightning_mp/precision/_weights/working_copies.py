@@ -81,9 +81,6 @@ class WorkingCopies:
     A write into a weight by its module's forward, such as clamping or a codebook, goes through to
     the parameter; a module that writes past autograd's version counter (`weight.data.clamp_()`) is
     found by a comparison at steps 1, 2, 4, 8, ..., and computes with its own weights from then on.
-
-    Args:
-        half: `torch.float16` or `torch.bfloat16`.
     """
 
     def __init__(self, half: torch.dtype) -> None:
@@ -102,12 +99,7 @@ class WorkingCopies:
     # --- the model -------------------------------------------------------------------------------
 
     def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
-        """Let the modules of a model compute with half copies, until `release`.
-
-        Args:
-            root: The model.
-            keep: Modules that compute with their own weights.
-        """
+        """Let the modules of a model, but those kept, compute with half copies, until `release`."""
         self._kept = set(keep)
         self._is_attached = True
         if any(_is_compiled(module) for module in root.modules()):
@@ -270,11 +262,9 @@ class WorkingCopies:
         return copy
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Bring copies up to date, whatever has been written: one multi-tensor copy.
+        """Bring all or some copies up to date, whatever has been written: one multi-tensor copy.
 
-        Args:
-            parameters: Those of which the copies are meant; `None` for all. A copy that nothing
-                has changed must not be written while a graph holds it.
+        A copy that nothing has changed must not be written while a graph holds it.
         """
         if parameters is None:
             copies = list(self._copies.values())

@@ -57,11 +57,7 @@ class _Model(nn.Module):
 
 
 def counted(run: Callable[[], object]) -> int:
-    """Return the FLOPs of matrix products, by torch's counter.
-
-    Args:
-        run: What to count.
-    """
+    """Return the FLOPs of matrix products, by torch's counter."""
     with FlopCounterMode(display=False) as flops:
         run()
     return int(flops.get_total_flops())

@@ -84,11 +84,7 @@ class LocalLoss(nn.Module):
 
 
 class RanksInOne(nn.Module):
-    """OpenCLIP's local loss as `ranks` ranks compute it, one after the other in one process.
-
-    Args:
-        ranks: Into how many parts the batch is cut.
-    """
+    """OpenCLIP's local loss as `ranks` ranks compute it, one after the other in one process."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()

@@ -42,21 +42,13 @@ REFERENCE_BATCH = 512  # whose learning rate is the one above where it is scaled
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training on the glyphs.
+    """One training on the glyphs."""
 
-    Args:
-        batch: Global batch.
-        samples: Pairs seen in all, the same whatever the batch.
-        lr: Peak learning rate of AdamW.
-        seed: Of weights and order.
-        micro_batch: Pairs that a tower sees at a time with gradient caching.
-    """
-
-    batch: int
-    samples: int
-    lr: float = LEARNING_RATE
-    seed: int = 0
-    micro_batch: int = 256
+    batch: int  # global batch
+    samples: int  # pairs seen in all, the same whatever the batch
+    lr: float = LEARNING_RATE  # peak learning rate of AdamW
+    seed: int = 0  # of weights and order
+    micro_batch: int = 256  # pairs that a tower sees at a time with gradient caching
 
 
 def render_glyphs() -> None:
@@ -68,10 +60,6 @@ def render_glyphs() -> None:
 
 def model_with(loss: nn.Module, lr: float) -> Any:
     """Return the demo's model, small, that trains with any loss and logs nothing.
-
-    Args:
-        loss: Called with features and scale.
-        lr: Peak learning rate.
 
     Raises:
         ModuleNotFoundError: The demo's `examples` are not there.
@@ -92,12 +80,6 @@ def trained_scores(
     recipe: Recipe, loss: nn.Module, *, cached: bool, ranks: int = 1
 ) -> dict[str, float]:
     """Train the demo's model with another loss, and test it on a family that it has never seen.
-
-    Args:
-        recipe: What to train.
-        loss: Called with features and scale.
-        cached: Whether towers see micro-batches, by `InfCLStrategy`.
-        ranks: In an initialised group.
 
     Raises:
         ModuleNotFoundError: The demo's `examples` are not there.
@@ -149,13 +131,7 @@ def _computed(recall: Any) -> dict[str, Tensor]:
 
 
 def zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
-    """Return the share of glyphs whose script is told by prompts, as CLIP's zero-shot test does.
-
-    Args:
-        model: With a tower `text`.
-        table: The glyphs that `image_ND` are features of.
-        image_ND: Unit vectors.
-    """
+    """Return the share of glyphs whose script is told by prompts, as CLIP's zero-shot test does."""
     from examples.glyph_clip.glyphs import decode_name, encode_names
 
     names = [decode_name(code) for code in table.codes]
