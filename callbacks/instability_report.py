@@ -21,7 +21,7 @@ from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, 
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
@@ -76,9 +76,9 @@ class InstabilityReport(InstabilityMonitor):
             raise ValueError(usage("filename", filename=filename))
         self._check_positive(every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
-        self._check(is_fine, accepted("to_500"), max_tensors=max_tensors)
+        self._check(is_fine, "to_500", max_tensors=max_tensors)
         is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
-        self._check(alert is None or callable(alert) or is_url, accepted("alert"), alert=alert)
+        self._check(alert is None or callable(alert) or is_url, "alert", alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds

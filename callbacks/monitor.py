@@ -82,28 +82,28 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
-    def _check(self, is_good: bool, what: str, **value: object) -> None:
+    def _check(self, is_good: bool, key: str, words: Any = None, /, **value: object) -> None:
+        """Refuse an argument with what `accepted` says under a key."""
         ((name, passed),) = value.items()
         if not is_good:
             fields = {"callback": type(self).__name__, "name": name, "value": passed}
-            raise ValueError(usage("argument", **fields, accepted=what))
+            raise ValueError(usage("argument", **fields, accepted=accepted(key, **words or {})))
 
     def _check_at_least(self, least: int, **values: object) -> None:
         for name, value in values.items():
             is_good = type(value) is int and value >= least
-            self._check(is_good, accepted("at_least", least=least), **{name: value})
+            self._check(is_good, "at_least", {"least": least}, **{name: value})
 
     def _check_positive(self, **values: object) -> None:
         for name, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_good = is_number and value > 0  # type: ignore[operator]
-            self._check(is_good, accepted("positive"), **{name: value})
+            self._check(is_good, "positive", **{name: value})
 
     def _check_one_of(self, *choices: object, **values: object) -> None:
         for name, value in values.items():
             is_good = any(type(value) is type(each) and value == each for each in choices)
-            names = ", ".join(map(repr, choices))
-            self._check(is_good, accepted("one_of", names=names), **{name: value})
+            self._check(is_good, "one_of", {"names": str(choices)[1:-1]}, **{name: value})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -14,7 +14,6 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
 from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
-from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -86,7 +85,7 @@ class NonFiniteLocator(InstabilityMonitor):
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
         self._check_positive(near_limit=near_limit)
-        self._check(near_limit < 1, accepted("below_1"), near_limit=near_limit)
+        self._check(near_limit < 1, "below_1", near_limit=near_limit)
         self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
         self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
@@ -156,8 +155,7 @@ class NonFiniteLocator(InstabilityMonitor):
         elif self._has_bad_gradient(step, optimizer):
             self._locate(trainer, step, [], SAYS["bad_gradients"])
         if trainer.should_stop and step.located:
-            one = torch.ones((), device=trainer.strategy.root_device)
-            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
+            self._skipper.skip(pl_module, optimizer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

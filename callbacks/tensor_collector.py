@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.outputs import eager_modules
@@ -91,7 +91,7 @@ class TensorCollector(SamplingMonitor):
             (passed,) = value.values()
             is_list = not isinstance(passed, str) and len(passed) > 0
             is_fine = is_list and all(known is None or each in known for each in passed)
-            self._check(is_fine, accepted("list", names=", ".join(wanted)), **value)
+            self._check(is_fine, "list", {"names": ", ".join(wanted)}, **value)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)

@@ -49,16 +49,11 @@ def can_replay(trainer: pl.Trainer) -> bool:
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:
-    """Run a batch again, forward and backward, and return what was seen.
+    """Run a batch again, forward and backward, eagerly and without steps; return what was seen.
 
-    Generators start where they started, under the precision plugin's contexts. Afterwards
-    generators, buffers, gradients, the states of torchmetrics, logged values and counts of clamped
-    values are as before. Optimizers and schedules do not step. Compiled code runs eagerly. In
-    manual optimization it ends before the step of an optimizer with the number `optimizer_steps`
-    within the batch, from 1; with 0 it runs to the end.
-
-    DDP neither reduces gradients nor broadcasts buffers, but what `training_step` itself sends to
-    other ranks is sent again: all ranks must replay together.
+    Afterwards all but the trace is as before. In manual optimization it ends before the step of an
+    optimizer with the number `optimizer_steps` within the batch, from 1; with 0 it runs to the end.
+    What `training_step` itself sends to other ranks is sent again: all ranks replay together.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     trace = Trace(module)
@@ -116,9 +111,6 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
 def _loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
-
-
-# --- what is put back ----------------------------------------------------------------------------
 
 
 @contextmanager

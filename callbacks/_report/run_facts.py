@@ -89,8 +89,6 @@ def _join(items: Iterable[tuple[str, object]]) -> str:
 
 
 def _short(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        value = float(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_short(each) for each in value)}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{float(value):g}" if isinstance(value, float | torch.Tensor) else str(value)

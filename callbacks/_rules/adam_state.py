@@ -18,7 +18,6 @@ _ALL = 0.99  # of a tensor: what is too much without any knowledge of what is us
 _MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
 _ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
 
-# What is usual for a tensor.
 _UNKNOWN: dict[str, Any] = {
     "samples": 0,
     "rms": 0.0,  # the highest one at the start
@@ -63,10 +62,8 @@ class AdamStateRule(Learning):
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
 
     Without a baseline, from the first sample on: a tensor all of whose `sqrt(v_hat)` are below
-    epsilon, and updates that are too small to move a weight. By what was learnt: the others. What
-    is sparse by nature is held against itself. A tensor that has a gradient in a share q of the
-    samples has a second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is
-    usual for it.
+    epsilon, and updates that are too small to move a weight. What has a gradient in a share q of
+    the samples only has a second moment q times as large, so that an RMS of 1 / sqrt(q) is usual.
     A run without gradient is too long where it is as long as `zero_run_steps` and the tensor always
     had one before, or where it is unlikely: `exp(-c n / T) < 1e-4` for n of T steps, if before it
     the second moment has grown between c pairs of samples. Where no tensor has a gradient, as for a

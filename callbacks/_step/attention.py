@@ -74,10 +74,9 @@ def logits_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return logits_BHLS of attention in fp32, 0 where a mask takes them out.
+    """Return logits_BHLS of `F.scaled_dot_product_attention` in fp32, 0 where they are masked.
 
-    Those of four samples, and of 256 queries spread over the length, as all of them would take the
-    memory that the fused attention saves. Arguments as of `F.scaled_dot_product_attention`.
+    Those of 4 samples and of 256 queries: all would take the memory that fused attention saves.
     """
     stride = -(-query.shape[-2] // _QUERIES)
     rows_L = torch.arange(0, query.shape[-2], stride, device=query.device)

@@ -50,9 +50,7 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str]) -> NamedTensors:
     """Return an optimizer's gradients in `on_before_optimizer_step`.
 
-    With the plugins of this package they are unscaled and in fp32 there. With Lightning's
-    `16-mixed` they are unscaled, except those of fused optimizers, which unscale inside `step`.
-    Among several ranks a parameter without gradient has an empty one, so that all name the same.
+    Of several ranks all name the same: a parameter without gradient has an empty one.
     """
     found = NamedTensors([], [], [], _unscale(trainer, optimizer))
     has_ranks = trainer.world_size > 1
@@ -68,6 +66,7 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
 
 
 def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
+    """Return 1, but for torch's scaler and fused optimizers, which unscale inside `step`."""
     scaler = scaler_of(trainer)
     is_torchs = isinstance(scaler, torch.amp.GradScaler) and scaler._scale is not None
     if is_torchs and is_fused(optimizer):
@@ -79,18 +78,13 @@ def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
 def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
     """Return the signals of a step: the loss averaged over ranks, the norm of all gradients.
 
-    One multi-tensor norm a dtype, and with several ranks one collective of 8 bytes a rank. Shards
-    of FSDP are summed; where it replicates, the norm is larger by a constant factor.
+    With several ranks in one collective of 8 bytes a rank. Shards of FSDP are summed; where it
+    replicates, the norm is larger by a constant factor.
     """
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
-    norms = (
-        _norms(found.gradients)
-        if found.gradients
-        else torch.zeros(1, device=trainer.strategy.root_device)
-    )
-    norms = norms * found.unscale
-    device = norms.device
-    norm = torch.linalg.vector_norm(norms)
+    none = torch.zeros(1, device=trainer.strategy.root_device)
+    norms = (_norms(found.gradients) if found.gradients else none) * found.unscale
+    device, norm = norms.device, torch.linalg.vector_norm(norms)
     has_loss = torch.full((), loss is not None, device=device)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     ranks = gather_ranks(torch.stack([local, norm]))

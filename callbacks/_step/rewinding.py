@@ -44,8 +44,6 @@ class Rewinder:
     def __post_init__(self) -> None:
         self.most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
 
-    # --- taking checkpoints ----------------------------------------------------------------------
-
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -60,22 +58,20 @@ class Rewinder:
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return, at the end of a batch, whether it is time for a checkpoint."""
-        is_between_steps = not trainer.fit_loop._should_accumulate()
         last = self.marks[-1].global_step // self.every_n_steps if self.marks else -1
         is_new = trainer.global_step // self.every_n_steps > last
-        return is_between_steps and is_new and trainer.global_step > 0
+        return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take the checkpoint before a step, and remove those that are older than needed.
+        """Take the checkpoint before a step on all ranks, and remove those that are too old.
 
-        On all ranks; `position` is how many batches have been taken from the data.
+        `position` is how many batches have been taken from the data.
         """
-        schedules = trainer.fit_loop.epoch_loop.scheduler_progress.total.completed
         mark = Mark(
             path=self.store.path_of(step),
             step=step,
             global_step=trainer.global_step,
-            schedule_steps=schedules,
+            schedule_steps=trainer.fit_loop.epoch_loop.scheduler_progress.total.completed,
             position=position,
             lr_factor=self._total_factor,
         )
@@ -99,8 +95,6 @@ class Rewinder:
         for mark in list(self.marks):
             self._remove(trainer, mark)
         self.store.close(is_over=True)
-
-    # --- going back ------------------------------------------------------------------------------
 
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
@@ -144,7 +138,13 @@ class Rewinder:
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
         connector.restore_model()
-        self._restore_callbacks(trainer, checkpoint)
+        states = checkpoint.get("callbacks", {})
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # Of the others the state belongs to files, time or reports, not to the weights.
+            if not isinstance(callback, Checkpoint | Timer | InstabilityMonitor):
+                callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+                if callback.state_key in states:
+                    callback.load_state_dict(states[callback.state_key])
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
         connector._loaded_checkpoint = {}
@@ -156,27 +156,12 @@ class Rewinder:
         _go_back(automatic if is_automatic else manual, mark.global_step)
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
-    @staticmethod
-    def _restore_callbacks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put back callbacks whose state belongs to the weights, not to files, time or reports."""
-        states = checkpoint.get("callbacks", {})
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if not isinstance(callback, Checkpoint | Timer | InstabilityMonitor):
-                callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-                if callback.state_key in states:
-                    callback.load_state_dict(states[callback.state_key])
-
-    # --- skipping data ---------------------------------------------------------------------------
-
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
         """Skip at the start of this epoch what is left to be skipped."""
         if self.to_skip > 0 and trainer.fit_loop._data_fetcher is not None:
             _skip_at_start(self, trainer, trainer.fit_loop._data_fetcher)
 
-    # --- resuming --------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on."""
         marks = [asdict(mark) for mark in self.marks]
         return {"marks": marks, "to_skip": self.to_skip, "lr_factor": self._total_factor}
 
