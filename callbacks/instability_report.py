@@ -171,11 +171,11 @@ class InstabilityReport(InstabilityMonitor):
                 f"gradient_norm{suffix}": facts.gradient_norm,
                 "loss_scale": facts.next_loss_scale,
             }
-            for name, value in numbers.items():
-                if value is not None:
-                    self.history.add_point(name, facts.step, value)
-                    if not math.isfinite(value):
-                        self.history.add_point(f"{name}_not_finite", facts.step, value)
+            known = {name: value for name, value in numbers.items() if value is not None}
+            for name, value in known.items():
+                self.history.add_point(name, facts.step, value)
+                if not math.isfinite(value):
+                    self.history.add_point(f"{name}_not_finite", facts.step, value)
             if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
                 self._skips = facts.step
                 skipped = self.history.curves.get("skipped", [])
@@ -183,17 +183,14 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end = {"how": "finished", "time": now()}
-        if trainer.interrupted:
-            self._end["how"] = "interrupted"
+        self._end = {"how": "interrupted" if trainer.interrupted else "finished", "time": now()}
         self._finish(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, _: Any, exception: BaseException) -> None:
         if self._wanted is None or self._end["how"] != "running":
             return
-        text = str(exception).strip()
-        first_line = text.splitlines()[0][:500] if text else ""
+        first_line = str(exception).strip().partition("\n")[0][:500]
         self._end = {
             "how": "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed",
             "time": now(),
@@ -248,6 +245,9 @@ class InstabilityReport(InstabilityMonitor):
         return None
 
     def _data(self, trainer: pl.Trainer) -> dict[str, Any]:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [c for c in callbacks if isinstance(c, InstabilityMonitor)]
+        monitors = [c for c in monitors if not isinstance(c, InstabilityReport)]
         run: dict[str, Any] = {
             "title": type(trainer.lightning_module).__name__,
             "steps": self._steps,
@@ -256,16 +256,9 @@ class InstabilityReport(InstabilityMonitor):
             "end": self._end,
             "has_loss_scale": scaler_of(trainer) is not None,
             "facts": run_facts(trainer),
+            "monitors": [type(monitor).__name__ for monitor in monitors],
         }
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        monitors = [
-            c
-            for c in callbacks
-            if isinstance(c, InstabilityMonitor) and not isinstance(c, InstabilityReport)
-        ]
-        run["monitors"] = [type(monitor).__name__ for monitor in monitors]
-        others = [monitor.history for monitor in monitors]
-        return report_data(self.history, others, run, self.max_tensors)
+        return report_data(self.history, [each.history for each in monitors], run, self.max_tensors)
 
     @override
     def state_dict(self) -> dict[str, Any]:
