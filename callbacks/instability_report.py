@@ -143,7 +143,8 @@ class InstabilityReport(InstabilityMonitor):
         self._record_steps()
         if not trainer.fit_loop._should_accumulate():
             self._steps = step_of(trainer) + 1
-            self._write_if_due(trainer)
+            if self._pace.is_due():
+                self._write(trainer)
         self._alerts.check()
 
     @override
@@ -151,9 +152,6 @@ class InstabilityReport(InstabilityMonitor):
         if alarm.severity != "info" and trainer.is_global_zero:
             self._alerts.send(type(trainer.lightning_module).__name__, alarm)
         self._pace.has_news = True
-        self._write_if_due(trainer)
-
-    def _write_if_due(self, trainer: pl.Trainer) -> None:
         if self._pace.is_due():
             self._write(trainer)
 
@@ -208,14 +206,7 @@ class InstabilityReport(InstabilityMonitor):
         self._alerts.finish()
 
     def write(self, trainer: pl.Trainer) -> Path | None:
-        """Write page and data now; to be called on all ranks.
-
-        Args:
-            trainer: The trainer that this is a callback of.
-
-        Returns:
-            Where the page is, or `None` on other ranks than zero and where it cannot be written.
-        """
+        """Write page and data now, on all ranks; return the page's path, `None` without one."""
         return self._write(trainer, is_last=True, is_wanted=True)
 
     def _write(
@@ -226,8 +217,8 @@ class InstabilityReport(InstabilityMonitor):
             self._is_started = True
             self._steps = step = step_of(trainer)
             # In a run from the start the starts of another one mean nothing.
-            self._starts = [each for each in self._starts if each["step"] < step]
-            self._starts.append({"step": step, "time": now()})
+            earlier = [each for each in self._starts if each["step"] < step]
+            self._starts = [*earlier, {"step": step, "time": now()}]
         is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
         if is_trial or not trainer.is_global_zero:
             return None
@@ -282,14 +273,12 @@ class _Pace:
         self._ended = self._took = 0.0
 
     def is_due(self) -> bool:
-        """Return whether to write now."""
         elapsed = self._clock() - self._ended
         wait = 0.0 if self.has_news else self.every_n_seconds
         return elapsed >= max(wait, _REST * self._took)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure a report."""
         self.has_news = False
         began = self._clock()
         try:

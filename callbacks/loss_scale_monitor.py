@@ -80,13 +80,8 @@ class LossScaleMonitor(InstabilityMonitor):
                 self._judged = facts.step
                 self._judge(trainer, facts, facts.next_loss_scale)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.on_train_batch_end(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.on_train_batch_end(trainer)  # the last step may have ended training
+    # The last step may have ended training.
+    on_train_end = on_exception = on_train_batch_end  # type: ignore[assignment]
 
     def _judge(self, trainer: pl.Trainer, facts: StepFacts, scale: float) -> None:
         verdicts = self._rule.judge(facts.loss_scale, scale, bool(facts.skipped), *_limits(trainer))

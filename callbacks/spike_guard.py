@@ -36,9 +36,8 @@ class SpikeGuard(InstabilityMonitor):
 
     One bad batch can undo days: a step with 10 times the gradient moves Adam's weights at full
     speed in a direction of no use, and one NaN ends the run. Every step is held against the last
-    healthy ones by median and MAD, in logarithms. As those rise with a slow divergence, the course
-    of the run is held against its best and its start too; of that the guard only warns. What each
-    action does: docs/callbacks/spike-guard.md.
+    healthy ones, and the course of the run against its best and its start; of that the guard only
+    warns. What each action does: docs/callbacks/spike-guard.md.
 
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 
@@ -135,7 +134,7 @@ class SpikeGuard(InstabilityMonitor):
         self._windows: list[RobustWindow] = []
         self._courses: list[CourseRule] = []
         self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
-        self._size, self._has_stepped = 0, True
+        self._has_stepped = True
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
         self._is_ending = False  # at the step under way
@@ -154,18 +153,17 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, _: int) -> None:
         if self._has_stepped:
-            self._size, self._has_stepped = 0, False
-        self._size += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
+            self._has_stepped = False
+            self._sizes.append(0)
+        self._sizes[-1] += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
 
     def _spread(self, trainer: pl.Trainer) -> float:
         """Return how much noisier than usual a step is, as the last and smaller one of an epoch."""
-        if not self._has_stepped:
-            self._sizes.append(self._size)
-            self._has_stepped = True
-        usual = sorted(self._sizes)[len(self._sizes) // 2]
+        self._has_stepped = True
+        size, usual = self._sizes[-1], sorted(self._sizes)[len(self._sizes) // 2]
         # What ranks decide together must not hang on the batch of one.
-        is_known = trainer.world_size == 1 and self._size > 0
-        return math.sqrt(max(usual / self._size, 1.0)) if is_known else 1.0
+        is_known = trainer.world_size == 1 and size > 0
+        return math.sqrt(max(usual / size, 1.0)) if is_known else 1.0
 
     @override
     @torch.no_grad()

@@ -193,23 +193,22 @@ class TensorCollector(SamplingMonitor):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"weights/{name}"] = self._row(parameter)
         if "optimizer_state" in self.collect:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._add_states(optimizer, [p for p in parameters if id(p) in self._names])
+            self._add_states(optimizer)
 
-    def _add_states(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        states = {id(p): optimizer.state.get(p, {}) for p in parameters}
+    def _add_states(self, optimizer: Optimizer) -> None:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        states = {p: optimizer.state.get(p, {}) for p in stepped if id(p) in self._names}
         # All parameters have the same rows, as a rank may hold no part of one, and so no state.
         kinds = {
             kind: None
-            for p in parameters
-            for kind, value in states[id(p)].items()
+            for p, state in states.items()
+            for kind, value in state.items()
             if isinstance(value, Tensor) and value.shape == p.shape and value.dtype in FLOAT_DTYPES
         }
-        for parameter in parameters:
+        for p, state in states.items():
             for kind in kinds:
-                value = states[id(parameter)].get(kind, torch.empty(0, device=parameter.device))
-                key = f"optimizer_state/{self._names[id(parameter)]}/{kind}"
-                self._rows[key] = self._row(value)
+                key = f"optimizer_state/{self._names[id(p)]}/{kind}"
+                self._rows[key] = self._row(state.get(kind, torch.empty(0, device=p.device)))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

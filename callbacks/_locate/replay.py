@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_mp.callbacks._locate.trace import Trace
-from lightning_mp.callbacks._step.batches import copy_containers, named_tensors
+from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -86,7 +86,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         record.rng.restore()
         loss = None
         with suppress(_ReachedStepError):
-            loss = _loss_of(_training_step(trainer, record))
+            loss = loss_in(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
             backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
         gradients = ((name, p.grad) for name, p in module.named_parameters())
@@ -106,11 +106,6 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
         return strategy.training_step(*kwargs.values())
     with trainer.precision_plugin.train_step_context():
         return module.training_step(*kwargs.values())
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
 
 
 @contextmanager

@@ -31,7 +31,6 @@ class Alerts:
         self._has_warned = False
 
     def send(self, title: str, alarm: Alarm) -> None:
-        """Send an alarm of the run with a title."""
         if isinstance(self._alert, str):
             self._threads = self._threads or ThreadPoolExecutor(1, "alerts")
             body = {"text": f"{title}: {alarm.message}", "alarm": _plain(alarm)}

@@ -158,11 +158,10 @@ class AdamStateRule(Learning):
         threshold = usual["below"] + self.max_below_epsilon
         if is_known and share > threshold:
             return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
-        if share >= _ALL:
-            says = "below_epsilon_all"
-            verdict = Verdict("below_epsilon", share, _ALL, says=says, numbers=words)
-            return [replace(verdict, tensor=numbers.name)]
-        return []
+        if share < _ALL:
+            return []
+        name, says = numbers.name, "below_epsilon_all"
+        return [Verdict("below_epsilon", share, _ALL, tensor=name, says=says, numbers=words)]
 
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
@@ -205,9 +204,8 @@ class AdamStateRule(Learning):
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
         if not is_low and not (is_known and numbers.ratio > self.max_ratio):
             return []
-        threshold, fix = self.max_ratio, ""
-        if is_low:
-            threshold, fix = self.min_ratio, "update_to_weight_low"
+        low = (self.min_ratio, "update_to_weight_low")
+        threshold, fix = low if is_low else (self.max_ratio, "")
         words = {"least": self.min_ratio, "most": self.max_ratio}
         verdict = Verdict("update_to_weight", numbers.ratio, threshold, fix=fix, numbers=words)
         return [replace(verdict, tensor=numbers.name)]

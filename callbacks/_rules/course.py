@@ -116,10 +116,9 @@ class CourseRule(Learning):
         if known["divergence"] >= _LASTING:
             known["rise"] = 0.0  # what a divergence lost is no swing
         if is_new:
-            kind = "divergence"
-            says = kind if gained > 0 else "divergence_from_start"
+            says = "divergence" if gained > 0 else "divergence_from_start"
             above = known["best"] + limit
-            return [Verdict(kind, level, above, "warning", "loss", says, says, numbers)]
+            return [Verdict("divergence", level, above, "warning", "loss", says, says, numbers)]
         return [] if known["divergence"] else self._judge_stall(level, max(noise, usual))
 
     def _true_rivals(self) -> list["CourseRule"]:
@@ -156,7 +155,7 @@ class CourseRule(Learning):
         limit = _GROWTH * known["lowest"]
         if not self._lasts("trend", level > limit and is_rising and not is_best):
             return []
-        numbers = {"lowest": known["lowest"], "lowest_step": known["lowest_step"]}
+        numbers = {key: known[key] for key in ("lowest", "lowest_step")}
         numbers |= {"times": level / known["lowest"], "window": _WINDOW, "span": _TREND * _EVERY}
         return [Verdict("gradient_trend", level, limit, tensor="gradient norm", numbers=numbers)]
 

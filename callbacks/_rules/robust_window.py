@@ -137,7 +137,6 @@ class RobustWindow:
                 setattr(self, name, getattr(self, name).to(device))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, in tensors on the CPU."""
         counts_3k = torch.stack([self._next_k, self._count_k, self._streak_k])
         values_kn, highest_k = self._values_kn.cpu(), self.highest_k.cpu()
         return {"values": values_kn, "counts": counts_3k.cpu(), "highest": highest_k}

@@ -43,7 +43,6 @@ class AttentionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at the arguments, and call the function as it was."""
         kwargs = kwargs or {}
         find = _FINDERS.get(func)
         if find is not None and not torch.compiler.is_compiling():

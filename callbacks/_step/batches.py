@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.facts import StepFacts
 
-__all__ = ["BatchKeeper", "copy_containers", "named_tensors", "tensors_in"]
+__all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
 _MOST_FILES = 20  # of a run
 
@@ -76,6 +76,12 @@ class BatchKeeper:
                 text = usage("batch_not_saved", path=str(path), error=repr(error))
                 warnings.warn(text, stacklevel=2)
         return str(path)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in what `training_step` returned."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
 
 
 _DEEPEST = 8  # levels of nesting that are looked into

@@ -32,14 +32,13 @@ class NamedTensors(NamedTuple):
 class Signals(NamedTuple):
     """What a step is judged by, on the device."""
 
-    values: Tensor  # loss and gradient norm, fp32, of shape [2]
-    judged: Tensor  # which of them there are
-    largest: Tensor  # index and norm of the largest gradient; NaN is larger than all
-    rank: Tensor  # the one to look at, see `StepFacts`
+    packed: Tensor  # the two values; index and norm of the largest gradient; the rank to look at
+    judged: Tensor  # which of the values there are
 
-    def packed(self) -> Tensor:
-        """Return all numbers but `judged`, of shape [5]."""
-        return torch.cat([self.values, self.largest, self.rank[None].to(self.values)])
+    @property
+    def values(self) -> Tensor:
+        """Loss and gradient norm, fp32, of shape [2]."""
+        return self.packed[:2]
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -90,12 +89,12 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     ranks = gather_ranks(torch.stack([local, norm]))
     sharded = is_sharded(trainer)
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
-    index = norms.argmax()
+    index = norms.argmax()  # NaN is larger than all
+    rank = ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax()  # see `StepFacts`
+    numbers = (ranks[:, 0].mean(), total_norm, index, norms.gather(0, index[None])[0], rank)
     return Signals(
-        values=torch.stack([ranks[:, 0].mean(), total_norm]),
+        packed=torch.stack([each.to(norms.dtype) for each in numbers]),
         judged=torch.stack([has_loss, torch.ones_like(has_loss)]),
-        largest=torch.stack([index.to(norms.dtype), norms.gather(0, index[None])[0]]),
-        rank=ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax(),
     )
 
 
@@ -112,7 +111,6 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """Return the norms of gradients of one dtype."""
     first = gradients[0]
     if first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64):
         # Unlike torch's norm, its product runs on all cores: 4 ms for 20M values on two, not 8.

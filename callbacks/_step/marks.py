@@ -94,7 +94,6 @@ class MarkStore:
                     lock.close()
 
     def path_of(self, step: int) -> str:
-        """Return where the checkpoint before a step is to be."""
         return str(self._folder / f"step={step}.ckpt")
 
     def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> None:
@@ -147,8 +146,8 @@ class MarkStore:
 
 def _bytes_of(trainer: pl.Trainer) -> int:
     module = trainer.lightning_module
-    states = [state for each in trainer.optimizers for state in each.state.values()]
-    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(states)]
+    states = tree_leaves([list(each.state.values()) for each in trainer.optimizers])
+    tensors = [*module.parameters(), *module.buffers(), *states]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 

@@ -42,7 +42,6 @@ class OutputSampler:
     is_running: bool = field(default=False, init=False)  # whether hooks are in place
 
     def start(self) -> None:
-        """Hook the modules."""
         self.stop()
         self.is_running = bool(self.modules or self.norms)
         for name, module in self.modules.items():

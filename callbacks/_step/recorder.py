@@ -1,7 +1,6 @@
 """What a training step was: read once for all callbacks of a Trainer, without a host sync."""
 
 from collections import deque
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.callbacks._step.batches import BatchKeeper
+from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.gradients import (
     NamedTensors,
@@ -104,7 +103,6 @@ class FactsRecorder(pl.Callback):
         self._pending[-1].parts[id(callback)] = numbers
 
     def drain(self) -> None:
-        """Wait for all steps on their way."""
         self._deliver(self._readback.drain())
 
     def give_up(self, trainer: pl.Trainer) -> None:
@@ -178,7 +176,7 @@ class FactsRecorder(pl.Callback):
             if found.gradients or trainer.world_size > 1:  # else `training_step` returned None
                 self.signals = measure(trainer, found, loss)
                 loss = self.signals.values[0] if loss is not None else None
-                pending.parts |= {"signals": self.signals.packed()}
+                pending.parts |= {"signals": self.signals.packed}
                 pending.names = found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
         pending.parts |= {
@@ -188,8 +186,8 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._pending and "loss" not in self._pending[-1].parts and isinstance(loss, Tensor):
+        loss = loss_in(outputs)
+        if self._pending and "loss" not in self._pending[-1].parts and loss is not None:
             # In manual optimization a backward may pass Lightning by.
             self._pending[-1].parts["loss"] = loss.detach().float().mean().reshape(1)
         self._submit(trainer)

@@ -77,14 +77,16 @@ class Rewinder:
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
         self.store.write(trainer, mark, self.most)
-        is_far = [mark.global_step - m.global_step >= self.rewind_steps for m in self.marks]
-        for stale in self.marks[: max(is_far.count(True) - 1, 0)]:
+        for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
             size = self.store.bytes
             rank_zero_info(usage(key, most=self.most, size=size, total=self.most * size))
+
+    def _far_from(self, global_step: int) -> list[Mark]:
+        return [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
@@ -102,7 +104,7 @@ class Rewinder:
         The newest checkpoint that is far enough back is taken; else one before it, else one behind
         it. Return it and how many batches are still to be skipped; `None` where none can be read.
         """
-        far = [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
+        far = self._far_from(global_step)
         self.lost = []
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
