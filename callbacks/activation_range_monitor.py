@@ -1,6 +1,7 @@
 """`ActivationRangeMonitor`: sees activations grow towards the largest number of their format."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.outputs import (
@@ -25,7 +26,7 @@ from lightning_mp.callbacks._step.outputs import (
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.numerics.async_readback import Readback
-from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.floats import FLOAT_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 from lightning_mp.precision._choice.module_selection import as_written, select_modules
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -81,7 +82,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             repeat_after_steps=repeat_after_steps,
         )
         is_fine = 0 <= min_headroom_bits < 16
-        self._check(is_fine, accepted("headroom"), min_headroom_bits=min_headroom_bits)
+        self._check(is_fine, "headroom", min_headroom_bits=min_headroom_bits)
         self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
@@ -132,33 +133,30 @@ class ActivationRangeMonitor(SamplingMonitor):
     ) -> None:
         sampled = self._sampler.stop() if self._sampler.is_running else None
         if sampled is not None:
-            keys, table = self._with_state(pl_module, *sampled)
-            clamp = getattr(trainer.precision_plugin, "inf_clamp", None)
-            clamped = list(clamp.names) if isinstance(clamp, InfClamp) else []
-            if isinstance(clamp, InfClamp) and clamped:
-                rows = table.new_zeros(len(clamped), table.shape[1])
-                rows[:, 0] = clamp.counts().to(rows)
-                table = torch.cat([table, rows])
-            self.submit(trainer, table, gather=True, keys=keys, clamped=clamped)
+            keys, table = sampled
+            state = self._state(trainer, pl_module)
+            if state:
+                rows = pack_stats([each.detach().to(table.device) for each in state.values()])
+                keys, table = [*keys, *state], torch.cat([table, rows])
+            self.submit(trainer, table, gather=True, keys=keys)
         super().on_train_batch_end(trainer, pl_module, *args)
 
-    def _with_state(
-        self, pl_module: pl.LightningModule, keys: list[OutputKey], table: Tensor
-    ) -> tuple[list[OutputKey], Tensor]:
-        """Add rows of the buffers, and of the loss."""
-        named = {
-            as_written(name): buffer
+    def _state(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[OutputKey, Tensor]:
+        """Return the buffers, the loss, and how many values were clamped."""
+        state = {
+            OutputKey(as_written(name), "buffer", buffer.dtype): buffer
             for name, buffer in pl_module.named_buffers()
             if buffer.dtype in FLOAT_DTYPES and buffer.numel()
         }
-        loss = self.recorder.newest_loss
-        state = [(OutputKey(name, "buffer", b.dtype), b) for name, b in named.items()]
-        if loss is not None:
-            state.append((OutputKey("loss", "loss", loss.dtype), loss))
-        if not state:
-            return keys, table
-        rows = pack_stats([tensor.detach().to(table.device) for _, tensor in state])
-        return [*keys, *(key for key, _ in state)], torch.cat([table, rows])
+        if self.recorder.newest_loss is not None:
+            state[OutputKey("loss", "loss", torch.float32)] = self.recorder.newest_loss
+        clamp = getattr(trainer.precision_plugin, "inf_clamp", None)
+        if isinstance(clamp, InfClamp) and clamp.names:
+            counts = clamp.counts()
+            wide = state_dtype(counts.device)
+            for name, count in zip(clamp.names, counts.to(wide), strict=True):
+                state[OutputKey(name, "clamped", wide)] = count
+        return state
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -167,38 +165,36 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        keys: list[OutputKey] = sample.context["keys"]
-        facts: StepFacts = sample.context["facts"]
-        metrics: dict[str, float] = {}
-        by_kind: dict[str, list[int]] = {}
-        for at, key in enumerate(keys):
-            by_kind.setdefault(key.kind, []).append(at)
-        losses = by_kind.pop("loss", [])
-        is_lost = bool(sample.array[:, losses, StatField.NON_FINITE].any())
+        by_kind: dict[str, list[int]] = defaultdict(list)
+        for at, key in enumerate(sample.context["keys"]):
+            by_kind[key.kind].append(at)
+        losses = sample.array[:, by_kind.pop("loss", [])]
+        is_lost = bool(losses[..., StatField.NON_FINITE].any())
         self._judge_buffers(trainer, sample, by_kind.pop("buffer", []))
-        self._judge_logits(trainer, sample, by_kind.pop("attention_logit", []), metrics)
+        metrics = self._judge_logits(trainer, sample, by_kind.pop("attention_logit", []))
+        clamped = by_kind.pop("clamped", [])
         for kind, chosen in by_kind.items():
-            self._judge_kind(trainer, sample, kind, chosen, metrics, is_lost)
-        if sample.context["clamped"]:
-            counts = sample.array[:, len(keys) :, 0].sum(axis=0).tolist()
-            metrics["clamped_values"] = float(sum(counts))
-            for name, total in zip(sample.context["clamped"], counts, strict=True):
-                new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
-                if new > 0:
-                    numbers = {"total": total}
-                    verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers=numbers)
-                    self.say(trainer, verdict, facts)
+            metrics |= self._judge_kind(trainer, sample, kind, chosen, is_lost)
+        metrics |= self._judge_clamped(trainer, sample, clamped)
+        facts = sample.context["facts"]
         self.record(trainer, metrics, dataclasses.replace(facts, optimizer=0))
 
+    def _judge_clamped(
+        self, trainer: pl.Trainer, sample: Readback, chosen: list[int]
+    ) -> dict[str, float]:
+        totals = sample.array[:, chosen, StatField.AMAX].sum(axis=0).tolist()
+        for at, total in zip(chosen, totals, strict=True):
+            name = sample.context["keys"][at].name
+            new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
+            if new > 0:
+                numbers = {"total": total}
+                verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers=numbers)
+                self.say(trainer, verdict, sample.context["facts"])
+        return {"clamped_values": float(sum(totals))} if chosen else {}
+
     def _judge_kind(
-        self,
-        trainer: pl.Trainer,
-        sample: Readback,
-        kind: str,
-        chosen: list[int],
-        metrics: dict[str, float],
-        is_lost: bool,
-    ) -> None:
+        self, trainer: pl.Trainer, sample: Readback, kind: str, chosen: list[int], is_lost: bool
+    ) -> dict[str, float]:
         keys = [sample.context["keys"][i] for i in chosen]
         labels = [_label(key, keys) for key in keys]
         ranks = sample.array[:, chosen]
@@ -209,10 +205,6 @@ class ActivationRangeMonitor(SamplingMonitor):
         self.history.add_column(f"{kind}_headroom_bits", sample.step, labels, bits.tolist())
         zeros = list(stats.zero_share.values())
         self.history.add_column(f"{kind}_zero_share", sample.step, labels, zeros)
-        if np.isfinite(bits.min()):
-            metrics[f"{kind}_headroom_bits"] = float(bits.min())
-        all_zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
-        metrics[f"{kind}_zero_share"] = float(all_zeros)
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
@@ -224,6 +216,9 @@ class ActivationRangeMonitor(SamplingMonitor):
                 scale = loss_scale_of(trainer)
                 lower_scale = 1.0 if scale is None else float(scale) / 4
                 self.say(trainer, verdict, facts, lower_scale=lower_scale)
+        all_zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
+        headroom = float(bits.min())  # inf where all are zero, which is not recorded
+        return {f"{kind}_headroom_bits": headroom, f"{kind}_zero_share": float(all_zeros)}
 
     def _judge_tensor(
         self, key: OutputKey, label: str, stats: TensorStats, bits: float
@@ -258,19 +253,19 @@ class ActivationRangeMonitor(SamplingMonitor):
                 self.say(trainer, verdict, _of_worst_rank(sample, counts))
 
     def _judge_logits(
-        self, trainer: pl.Trainer, sample: Readback, chosen: list[int], metrics: dict[str, float]
-    ) -> None:
+        self, trainer: pl.Trainer, sample: Readback, chosen: list[int]
+    ) -> dict[str, float]:
         if not chosen:
-            return
+            return {}
         names = [sample.context["keys"][at].name for at in chosen]
         ranks = sample.array[:, chosen, StatField.AMAX]
         largest = ranks.max(axis=0)
         self.history.add_column("attention_logit", sample.step, names, largest.tolist())
-        metrics["attention_logit"] = float(largest.max())
         for at in np.flatnonzero(largest > self.max_attention_logit):
             limit = self.max_attention_logit
             verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
             self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))
+        return {"attention_logit": float(largest.max())}
 
 
 def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:

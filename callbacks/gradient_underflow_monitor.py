@@ -76,16 +76,12 @@ class GradientUnderflowMonitor(SamplingMonitor):
         found = self.recorder.gradients(trainer, optimizer)
         if not found.gradients:
             return
-        scale = loss_scale_of(trainer)
-        held_at = 1.0 if scale is None else scale
-        if not _passes_through_fp16(trainer):
-            held_at = _WIDE_SCALE
-        packed = pack_stats(found.gradients, scale=held_at, unscale=found.unscale)
-        loss = self.recorder.newest_loss
-        row = packed.new_full((1, packed.shape[1]), torch.nan if loss is None else 0)
-        if loss is not None:
-            row[0, 0] = loss.to(row, non_blocking=True)
-        packed = torch.cat([packed, row])
+        scale, loss = loss_scale_of(trainer), self.recorder.newest_loss
+        held_at = (
+            (1.0 if scale is None else scale) if _passes_through_fp16(trainer) else _WIDE_SCALE
+        )
+        last = torch.full((), torch.nan) if loss is None else loss
+        packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
         # A number on the host is known for this step; one on the device belongs to its row.
         self.submit(
             trainer,
@@ -98,7 +94,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         facts: StepFacts = sample.context["facts"]
-        losses = sample.array[:, -1, 0]
+        losses = sample.array[:, -1]
         stats = merge_ranks(sample.context["names"], sample.array[:, :-1])
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
@@ -119,9 +115,10 @@ class GradientUnderflowMonitor(SamplingMonitor):
                 "gradient_headroom_bits", facts.step, tensors, [*headroom.values()]
             )
         self.record(trainer, metrics, facts)
-        if zeros == 1 and not losses.any():
+        is_finite = not losses[:, StatField.NON_FINITE].any()
+        if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():
             return  # a loss of exactly 0, as of a margin that all samples keep
-        is_gone = zeros == 1 and bool(np.isfinite(losses).all()) and _passes_through_fp16(trainer)
+        is_gone = zeros == 1 and is_finite and _passes_through_fp16(trainer)
         judge, prefix = functools.partial(self._rule.judge, is_gone=is_gone), f"{facts.optimizer}:"
         squares = stats.column(StatField.SUM_OF_SQUARES)
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))

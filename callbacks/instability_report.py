@@ -21,7 +21,7 @@ from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, 
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
@@ -76,9 +76,9 @@ class InstabilityReport(InstabilityMonitor):
             raise ValueError(usage("filename", filename=filename))
         self._check_positive(every_n_seconds=every_n_seconds)
         is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
-        self._check(is_fine, accepted("to_500"), max_tensors=max_tensors)
+        self._check(is_fine, "to_500", max_tensors=max_tensors)
         is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
-        self._check(alert is None or callable(alert) or is_url, accepted("alert"), alert=alert)
+        self._check(alert is None or callable(alert) or is_url, "alert", alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds
@@ -143,7 +143,8 @@ class InstabilityReport(InstabilityMonitor):
         self._record_steps()
         if not trainer.fit_loop._should_accumulate():
             self._steps = step_of(trainer) + 1
-            self._write_if_due(trainer)
+            if self._pace.is_due():
+                self._write(trainer)
         self._alerts.check()
 
     @override
@@ -151,9 +152,6 @@ class InstabilityReport(InstabilityMonitor):
         if alarm.severity != "info" and trainer.is_global_zero:
             self._alerts.send(type(trainer.lightning_module).__name__, alarm)
         self._pace.has_news = True
-        self._write_if_due(trainer)
-
-    def _write_if_due(self, trainer: pl.Trainer) -> None:
         if self._pace.is_due():
             self._write(trainer)
 
@@ -171,11 +169,11 @@ class InstabilityReport(InstabilityMonitor):
                 f"gradient_norm{suffix}": facts.gradient_norm,
                 "loss_scale": facts.next_loss_scale,
             }
-            for name, value in numbers.items():
-                if value is not None:
-                    self.history.add_point(name, facts.step, value)
-                    if not math.isfinite(value):
-                        self.history.add_point(f"{name}_not_finite", facts.step, value)
+            known = {name: value for name, value in numbers.items() if value is not None}
+            for name, value in known.items():
+                self.history.add_point(name, facts.step, value)
+                if not math.isfinite(value):
+                    self.history.add_point(f"{name}_not_finite", facts.step, value)
             if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
                 self._skips = facts.step
                 skipped = self.history.curves.get("skipped", [])
@@ -183,17 +181,14 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end = {"how": "finished", "time": now()}
-        if trainer.interrupted:
-            self._end["how"] = "interrupted"
+        self._end = {"how": "interrupted" if trainer.interrupted else "finished", "time": now()}
         self._finish(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, _: Any, exception: BaseException) -> None:
         if self._wanted is None or self._end["how"] != "running":
             return
-        text = str(exception).strip()
-        first_line = text.splitlines()[0][:500] if text else ""
+        first_line = str(exception).strip().partition("\n")[0][:500]
         self._end = {
             "how": "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed",
             "time": now(),
@@ -211,14 +206,7 @@ class InstabilityReport(InstabilityMonitor):
         self._alerts.finish()
 
     def write(self, trainer: pl.Trainer) -> Path | None:
-        """Write page and data now; to be called on all ranks.
-
-        Args:
-            trainer: The trainer that this is a callback of.
-
-        Returns:
-            Where the page is, or `None` on other ranks than zero and where it cannot be written.
-        """
+        """Write page and data now, on all ranks; return the page's path, `None` without one."""
         return self._write(trainer, is_last=True, is_wanted=True)
 
     def _write(
@@ -229,8 +217,8 @@ class InstabilityReport(InstabilityMonitor):
             self._is_started = True
             self._steps = step = step_of(trainer)
             # In a run from the start the starts of another one mean nothing.
-            self._starts = [each for each in self._starts if each["step"] < step]
-            self._starts.append({"step": step, "time": now()})
+            earlier = [each for each in self._starts if each["step"] < step]
+            self._starts = [*earlier, {"step": step, "time": now()}]
         is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
         if is_trial or not trainer.is_global_zero:
             return None
@@ -248,6 +236,9 @@ class InstabilityReport(InstabilityMonitor):
         return None
 
     def _data(self, trainer: pl.Trainer) -> dict[str, Any]:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [c for c in callbacks if isinstance(c, InstabilityMonitor)]
+        monitors = [c for c in monitors if not isinstance(c, InstabilityReport)]
         run: dict[str, Any] = {
             "title": type(trainer.lightning_module).__name__,
             "steps": self._steps,
@@ -256,16 +247,9 @@ class InstabilityReport(InstabilityMonitor):
             "end": self._end,
             "has_loss_scale": scaler_of(trainer) is not None,
             "facts": run_facts(trainer),
+            "monitors": [type(monitor).__name__ for monitor in monitors],
         }
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        monitors = [
-            c
-            for c in callbacks
-            if isinstance(c, InstabilityMonitor) and not isinstance(c, InstabilityReport)
-        ]
-        run["monitors"] = [type(monitor).__name__ for monitor in monitors]
-        others = [monitor.history for monitor in monitors]
-        return report_data(self.history, others, run, self.max_tensors)
+        return report_data(self.history, [each.history for each in monitors], run, self.max_tensors)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -289,14 +273,12 @@ class _Pace:
         self._ended = self._took = 0.0
 
     def is_due(self) -> bool:
-        """Return whether to write now."""
         elapsed = self._clock() - self._ended
         wait = 0.0 if self.has_news else self.every_n_seconds
         return elapsed >= max(wait, _REST * self._took)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure a report."""
         self.has_news = False
         began = self._clock()
         try:

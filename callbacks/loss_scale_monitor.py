@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.loss_scale import LossScaleRule
-from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
@@ -50,19 +49,17 @@ class LossScaleMonitor(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
-        self._check(max_skip_rate < 1, accepted("below_1"), max_skip_rate=max_skip_rate)
+        self._check(max_skip_rate < 1, "below_1", max_skip_rate=max_skip_rate)
         self._check_at_least(1, window_steps=window_steps)
         self._check_at_least(0, calibration_steps=calibration_steps)
-        self.max_skip_rate = max_skip_rate
-        self.window_steps = window_steps
-        self.calibration_steps = calibration_steps
-        self.min_scale = min_scale
-        self._rule = LossScaleRule(
-            max_skip_rate=max_skip_rate,
-            window_steps=window_steps,
-            calibration_steps=calibration_steps,
-            min_scale=min_scale,
-        )
+        limits: dict[str, Any] = {
+            "max_skip_rate": max_skip_rate,
+            "window_steps": window_steps,
+            "calibration_steps": calibration_steps,
+            "min_scale": min_scale,
+        }
+        vars(self).update(limits)
+        self._rule = LossScaleRule(**limits)
         self.inbox = deque()
         self._judged = -1  # the last step, which several optimizers may share
 
@@ -83,13 +80,8 @@ class LossScaleMonitor(InstabilityMonitor):
                 self._judged = facts.step
                 self._judge(trainer, facts, facts.next_loss_scale)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.on_train_batch_end(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.on_train_batch_end(trainer)  # the last step may have ended training
+    # The last step may have ended training.
+    on_train_end = on_exception = on_train_batch_end  # type: ignore[assignment]
 
     def _judge(self, trainer: pl.Trainer, facts: StepFacts, scale: float) -> None:
         verdicts = self._rule.judge(facts.loss_scale, scale, bool(facts.skipped), *_limits(trainer))

@@ -79,31 +79,30 @@ class InstabilityMonitor(Learning, pl.Callback):
         self.history = History()
         self.inbox: deque[Arrived] | None = None  # for steps that have arrived, if it wants them
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
-        self._state_key = ""
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
-    def _check(self, is_good: bool, what: str, **value: object) -> None:
+    def _check(self, is_good: bool, key: str, words: Any = None, /, **value: object) -> None:
+        """Refuse an argument with what `accepted` says under a key."""
         ((name, passed),) = value.items()
         if not is_good:
             fields = {"callback": type(self).__name__, "name": name, "value": passed}
-            raise ValueError(usage("argument", **fields, accepted=what))
+            raise ValueError(usage("argument", **fields, accepted=accepted(key, **words or {})))
 
     def _check_at_least(self, least: int, **values: object) -> None:
         for name, value in values.items():
             is_good = type(value) is int and value >= least
-            self._check(is_good, accepted("at_least", least=least), **{name: value})
+            self._check(is_good, "at_least", {"least": least}, **{name: value})
 
     def _check_positive(self, **values: object) -> None:
         for name, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_good = is_number and value > 0  # type: ignore[operator]
-            self._check(is_good, accepted("positive"), **{name: value})
+            self._check(is_good, "positive", **{name: value})
 
     def _check_one_of(self, *choices: object, **values: object) -> None:
         for name, value in values.items():
             is_good = any(type(value) is type(each) and value == each for each in choices)
-            names = ", ".join(map(repr, choices))
-            self._check(is_good, accepted("one_of", names=names), **{name: value})
+            self._check(is_good, "one_of", {"names": str(choices)[1:-1]}, **{name: value})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -140,24 +139,12 @@ class InstabilityMonitor(Learning, pl.Callback):
         value: float | None = None,
         threshold: float | None = None,
     ) -> Alarm | None:
-        """Raise an alarm, unless the same was raised a short while ago.
+        """Raise an alarm; return `None` where the same was raised a short while ago.
 
-        Args:
-            trainer: The trainer.
-            kind: The rule that was broken.
-            message: What was seen: tensor, number and threshold, with a full stop at its end.
-            remedy: What to set, as a sentence.
-            facts: The step that it happened in; the one under way if `None`.
-            severity: `"info"` for what was done; nothing is warned of.
-            tensor: The parameter or module.
-            value: What was measured.
-            threshold: What it was held against.
-
-        Returns:
-            The alarm, `None` where it was held back.
+        Message and remedy are sentences, and the others fields of `Alarm`. `facts` are of the step
+        that it happened in, the one under way if `None`. Nothing is warned of with `"info"`.
         """
-        words = (message, remedy)
-        verdict = Verdict(kind, value, threshold, severity, tensor, words=words)
+        verdict = Verdict(kind, value, threshold, severity, tensor, words=(message, remedy))
         return self.say(trainer, verdict, facts)
 
     def say(
@@ -198,20 +185,15 @@ class InstabilityMonitor(Learning, pl.Callback):
         if not is_note:
             rank_zero_warn(alarm.message, category=InstabilityWarning)
         is_plottable = alarm.value is not None and math.isfinite(alarm.value)
-        metrics = {f"instability/{alarm.kind}": alarm.value if is_plottable else 1.0}
-        self.log_metrics(trainer, metrics, facts.step)
+        value = alarm.value if is_plottable else 1.0
+        self.log_metrics(trainer, {f"instability/{alarm.kind}": value}, facts.step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InstabilityMonitor):
                 callback.on_alarm(trainer, alarm)
         return alarm
 
     def on_alarm(self, trainer: pl.Trainer, alarm: Alarm) -> None:
-        """Called of every alarm that any monitor of the Trainer raises, on the rank that does.
-
-        Args:
-            trainer: The trainer.
-            alarm: The newest alarm.
-        """
+        """Called of every alarm that any monitor of the Trainer raises, on the rank that does."""
 
     def record(
         self,
@@ -220,14 +202,9 @@ class InstabilityMonitor(Learning, pl.Callback):
         facts: StepFacts,
         every_n_steps: int = 1,
     ) -> None:
-        """Add the finite numbers of a step to the curves, and send them to every logger.
+        """Add the finite numbers of a step to the curves, by name; those of optimizer 1 get `_1`.
 
-        Args:
-            trainer: The trainer.
-            metrics: Name of a curve -> number; loggers get them as `instability/<name>`. Those of
-                a second optimizer get `_1` at the end of their names.
-            facts: The step.
-            every_n_steps: Steps that loggers get; never with 0.
+        Loggers get those of every so many steps as `instability/<name>`; none with 0.
         """
         suffix = f"_{facts.optimizer}" if facts.optimizer else ""
         finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
@@ -247,7 +224,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
-    @property
+    @functools.cached_property  # Lightning asks for it at every hook
     @override
     def state_key(self) -> str:
         """The key of its state in checkpoints, another one for other arguments.
@@ -255,8 +232,6 @@ class InstabilityMonitor(Learning, pl.Callback):
         It is made of the arguments that are not at their default and that are kept as attributes of
         their name, so that a new argument does not change the key of older checkpoints.
         """
-        if self._state_key:
-            return self._state_key  # Lightning asks for it at every hook
         defaults: dict[str, Any] = {}
         for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
             for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
@@ -265,8 +240,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         values = {name: getattr(self, name, default) for name, default in defaults.items()}
         changed = {name: value for name, value in values.items() if value != defaults[name]}
         name = type(self).__qualname__
-        self._state_key = self._generate_state_key(**changed) if changed else name
-        return self._state_key
+        return self._generate_state_key(**changed) if changed else name
 
     def _peers(self, trainer: pl.Trainer) -> list[Any]:
         return [c for c in trainer.callbacks if type(c) is type(self)]  # type: ignore[attr-defined]

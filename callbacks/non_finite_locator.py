@@ -14,7 +14,6 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
 from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
-from lightning_mp.callbacks._rules.usage import accepted
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -86,7 +85,7 @@ class NonFiniteLocator(InstabilityMonitor):
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
         self._check_positive(near_limit=near_limit)
-        self._check(near_limit < 1, accepted("below_1"), near_limit=near_limit)
+        self._check(near_limit < 1, "below_1", near_limit=near_limit)
         self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
         self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
@@ -150,14 +149,12 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         self._judge_late(trainer)
         step.optimizer_steps += 1
-        self._take_losses(step)
-        if step.bad and (step.scale is None or trainer.world_size == 1):
+        if self._has_bad_loss(trainer, step):
             self._locate(trainer, step, step.bad, SAYS["bad_loss"])
-        elif self._has_bad_gradient(step, optimizer):
+        elif self._has_bad_gradient(trainer, step, optimizer):
             self._locate(trainer, step, [], SAYS["bad_gradients"])
         if trainer.should_stop and step.located:
-            one = torch.ones((), device=trainer.strategy.root_device)
-            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
+            self._skipper.skip(pl_module, optimizer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -165,10 +162,9 @@ class NonFiniteLocator(InstabilityMonitor):
         if step is None:
             return
         if step.optimizer_steps == 0:
-            if not trainer.lightning_module.automatic_optimization:
-                self._take_losses(step)
-                if step.bad and (step.scale is None or trainer.world_size == 1):
-                    self._locate(trainer, step, step.bad, SAYS["bad_loss"])
+            is_manual = not trainer.lightning_module.automatic_optimization
+            if is_manual and self._has_bad_loss(trainer, step):
+                self._locate(trainer, step, step.bad, SAYS["bad_loss"])
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
@@ -193,21 +189,27 @@ class NonFiniteLocator(InstabilityMonitor):
 
     # --- failing steps ---------------------------------------------------------------------------
 
-    def _take_losses(self, step: _Step) -> None:
+    def _has_bad_loss(self, trainer: pl.Trainer, step: _Step) -> bool:
+        """Take in the losses of a step; return whether ranks agree on one that is not finite."""
         for arrived in self._losses.drain():
             is_bad, loss = arrived.array.tolist()
             step.records[arrived.step] = replace(step.records[arrived.step], loss=loss)
             step.bad += [arrived.step] * bool(is_bad)
+        return bool(step.bad) and (step.scale is None or trainer.world_size == 1)
 
-    def _has_bad_gradient(self, step: _Step, optimizer: Optimizer) -> bool:
+    def _has_bad_gradient(self, trainer: pl.Trainer, step: _Step, optimizer: Optimizer) -> bool:
         """Return whether a rank has a gradient that is not finite; ranks agree."""
         signals = self.recorder.signals
         if not self.check_gradients or step.scale is not None or signals is None:
             return False
         self._norms.submit(step.facts.step, signals.values[1])
         (norm,) = self._norms.drain()
+        if math.isfinite(norm.array):
+            return False
         # The squares of finite gradients may overflow in their norm.
-        return not math.isfinite(norm.array) and _has_bad_gradient(optimizer)
+        stats_NK = tensor_stats(self.recorder.gradients(trainer, optimizer).gradients)
+        count = stats_NK[:, StatField.NON_FINITE].sum().float()
+        return bool(all_reduce_found_inf(count) != 0)
 
     def _judge_late(self, trainer: pl.Trainer) -> None:
         """Judge a step of a fused optimizer, whose weights are as they were if it was skipped."""
@@ -266,13 +268,3 @@ class NonFiniteLocator(InstabilityMonitor):
         if self.action == "raise":
             raise InstabilityError(alarm or self.alarms[-1])
         trainer.should_stop |= self.action == "stop"
-
-
-def _has_bad_gradient(optimizer: Optimizer) -> bool:
-    """Return whether a rank has a gradient that is not finite; waits for the device."""
-    groups = (group["params"] for group in optimizer.param_groups)
-    gradients = [p.grad for params in groups for p in params if p.grad is not None]
-    if not gradients:
-        return False
-    count = tensor_stats(gradients)[:, StatField.NON_FINITE].sum()
-    return bool(all_reduce_found_inf(count.float()) != 0)

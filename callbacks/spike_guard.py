@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from lightning_mp.callbacks._rules import spike_sentences
 from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.robust_window import RobustWindow, SignalVerdict, is_slight
 from lightning_mp.callbacks._rules.spike_sentences import Scene
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.facts import StepFacts
@@ -37,9 +36,8 @@ class SpikeGuard(InstabilityMonitor):
 
     One bad batch can undo days: a step with 10 times the gradient moves Adam's weights at full
     speed in a direction of no use, and one NaN ends the run. Every step is held against the last
-    healthy ones by median and MAD, in logarithms. As those rise with a slow divergence, the course
-    of the run is held against its best and its start too; of that the guard only warns. What each
-    action does: docs/callbacks/spike-guard.md.
+    healthy ones, and the course of the run against its best and its start; of that the guard only
+    warns. What each action does: docs/callbacks/spike-guard.md.
 
     Example: `Trainer(callbacks=SpikeGuard(action="skip"))`
 
@@ -105,8 +103,8 @@ class SpikeGuard(InstabilityMonitor):
             rewind_memory_gb=rewind_memory_gb,
             rewind_lr_factor=rewind_lr_factor,
         )
-        self._check(z_threshold < math.inf, accepted("finite"), z_threshold=z_threshold)
-        self._check(rewind_lr_factor <= 1, accepted("at_most_1"), rewind_lr_factor=rewind_lr_factor)
+        self._check(z_threshold < math.inf, "finite", z_threshold=z_threshold)
+        self._check(rewind_lr_factor <= 1, "at_most_1", rewind_lr_factor=rewind_lr_factor)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
@@ -136,7 +134,7 @@ class SpikeGuard(InstabilityMonitor):
         self._windows: list[RobustWindow] = []
         self._courses: list[CourseRule] = []
         self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
-        self._size, self._has_stepped = 0, True
+        self._has_stepped = True
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
         self._is_ending = False  # at the step under way
@@ -155,18 +153,17 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, _: int) -> None:
         if self._has_stepped:
-            self._size, self._has_stepped = 0, False
-        self._size += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
+            self._has_stepped = False
+            self._sizes.append(0)
+        self._sizes[-1] += next((len(t) for t in tensors_in(batch) if t.ndim), 0)
 
     def _spread(self, trainer: pl.Trainer) -> float:
         """Return how much noisier than usual a step is, as the last and smaller one of an epoch."""
-        if not self._has_stepped:
-            self._sizes.append(self._size)
-            self._has_stepped = True
-        usual = sorted(self._sizes)[len(self._sizes) // 2]
+        self._has_stepped = True
+        size, usual = self._sizes[-1], sorted(self._sizes)[len(self._sizes) // 2]
         # What ranks decide together must not hang on the batch of one.
-        is_known = trainer.world_size == 1 and self._size > 0
-        return math.sqrt(max(usual / self._size, 1.0)) if is_known else 1.0
+        is_known = trainer.world_size == 1 and size > 0
+        return math.sqrt(max(usual / size, 1.0)) if is_known else 1.0
 
     @override
     @torch.no_grad()
@@ -176,7 +173,6 @@ class SpikeGuard(InstabilityMonitor):
         signals, now = self.recorder.signals, self.recorder.now
         if signals is None or now is None:
             return  # `training_step` returned None
-        self._add_windows(now.optimizer + 1)
         window = self._windows[now.optimizer]
         verdict = window.judge(signals.values, signals.judged, self._spread(trainer))
         verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
@@ -187,19 +183,18 @@ class SpikeGuard(InstabilityMonitor):
         elif self.action in ("stop", "raise"):
             if loss_scale_of(trainer) is not None:  # an overflow is left to the scaler
                 is_bad[1] &= verdict.is_finite[1]
-            is_bad = is_bad.any()
-            self._is_ending |= bool(is_bad)  # the host waits
+            self._is_ending |= bool(is_bad.any())  # the host waits
             if self._is_ending:
-                self._end(trainer, pl_module, optimizer, torch.ones_like(signals.values[0]))
+                self._end(trainer, pl_module, optimizer)
 
     def _end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, one: Tensor
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Raise, or keep an optimizer from its step, the last one of training."""
         self._runs.clear()  # a resumed run is to end again, and to say so
         self._raised.clear()
         if self.action == "stop":
-            self._skipper.skip(pl_module, optimizer, one, is_certain=True)
+            self._skipper.skip(pl_module, optimizer)
             return
         self.recorder.give_up(trainer)
         self._report_all(trainer)
@@ -282,7 +277,35 @@ class SpikeGuard(InstabilityMonitor):
         self.record(trainer, metrics, facts, every_n_steps=every)
         if facts.optimizer == 0 and facts.lr is not None:
             self._lrs.append(facts.lr)
-        scene = Scene(
+        is_bad = {
+            "non_finite_loss": not loss.is_finite,
+            "spike": loss.is_spike or norm.is_spike,
+            "non_finite_gradient": loss.is_finite and not norm.is_finite,
+        }
+        event, of = None, spike_sentences.whose(facts)
+        numbers = {"first_bad": facts.step - self.patience + 1, "patience": self.patience}
+        numbers["again"] = self.judge_after_steps
+        for kind, is_so in is_bad.items():
+            key = f"{kind} {facts.optimizer}"
+            self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
+            if self._runs[key] == 1 and event is None:
+                event = spike_sentences.describe(self._scene(trainer, facts), loss, norm)
+                self._newest = self.say(trainer, event, facts)
+            if self._runs[key] == self.patience and kind != "spike":
+                fix = "non_finite_run_rewind" if self.action == "rewind" else ""
+                count = float(self.patience)
+                run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
+                self.say(trainer, run, facts, whose=of)
+        for name, verdict in {"loss": loss, "gradient norm": norm}.items():
+            if verdict.is_new_level:
+                value, limit = verdict.value, verdict.limit
+                shift = Verdict("level_shift", value, limit, tensor=name, numbers=numbers)
+                self.say(trainer, shift, facts, whose=of)
+        self._judge_course(trainer, facts)
+        return event
+
+    def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> Scene:
+        return Scene(
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,
@@ -291,42 +314,12 @@ class SpikeGuard(InstabilityMonitor):
             window_steps=self.window_steps,
             z_threshold=self.z_threshold,
         )
-        is_bad = {
-            "non_finite_loss": not loss.is_finite,
-            "spike": loss.is_spike or norm.is_spike,
-            "non_finite_gradient": loss.is_finite and not norm.is_finite,
-        }
-        event, whose = None, spike_sentences.whose(facts)
-        numbers = {"first_bad": facts.step - self.patience + 1, "patience": self.patience}
-        numbers["again"] = self.judge_after_steps
-        for kind, is_so in is_bad.items():
-            key = f"{kind} {facts.optimizer}"
-            self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
-            if self._runs[key] == 1 and event is None:
-                event = spike_sentences.describe(scene, loss, norm)
-                self._newest = self.say(trainer, event, facts)
-            if self._runs[key] == self.patience and kind != "spike":
-                fix = "non_finite_run_rewind" if self.action == "rewind" else ""
-                count = float(self.patience)
-                run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
-                self.say(trainer, run, facts, whose=whose)
-        for name, verdict in {"loss": loss, "gradient norm": norm}.items():
-            if verdict.is_new_level:
-                value, limit = verdict.value, verdict.limit
-                shift = Verdict("level_shift", value, limit, tensor=name, numbers=numbers)
-                self.say(trainer, shift, facts, whose=whose)
-        self._judge_course(trainer, facts)
-        return event
 
     def _judge_course(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
-        loss, norm = (
-            None if value is None or not math.isfinite(value) else value
-            for value in (facts.loss, facts.gradient_norm)
-        )
-        for verdict in course.judge(facts.step, loss, norm):
+        for verdict in course.judge(facts.step, facts.loss, facts.gradient_norm):
             self.say(trainer, verdict, facts, whose=spike_sentences.whose(facts))
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.outputs import eager_modules
@@ -91,7 +91,7 @@ class TensorCollector(SamplingMonitor):
             (passed,) = value.values()
             is_list = not isinstance(passed, str) and len(passed) > 0
             is_fine = is_list and all(known is None or each in known for each in passed)
-            self._check(is_fine, accepted("list", names=", ".join(wanted)), **value)
+            self._check(is_fine, "list", {"names": ", ".join(wanted)}, **value)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -193,23 +193,22 @@ class TensorCollector(SamplingMonitor):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"weights/{name}"] = self._row(parameter)
         if "optimizer_state" in self.collect:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._add_states(optimizer, [p for p in parameters if id(p) in self._names])
+            self._add_states(optimizer)
 
-    def _add_states(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        states = {id(p): optimizer.state.get(p, {}) for p in parameters}
+    def _add_states(self, optimizer: Optimizer) -> None:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        states = {p: optimizer.state.get(p, {}) for p in stepped if id(p) in self._names}
         # All parameters have the same rows, as a rank may hold no part of one, and so no state.
         kinds = {
             kind: None
-            for p in parameters
-            for kind, value in states[id(p)].items()
+            for p, state in states.items()
+            for kind, value in state.items()
             if isinstance(value, Tensor) and value.shape == p.shape and value.dtype in FLOAT_DTYPES
         }
-        for parameter in parameters:
+        for p, state in states.items():
             for kind in kinds:
-                value = states[id(parameter)].get(kind, torch.empty(0, device=parameter.device))
-                key = f"optimizer_state/{self._names[id(parameter)]}/{kind}"
-                self._rows[key] = self._row(value)
+                key = f"optimizer_state/{self._names[id(p)]}/{kind}"
+                self._rows[key] = self._row(state.get(kind, torch.empty(0, device=p.device)))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

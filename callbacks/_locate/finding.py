@@ -155,28 +155,21 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     producers = [c for c in reached if _makes_gradient(trace, c)]
     # A module's first gradient of an input comes after those of all modules inside it.
     producer = min(producers, key=lambda c: c.left or c.reached, default=None)
-    bad_outputs = [s for c in reached for s in c.seen["grad_output"] if not s.is_finite]
-    bad_parameters = [s for s in trace.groups["gradients"] if not s.is_finite]
-    if producer is None and not bad_outputs and not bad_parameters:
-        return None
-    root = type(trace.root).__name__
+    root, gradients = type(trace.root).__name__, trace.groups["gradients"]
     if producer is None:
-        bad = (bad_outputs or bad_parameters)[0]
-        came = trace.groups["loss"]
+        outputs = (s for c in reached for s in c.seen["grad_output"])
+        first_bad = _first_bad([*outputs, *gradients])
+        if first_bad is None:
+            return None
+        bad, came, suspects = first_bad, trace.groups["loss"], []
         at = sentences.at_scale(scale)
         sentence = sentences.SAYS["backward_of_loss"].format(root=root, bad=bad, at=at)
-        suspects: list[tuple[str, str]] = []
     else:
-        came = producer.seen["grad_output"]
-        leaving = [*producer.seen["grad_input"], *producer.own(trace.groups["gradients"])]
+        came, own = producer.seen["grad_output"], producer.own(gradients)
+        leaving = [*producer.seen["grad_input"], *own]
         bad = _first_bad(leaving) or leaving[0]
-        sentence = sentences.backward(
-            trace.title(producer),
-            bad,
-            came,
-            is_parameter=bad in producer.own(trace.groups["gradients"]),
-            scale=scale,
-        )
+        title = trace.title(producer)
+        sentence = sentences.backward(title, bad, came, is_parameter=bad in own, scale=scale)
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     name = "" if producer is None else producer.name

@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_mp.callbacks._locate.trace import Trace
-from lightning_mp.callbacks._step.batches import copy_containers, named_tensors
+from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -49,16 +49,11 @@ def can_replay(trainer: pl.Trainer) -> bool:
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:
-    """Run a batch again, forward and backward, and return what was seen.
+    """Run a batch again, forward and backward, eagerly and without steps; return what was seen.
 
-    Generators start where they started, under the precision plugin's contexts. Afterwards
-    generators, buffers, gradients, the states of torchmetrics, logged values and counts of clamped
-    values are as before. Optimizers and schedules do not step. Compiled code runs eagerly. In
-    manual optimization it ends before the step of an optimizer with the number `optimizer_steps`
-    within the batch, from 1; with 0 it runs to the end.
-
-    DDP neither reduces gradients nor broadcasts buffers, but what `training_step` itself sends to
-    other ranks is sent again: all ranks must replay together.
+    Afterwards all but the trace is as before. In manual optimization it ends before the step of an
+    optimizer with the number `optimizer_steps` within the batch, from 1; with 0 it runs to the end.
+    What `training_step` itself sends to other ranks is sent again: all ranks replay together.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     trace = Trace(module)
@@ -91,7 +86,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         record.rng.restore()
         loss = None
         with suppress(_ReachedStepError):
-            loss = _loss_of(_training_step(trainer, record))
+            loss = loss_in(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
             backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
         gradients = ((name, p.grad) for name, p in module.named_parameters())
@@ -111,14 +106,6 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
         return strategy.training_step(*kwargs.values())
     with trainer.precision_plugin.train_step_context():
         return module.training_step(*kwargs.values())
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
-
-
-# --- what is put back ----------------------------------------------------------------------------
 
 
 @contextmanager

@@ -37,10 +37,7 @@ def search(
     optimizer_steps: int,
     near_limit: float,
 ) -> tuple[int, int, Finding]:
-    """Replay batches one by one until one of them shows where it began; as many on every rank.
-
-    Return its index, the rank and the finding, the same on all ranks.
-    """
+    """Replay batches until one shows where it began; return index, rank, finding, on all alike."""
     if not can_replay(trainer):
         return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
     inexact = ""
@@ -78,11 +75,7 @@ def _difference(trace: Trace, record: Record) -> str:
 def _at_lower_scales(
     look: Callable[[float], list[_Seen]], rank: int, finding: Finding
 ) -> tuple[int, Finding]:
-    """Tell a loss scale that is too high from a gradient that is not finite at any.
-
-    Return the finding at a loss scale of 1 if there is one, else that of before with the largest
-    power of two, or nearly so, at which gradients are finite.
-    """
+    """Return the finding at a loss scale of 1, else that of before with a scale that fits."""
     seen = look(1.0)
     for other, (found, _, _) in enumerate(seen):
         if found is not None:

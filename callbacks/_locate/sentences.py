@@ -39,7 +39,6 @@ def forward(
     buffer: Seen | None,
     has_submodules: bool,
 ) -> str:
-    """Return that a module made it in the forward."""
     where = f" (`{bad.path}` of its output)" if bad.path else ""
     where = f", which it passed to `{passed_to.name}`" if passed_to else where
     if buffer is not None:
@@ -65,7 +64,6 @@ def outside(root: str, bad: Seen, outputs: Sequence[Seen], *, passed_to: Call | 
 def backward(
     title: str, bad: Seen, came: Sequence[Seen], *, is_parameter: bool, scale: float | None
 ) -> str:
-    """Return that a module made it in the backward."""
     what = f"that of `{bad.path}`" if is_parameter else "that of its input"
     return (
         f"{title} made {bad.kind} in the backward{at_scale(scale)}: the gradient of its output is "

@@ -35,7 +35,6 @@ class Seen:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values are."""
         return not self.nan and not self.inf
 
     @property
@@ -57,12 +56,10 @@ class Seen:
 
     @property
     def dtype_name(self) -> str:
-        """Its dtype, such as `"float16"`."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def limit(self) -> float:
-        """The largest number of its dtype."""
         return torch.finfo(self.dtype).max
 
 

@@ -77,9 +77,8 @@ def _choose_alarms(alarms: list["Alarm"]) -> list["Alarm"]:
 
 
 def _ends(alarms: list["Alarm"], count: int) -> list["Alarm"]:
-    if len(alarms) <= count:
-        return list(alarms)
-    return alarms[: count // 2] + alarms[len(alarms) - (count - count // 2) :]
+    newest = max(len(alarms) - (count - count // 2), count // 2)
+    return alarms[: count // 2] + alarms[newest:]
 
 
 def _alarm(alarm: "Alarm") -> dict[str, Any]:
@@ -98,14 +97,8 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-# --- curves --------------------------------------------------------------------------------------
-
-
 def _pick_curves(histories: Sequence["History"]) -> dict[str, _Points]:
-    """Return each curve once: of those under one name the one with most points.
-
-    The history of the report itself comes first, and what it always records is taken from it.
-    """
+    """Return each curve once, with most points; what the report itself records, as it has it."""
     curves: dict[str, _Points] = {}
     for index, history in enumerate(histories):
         for name, points in history.curves.items():
@@ -152,9 +145,6 @@ def _digits(value: float, digits: int) -> float:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-# --- heat maps -----------------------------------------------------------------------------------
-
-
 def _plain_map(
     name: str, heat: dict[str, Any], max_tensors: int, alarmed: set[str]
 ) -> dict[str, Any]:
@@ -179,10 +169,7 @@ def _plain_map(
 
 
 def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
-    """Return how much there is to see in each row.
-
-    Zeros: their rise above the first samples. Headroom: its lack. Update RMS: the largest.
-    """
+    """Return how much there is to see: a rise of zeros, a lack of headroom, a large update RMS."""
     if not cells_RC.size:
         return np.zeros(len(cells_RC))
     lacks = np.isnan(cells_RC)

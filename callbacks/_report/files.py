@@ -15,31 +15,17 @@ __all__ = ["alarms_since", "claim", "forgiven", "rebuild_page", "write_atomicall
 
 
 def rebuild_page(run_dir: str | Path) -> Path:
-    """Write the page of a run from the data that its `InstabilityReport` has left.
-
-    Args:
-        run_dir: The folder that the callback wrote to, or the data's file itself.
-
-    Returns:
-        Where the page is.
-
-    Raises:
-        ValueError: There is no such folder, no data in it, or more than one report's.
-    """
+    """Write the page of a run anew from a report's data, or from the folder that holds one's."""
     path = Path(run_dir)
-    if path.is_file():
-        data = _read(path)
-        if data is None:
-            raise ValueError(usage("no_report_data", path=str(path)))
-        source = path
-    else:
-        source, data = _search(path)
+    source, data = (path, _read(path)) if path.is_file() else _search(path)
+    if data is None:
+        raise ValueError(usage("no_report_data", path=str(path)))
     page = source.with_suffix(".html")
     write_atomically(page, report_page(data))
     return page
 
 
-def _search(folder: Path) -> tuple[Path, dict[str, Any]]:
+def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     if not folder.is_dir():
         raise ValueError(usage("no_folder", path=str(folder)))
     for pattern in ("*.json", "**/*.json"):
@@ -71,10 +57,9 @@ def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
 
 
 def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
-    """Return a path that no other run writes to, which is from then on taken.
+    """Return a path that no other run writes to: with `-v1` or higher where `create` finds it.
 
-    Where another run has it, so that `create` raises a `FileExistsError`, `-v1` or a higher number
-    is put behind. What the run that is resumed wrote to is taken again if it is in the same folder.
+    What the run that is resumed wrote to is taken again if it is in the same folder.
     """
     is_here = earlier and os.path.dirname(earlier) == os.path.abspath(path.parent)
     if earlier and is_here and os.path.exists(earlier):

@@ -7,18 +7,14 @@ import math
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
-
-from lightning.pytorch.utilities import rank_zero_warn
-
-from lightning_mp.callbacks._rules.usage import usage
-
-if TYPE_CHECKING:
-    from lightning_mp.callbacks.monitor import Alarm
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_mp.callbacks._report.page import verdict
+from lightning_mp.callbacks._rules.history import Alarm
+from lightning_mp.callbacks._rules.usage import usage
 
 __all__ = ["Alerts", "log_report"]
 
@@ -26,24 +22,18 @@ _TIMEOUT_S = 5.0
 
 
 class Alerts:
-    """Sends alarms on to a function or a URL; to nobody with `None`.
+    """Sends alarms on to a function, or in a thread of its own to a URL; to nobody with `None`."""
 
-    A URL gets each as a POST of JSON, in a thread of its own: `text`, one line for people, and
-    `alarm`, its fields. A function is called where training runs.
-    """
-
-    def __init__(self, alert: "Callable[[Alarm], object] | str | None") -> None:
+    def __init__(self, alert: Callable[[Alarm], object] | str | None) -> None:
         self._alert = alert
         self._threads: ThreadPoolExecutor | None = None
         self._sent: list[Future[None]] = []
         self._has_warned = False
 
-    def send(self, title: str, alarm: "Alarm") -> None:
-        """Send an alarm of the run with a title."""
+    def send(self, title: str, alarm: Alarm) -> None:
         if isinstance(self._alert, str):
             self._threads = self._threads or ThreadPoolExecutor(1, "alerts")
-            body: dict[str, object] = {"text": f"{title}: {alarm.message}"}
-            body["alarm"] = _plain(alarm)
+            body = {"text": f"{title}: {alarm.message}", "alarm": _plain(alarm)}
             self._sent.append(self._threads.submit(_post, self._alert, body))
         elif self._alert is not None:
             try:
@@ -77,13 +67,13 @@ class Alerts:
             rank_zero_warn(usage("alert_not_sent", alert=what, error=text))
 
 
-def _plain(alarm: "Alarm") -> dict[str, object]:
+def _plain(alarm: Alarm) -> dict[str, object]:
     fields = dataclasses.asdict(alarm)
     is_odd = {k: isinstance(v, float) and not math.isfinite(v) for k, v in fields.items()}
     return {name: str(value) if is_odd[name] else value for name, value in fields.items()}
 
 
-def _post(url: str, body: dict[str, object]) -> None:
+def _post(url: str, body: Any) -> None:
     data = json.dumps(body, allow_nan=False).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with contextlib.closing(urllib.request.urlopen(request, timeout=_TIMEOUT_S)):
@@ -93,19 +83,17 @@ def _post(url: str, body: dict[str, object]) -> None:
 def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:
     """Give the page to a logger that keeps files, and text to one that shows text.
 
-    They are told apart by their methods, so that none of them has to be installed: Comet has
-    `log_asset`, MLflow's client logs artifacts by `run_id`, a Weights & Biases run without it,
-    TensorBoard has `add_text`. Others get nothing.
+    They are told apart by their methods, so that none of them has to be installed.
     """
     experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "log_asset"):
+    if hasattr(experiment, "log_asset"):  # Comet
         experiment.log_asset(str(page), file_name=page.name, overwrite=True)
-    elif hasattr(experiment, "log_artifact") and hasattr(logger, "run_id"):
+    elif hasattr(experiment, "log_artifact") and hasattr(logger, "run_id"):  # MLflow
         experiment.log_artifact(logger.run_id, str(page))
-    elif hasattr(experiment, "log_artifact"):
+    elif hasattr(experiment, "log_artifact"):  # Weights & Biases
         name = f"{page.stem}-{getattr(experiment, 'id', 'report')}"
         experiment.log_artifact(str(page), name=name, type="report")
-    elif hasattr(experiment, "add_text"):
+    elif hasattr(experiment, "add_text"):  # TensorBoard
         experiment.add_text("instability/report", _markdown(page, data), data["run"]["steps"])
 
 

@@ -30,16 +30,16 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
     module = trainer.lightning_module
     parameters = sum(p.numel() for p in module.parameters())
     plugin = trainer.precision_plugin
-    device = str(trainer.strategy.root_device)
-    if trainer.strategy.root_device.type == "cuda":
-        device = torch.cuda.get_device_name(trainer.strategy.root_device)
-    batches = trainer.accumulate_grad_batches
+    root = trainer.strategy.root_device
+    device = torch.cuda.get_device_name(root) if root.type == "cuda" else str(root)
+    batches, clip_val = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    how = trainer.gradient_clip_algorithm or "norm"
     return [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
         *(["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]),
         ["Accumulation", "none" if batches == 1 else f"{batches} batches a step"],
-        ["Clipping", _clipping(trainer)],
+        ["Clipping", f"{clip_val:g} by {getattr(how, 'value', how)}" if clip_val else "none"],
         ["Strategy", f"{type(trainer.strategy).__name__}, world size {trainer.world_size}"],
         ["Device", device],
         [
@@ -48,13 +48,6 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
             f"lightning {lightning.__version__}, Python {platform.python_version()}",
         ],
     ]
-
-
-def _clipping(trainer: pl.Trainer) -> str:
-    if not trainer.gradient_clip_val:
-        return "none"
-    how = trainer.gradient_clip_algorithm or "norm"
-    return f"{trainer.gradient_clip_val:g} by {getattr(how, 'value', how)}"
 
 
 def _settings(plugin: object) -> str:
@@ -79,9 +72,8 @@ def _optimizer(optimizer: Any) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple | list):
-        return all(isinstance(each, str | int | float) for each in value)
-    return isinstance(value, str | int | float)
+    values = value if isinstance(value, tuple | list) else [value]
+    return all(isinstance(each, str | int | float) for each in values)
 
 
 def _join(items: Iterable[tuple[str, object]]) -> str:
@@ -89,8 +81,6 @@ def _join(items: Iterable[tuple[str, object]]) -> str:
 
 
 def _short(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        value = float(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_short(each) for each in value)}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{float(value):g}" if isinstance(value, float | torch.Tensor) else str(value)

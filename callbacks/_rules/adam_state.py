@@ -18,7 +18,6 @@ _ALL = 0.99  # of a tensor: what is too much without any knowledge of what is us
 _MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
 _ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
 
-# What is usual for a tensor.
 _UNKNOWN: dict[str, Any] = {
     "samples": 0,
     "rms": 0.0,  # the highest one at the start
@@ -63,10 +62,8 @@ class AdamStateRule(Learning):
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
 
     Without a baseline, from the first sample on: a tensor all of whose `sqrt(v_hat)` are below
-    epsilon, and updates that are too small to move a weight. By what was learnt: the others. What
-    is sparse by nature is held against itself. A tensor that has a gradient in a share q of the
-    samples has a second moment q times as large as its gradients, so that an RMS of 1 / sqrt(q) is
-    usual for it.
+    epsilon, and updates that are too small to move a weight. What has a gradient in a share q of
+    the samples only has a second moment q times as large, so that an RMS of 1 / sqrt(q) is usual.
     A run without gradient is too long where it is as long as `zero_run_steps` and the tensor always
     had one before, or where it is unlikely: `exp(-c n / T) < 1e-4` for n of T steps, if before it
     the second moment has grown between c pairs of samples. Where no tensor has a gradient, as for a
@@ -161,11 +158,10 @@ class AdamStateRule(Learning):
         threshold = usual["below"] + self.max_below_epsilon
         if is_known and share > threshold:
             return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
-        if share >= _ALL:
-            says = "below_epsilon_all"
-            verdict = Verdict("below_epsilon", share, _ALL, says=says, numbers=words)
-            return [replace(verdict, tensor=numbers.name)]
-        return []
+        if share < _ALL:
+            return []
+        name, says = numbers.name, "below_epsilon_all"
+        return [Verdict("below_epsilon", share, _ALL, tensor=name, says=says, numbers=words)]
 
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
@@ -208,9 +204,8 @@ class AdamStateRule(Learning):
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
         if not is_low and not (is_known and numbers.ratio > self.max_ratio):
             return []
-        threshold, fix = self.max_ratio, ""
-        if is_low:
-            threshold, fix = self.min_ratio, "update_to_weight_low"
+        low = (self.min_ratio, "update_to_weight_low")
+        threshold, fix = low if is_low else (self.max_ratio, "")
         words = {"least": self.min_ratio, "most": self.max_ratio}
         verdict = Verdict("update_to_weight", numbers.ratio, threshold, fix=fix, numbers=words)
         return [replace(verdict, tensor=numbers.name)]

@@ -54,19 +54,13 @@ def quantized_states(optimizer: Optimizer) -> list[str]:
 
     bitsandbytes keeps `state1` and `state2` in uint8, torchao tensors of a class of its own.
     """
-    for state in optimizer.state.values():
-        if names := _quantized_in(state):
-            return names
-    return []
+    return next(filter(None, map(_quantized_in, optimizer.state.values())), [])
 
 
 def _quantized_in(state: dict[str, Any]) -> list[str]:
     tensors = {name: t for name, t in state.items() if isinstance(t, Tensor) and t.numel() > 1}
-    return [
-        name
-        for name, t in tensors.items()
-        if t.dtype in (torch.uint8, torch.int8) or hasattr(t, "codes")
-    ]
+    eight_bits = (torch.uint8, torch.int8)
+    return [n for n, t in tensors.items() if t.dtype in eight_bits or hasattr(t, "codes")]
 
 
 @torch.no_grad()
@@ -82,10 +76,8 @@ def adam_statistics(
         v = \beta_2 v + (1 - \beta_2) g^2, \quad \hat v = v / (1 - \beta_2^t), \quad
         m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
 
-    In fp32 and parameter by parameter, so that beside one parameter's copies nothing is held; a
-    non-finite sum of squares counts as non-finite. The optimizer is Adam, or has its states
-    `exp_avg`, `exp_avg_sq` and `step`; the row of a parameter without them, or with an empty
-    gradient, is zero. Rows are float64 (fp32 on MPS), on the device of the parameters.
+    In fp32 and by blocks, so that little is held beside. The row of a parameter without Adam's
+    states, or with an empty gradient, is zero. Rows are float64 (fp32 on MPS), on its device.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rows = [

@@ -1,5 +1,6 @@
 """Whether a run learns: its loss against its best and its start, and the trend of its gradients."""
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -72,15 +73,15 @@ class CourseRule(Learning):
     _known: dict[str, float] = field(default_factory=lambda: {"steps": 0.0}, init=False)
 
     def judge(self, step: int, loss: float | None, norm: float | None) -> list[Verdict]:
-        """Take in a step, with loss and gradient norm if they are finite; return what is wrong."""
+        """Take in a step; return what is wrong. What is not finite is not looked at."""
         known = self._known
         known["steps"] += 1
-        if loss is not None:
+        if loss is not None and math.isfinite(loss):
             self._losses.append(loss)
             if len(self._losses) == _FIRST and "start" not in known:
                 known["start"] = known["best"] = statistics.median_low(self._losses)
                 known["best_step"] = step
-        if norm is not None and norm > 0:
+        if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)
         if known["steps"] % _EVERY:
             return []
@@ -116,17 +117,8 @@ class CourseRule(Learning):
             known["rise"] = 0.0  # what a divergence lost is no swing
         if is_new:
             says = "divergence" if gained > 0 else "divergence_from_start"
-            return [
-                Verdict(
-                    kind="divergence",
-                    value=level,
-                    threshold=known["best"] + limit,
-                    tensor="loss",
-                    says=says,
-                    fix=says,
-                    numbers=numbers,
-                )
-            ]
+            above = known["best"] + limit
+            return [Verdict("divergence", level, above, "warning", "loss", says, says, numbers)]
         return [] if known["divergence"] else self._judge_stall(level, max(noise, usual))
 
     def _true_rivals(self) -> list["CourseRule"]:
@@ -145,9 +137,7 @@ class CourseRule(Learning):
         if steps >= self.horizon_steps:
             known["stalled"] = steps
             says = "stalled_loss_long"
-            return [
-                Verdict("stalled_loss", level, start, "info", "loss", says, says, numbers=numbers)
-            ]
+            return [Verdict("stalled_loss", level, start, "info", "loss", says, says, numbers)]
         return []
 
     def _judge_norm(self, step: int) -> list[Verdict]:
@@ -165,7 +155,7 @@ class CourseRule(Learning):
         limit = _GROWTH * known["lowest"]
         if not self._lasts("trend", level > limit and is_rising and not is_best):
             return []
-        numbers = {"lowest": known["lowest"], "lowest_step": known["lowest_step"]}
+        numbers = {key: known[key] for key in ("lowest", "lowest_step")}
         numbers |= {"times": level / known["lowest"], "window": _WINDOW, "span": _TREND * _EVERY}
         return [Verdict("gradient_trend", level, limit, tensor="gradient norm", numbers=numbers)]
 

@@ -64,15 +64,11 @@ class History:
     """Alarms, curves and heat maps, thinned as they grow: old and new steps stay, evenly spaced.
 
     A run of 1e6 steps would otherwise take 16 MB for each curve.
-
-    Args:
-        alarms: In the order in which they were raised.
-        curves: Name -> [step, value] pairs in the order of steps.
-        maps: Name -> {"names": rows, "columns": [step, values by row] pairs}; NaN is no value.
     """
 
-    alarms: list[Alarm] = field(default_factory=list)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)  # in the order in which they were raised
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # by step
+    # {"names": rows, "columns": pairs of step and values by row}; NaN is no value.
     maps: dict[str, dict[str, Any]] = field(default_factory=dict)
     _strides: dict[str, int] = field(default_factory=dict)
     _seen: dict[str, int] = field(default_factory=dict)
@@ -85,7 +81,6 @@ class History:
             del self.alarms[_MAX_ALARMS // 2]
 
     def add_point(self, name: str, step: int, value: float) -> None:
-        """Add a point to a curve."""
         points = self.curves.setdefault(name, [])
         if self._is_due("curve " + name):
             points.append((step, float(value)))
@@ -134,6 +129,5 @@ class History:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "History":
-        """Make a history of what `to_dict` returned."""
         own = copy.deepcopy(dict(plain))
         return cls(**own | {"alarms": [Alarm(**alarm) for alarm in plain["alarms"]]})

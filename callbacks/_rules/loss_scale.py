@@ -54,9 +54,8 @@ class LossScaleRule(Learning):
         in_a_row = {"in_a_row": self.skipped_in_a_row}
         if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
             fix = "" if is_dynamic else "loss_scale_floor_static"
-            found.append(
-                Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
-            )
+            lowest = Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
+            found.append(lowest)
         elif is_dynamic and is_skipped and scale < self.min_scale:
             numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
             found.append(Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers))

@@ -53,13 +53,8 @@ class UnderflowJudge(Learning):
     ) -> Verdict | None:
         """Take a sample of a tensor in, and return what is wrong with it: `says` how it was found.
 
-        Args:
-            name: The tensor.
-            zero_share: Exact zeros as a share of its values, 0 to 1.
-            subnormal_share: What is not zero but below 2^-14 at the scale it is held at, likewise.
-            is_gone: Whether nothing is left of any gradient, though there is a loss.
-            is_rounding: Whether it is below `ROUNDING` times what is usual among tensors, and so
-                no gradient at all, of which something could vanish.
+        Shares are from 0 to 1; `is_gone` where no gradient is left, though there is a loss;
+        `is_rounding` where it is no gradient at all, of which something could vanish.
         """
         usual = self._usual.setdefault(
             name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": [], "was_cut": False}

@@ -46,10 +46,8 @@ class RobustWindow:
 
     Neither spikes nor non-finite values enter the window, so one NaN cannot poison it. After
     `patience` spikes in a row the level has shifted: the window is emptied, and judges again when
-    it has `min_values`. All of this is done on the device, without a host sync.
-
-    `floors` are the least standard deviations of signals, relative; after `size` values the oldest
-    goes, and from `min_values` on it judges. The others are arguments of `SpikeGuard`.
+    it has `min_values`. All of this is done on the device, without a host sync. `floors` are the
+    least standard deviations of signals, relative.
     """
 
     def __init__(
@@ -73,11 +71,7 @@ class RobustWindow:
         ).unbind()
 
     def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
-        """Judge the signals of a step, fp32, and take in what is healthy.
-
-        Those that are not judged, as there is none at this step, count as healthy. `spread` says
-        how much noisier than others the step is, 1 or more.
-        """
+        """Judge the signals of a step, fp32, and take in what is healthy, as what is not judged."""
         self._to(values_k.device)
         judged_k = judged_k & (values_k != 0)
         verdict = self._look(values_k, judged_k, spread)
@@ -143,7 +137,6 @@ class RobustWindow:
                 setattr(self, name, getattr(self, name).to(device))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, in tensors on the CPU."""
         counts_3k = torch.stack([self._next_k, self._count_k, self._streak_k])
         values_kn, highest_k = self._values_kn.cpu(), self.highest_k.cpu()
         return {"values": values_kn, "counts": counts_3k.cpu(), "highest": highest_k}

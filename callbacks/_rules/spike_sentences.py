@@ -74,8 +74,9 @@ def _what_is_done(scene: Scene) -> str:
 def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
     is_loss, largest = loss.is_spike, scene.facts.largest_gradient
     worse, what = (loss, "loss") if is_loss else (norm, "gradient norm")
+    times = f", {worse.value / worse.median:.1f} times" if worse.median > 0 else " against"
     message = (
-        f"The {what}{whose(scene.facts)} is {worse.value:.4g}{_times(worse)} its median of "
+        f"The {what}{whose(scene.facts)} is {worse.value:.4g}{times} its median of "
         f"{worse.median:.4g} in the last {scene.window_steps} healthy steps, above the limit of "
         f"{worse.limit:.4g} (z = {worse.z:.1f}, threshold {scene.z_threshold:g})."
     )
@@ -123,12 +124,6 @@ def _any_of(ways: list[str], scene: Scene) -> str:
         return "Lower the learning rate to half."
     text = ", ".join(ways[:-1]) + f", or {ways[-1]}" if len(ways) > 1 else ways[0]
     return text[0].upper() + text[1:] + "."
-
-
-def _times(verdict: SignalVerdict) -> str:
-    if verdict.median > 0:
-        return f", {verdict.value / verdict.median:.1f} times"
-    return " against"
 
 
 def _written(verdict: SignalVerdict) -> str:

@@ -87,10 +87,8 @@ ACCEPTED = {
 
 
 def usage(key: str, **fields: Any) -> str:
-    """Return an error or a warning."""
     return USAGE[key].format(**fields)
 
 
 def accepted(key: str, **fields: Any) -> str:
-    """Return what an argument must be."""
     return ACCEPTED[key].format(**fields)

@@ -39,7 +39,6 @@ class Learning:
         return [each.name for each in fields(self) if not each.init]  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt."""
         values = {name.removeprefix("_"): getattr(self, name) for name in self.learnt()}
         return {k: list(v) if isinstance(v, deque) else copy.deepcopy(v) for k, v in values.items()}
 

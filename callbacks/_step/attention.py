@@ -43,7 +43,6 @@ class AttentionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at the arguments, and call the function as it was."""
         kwargs = kwargs or {}
         find = _FINDERS.get(func)
         if find is not None and not torch.compiler.is_compiling():
@@ -74,10 +73,9 @@ def logits_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return logits_BHLS of attention in fp32, 0 where a mask takes them out.
+    """Return logits_BHLS of `F.scaled_dot_product_attention` in fp32, 0 where they are masked.
 
-    Those of four samples, and of 256 queries spread over the length, as all of them would take the
-    memory that the fused attention saves. Arguments as of `F.scaled_dot_product_attention`.
+    Those of 4 samples and of 256 queries: all would take the memory that fused attention saves.
     """
     stride = -(-query.shape[-2] // _QUERIES)
     rows_L = torch.arange(0, query.shape[-2], stride, device=query.device)

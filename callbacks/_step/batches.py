@@ -16,16 +16,13 @@ from torch.utils import _pytree
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.facts import StepFacts
 
-__all__ = ["BatchKeeper", "copy_containers", "named_tensors", "tensors_in"]
+__all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
 _MOST_FILES = 20  # of a run
 
 
 def copy_containers(value: Any) -> Any:
-    """Return a batch whose containers are copies and whose tensors are the same.
-
-    `training_step` may take something out of a batch, as by `batch.pop("labels")`.
-    """
+    """Return a batch with copied containers, as steps may do `batch.pop("labels")`."""
     if isinstance(value, Tensor | str | bytes | int | float | None):
         return value
     if type(value) is tuple or type(value) is list:
@@ -81,19 +78,21 @@ class BatchKeeper:
         return str(path)
 
 
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in what `training_step` returned."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
+
+
 _DEEPEST = 8  # levels of nesting that are looked into
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield what `named_tensors` does, without names."""
     return (tensor for _, tensor in named_tensors(value))
 
 
 def named_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in tuples, lists, mappings, dataclasses, batches that know `to`, and pytrees.
-
-    Their names begin with `path`, as in `batch[0]["image"]`.
-    """
+    """Yield the tensors in containers, under names such as `batch[0]["image"]`."""
     if isinstance(value, Tensor):
         yield path, value
     elif depth < _DEEPEST:

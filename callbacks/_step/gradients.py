@@ -32,14 +32,13 @@ class NamedTensors(NamedTuple):
 class Signals(NamedTuple):
     """What a step is judged by, on the device."""
 
-    values: Tensor  # loss and gradient norm, fp32, of shape [2]
-    judged: Tensor  # which of them there are
-    largest: Tensor  # index and norm of the largest gradient; NaN is larger than all
-    rank: Tensor  # the one to look at, see `StepFacts`
+    packed: Tensor  # the two values; index and norm of the largest gradient; the rank to look at
+    judged: Tensor  # which of the values there are
 
-    def packed(self) -> Tensor:
-        """Return all numbers but `judged`, of shape [5]."""
-        return torch.cat([self.values, self.largest, self.rank[None].to(self.values)])
+    @property
+    def values(self) -> Tensor:
+        """Loss and gradient norm, fp32, of shape [2]."""
+        return self.packed[:2]
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -50,9 +49,7 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str]) -> NamedTensors:
     """Return an optimizer's gradients in `on_before_optimizer_step`.
 
-    With the plugins of this package they are unscaled and in fp32 there. With Lightning's
-    `16-mixed` they are unscaled, except those of fused optimizers, which unscale inside `step`.
-    Among several ranks a parameter without gradient has an empty one, so that all name the same.
+    Of several ranks all name the same: a parameter without gradient has an empty one.
     """
     found = NamedTensors([], [], [], _unscale(trainer, optimizer))
     has_ranks = trainer.world_size > 1
@@ -68,6 +65,7 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
 
 
 def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
+    """Return 1, but for torch's scaler and fused optimizers, which unscale inside `step`."""
     scaler = scaler_of(trainer)
     is_torchs = isinstance(scaler, torch.amp.GradScaler) and scaler._scale is not None
     if is_torchs and is_fused(optimizer):
@@ -79,29 +77,24 @@ def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
 def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
     """Return the signals of a step: the loss averaged over ranks, the norm of all gradients.
 
-    One multi-tensor norm a dtype, and with several ranks one collective of 8 bytes a rank. Shards
-    of FSDP are summed; where it replicates, the norm is larger by a constant factor.
+    With several ranks in one collective of 8 bytes a rank. Shards of FSDP are summed; where it
+    replicates, the norm is larger by a constant factor.
     """
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
-    norms = (
-        _norms(found.gradients)
-        if found.gradients
-        else torch.zeros(1, device=trainer.strategy.root_device)
-    )
-    norms = norms * found.unscale
-    device = norms.device
-    norm = torch.linalg.vector_norm(norms)
+    none = torch.zeros(1, device=trainer.strategy.root_device)
+    norms = (_norms(found.gradients) if found.gradients else none) * found.unscale
+    device, norm = norms.device, torch.linalg.vector_norm(norms)
     has_loss = torch.full((), loss is not None, device=device)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     ranks = gather_ranks(torch.stack([local, norm]))
     sharded = is_sharded(trainer)
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
-    index = norms.argmax()
+    index = norms.argmax()  # NaN is larger than all
+    rank = ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax()  # see `StepFacts`
+    numbers = (ranks[:, 0].mean(), total_norm, index, norms.gather(0, index[None])[0], rank)
     return Signals(
-        values=torch.stack([ranks[:, 0].mean(), total_norm]),
+        packed=torch.stack([each.to(norms.dtype) for each in numbers]),
         judged=torch.stack([has_loss, torch.ones_like(has_loss)]),
-        largest=torch.stack([index.to(norms.dtype), norms.gather(0, index[None])[0]]),
-        rank=ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax(),
     )
 
 
@@ -118,7 +111,6 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """Return the norms of gradients of one dtype."""
     first = gradients[0]
     if first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64):
         # Unlike torch's norm, its product runs on all cores: 4 ms for 20M values on two, not 8.

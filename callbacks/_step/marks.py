@@ -5,7 +5,8 @@ import io
 import shutil
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +43,6 @@ class Mark:
     lr_factor: float = 1.0  # what rewinds had multiplied learning rates by
 
 
-@dataclass(kw_only=True, eq=False)
 class MarkStore:
     """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
 
@@ -53,18 +53,14 @@ class MarkStore:
     The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
 
-    dirpath: str | None  # where the folder is made; in the log folder if `None`
-    storage: str
-    memory_gb: float
-    bytes: int = field(default=0, init=False)  # of the newest
-    is_in_memory: bool = field(default=False, init=False)
-    _held: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
-    _rng: dict[str, Any] = field(default_factory=dict, init=False)  # of this rank, by path
-    _folder: Path = field(default=Path(), init=False)
-    _lock: IO[str] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.is_in_memory = self.storage != "disk"
+    def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
+        self.dirpath, self.storage, self.memory_gb = dirpath, storage, memory_gb
+        self.bytes = 0  # of the newest
+        self.is_in_memory = storage != "disk"
+        self._held: dict[str, io.BytesIO] = {}
+        self._rng: dict[str, Any] = {}  # of this rank, by path
+        self._folder = Path()
+        self._lock: IO[str] | None = None
 
     def start(self, trainer: pl.Trainer, marks: list[Mark]) -> list[Mark]:
         """Find a folder, remove what killed runs have left; return the marks that are there."""
@@ -98,7 +94,6 @@ class MarkStore:
                     lock.close()
 
     def path_of(self, step: int) -> str:
-        """Return where the checkpoint before a step is to be."""
         return str(self._folder / f"step={step}.ckpt")
 
     def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> None:
@@ -124,21 +119,16 @@ class MarkStore:
     def read(self, trainer: pl.Trainer, mark: Mark) -> tuple[dict[str, Any] | None, Any]:
         """Return a checkpoint and random states, `None` for what some rank cannot read."""
         checkpoint: dict[str, Any] | None = None
-        try:
-            if mark.path in self._held:
-                self._held[mark.path].seek(0)
-                checkpoint = torch.load(
-                    self._held[mark.path], map_location="cpu", weights_only=False
-                )
+        with suppress(Exception):  # of any kind, where a file is not whole
+            if held := self._held.get(mark.path):
+                held.seek(0)
+                checkpoint = torch.load(held, map_location="cpu", weights_only=False)
             elif trainer.strategy.reduce_boolean_decision(Path(mark.path).exists(), all=True):
                 checkpoint = _load(trainer, mark.path)
-        except Exception as error:  # of any kind, where a file is not whole
-            del error
         is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
         return checkpoint if is_read else None, self._rng.get(mark.path)
 
     def remove(self, trainer: pl.Trainer, mark: Mark) -> None:
-        """Remove a checkpoint."""
         self._rng.pop(mark.path, None)
         if self._held.pop(mark.path, None) is None and Path(mark.path).exists():
             trainer.strategy.remove_checkpoint(mark.path)
@@ -156,8 +146,8 @@ class MarkStore:
 
 def _bytes_of(trainer: pl.Trainer) -> int:
     module = trainer.lightning_module
-    states = [state for each in trainer.optimizers for state in each.state.values()]
-    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(states)]
+    states = tree_leaves([list(each.state.values()) for each in trainer.optimizers])
+    tensors = [*module.parameters(), *module.buffers(), *states]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
@@ -178,16 +168,12 @@ def _locked(folder: Path) -> IO[str] | None:
     """Return a lock on a folder, `None` where a living process has it or it is gone."""
     if fcntl is None:
         return None
-    try:
-        lock = (folder / _LOCK).open("w")
-    except OSError:
-        return None
-    try:
+    with ExitStack() as stack, suppress(OSError):  # also where the file system has no locks
+        lock = stack.enter_context((folder / _LOCK).open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # also where the file system has no locks
-        lock.close()
-        return None
-    return lock
+        stack.pop_all()
+        return lock
+    return None
 
 
 def _delete(path: Path) -> None:

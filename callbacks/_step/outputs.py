@@ -28,10 +28,7 @@ class OutputKey(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class OutputSampler:
-    """Gathers statistics of the outputs of modules over one training step.
-
-    A module that runs several times, as with micro-batches, has one row for all of them.
-    """
+    """Gathers statistics of modules over one training step: one row for all calls of a module."""
 
     modules: Mapping[str, nn.Module]  # by dotted name
     backward: bool  # whether to look at gradients with respect to outputs as well
@@ -45,7 +42,6 @@ class OutputSampler:
     is_running: bool = field(default=False, init=False)  # whether hooks are in place
 
     def start(self) -> None:
-        """Hook the modules."""
         self.stop()
         self.is_running = bool(self.modules or self.norms)
         for name, module in self.modules.items():

@@ -1,19 +1,19 @@
 """What a training step was: read once for all callbacks of a Trainer, without a host sync."""
 
 from collections import deque
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.callbacks._step.batches import BatchKeeper
+from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.gradients import (
     NamedTensors,
@@ -55,10 +55,9 @@ class _Pending:
 class FactsRecorder(pl.Callback):
     """Reads every step once; the callbacks of this package share the one of their Trainer.
 
-    It stands first among the Trainer's callbacks, wherever they stand, so that what it has read is
-    there in every hook of theirs. Whoever wants steps that have arrived has an `inbox`, and looks
-    into it in `on_train_batch_end`, `on_train_end` and `on_exception`. The gradient norm is
-    measured where a callback has `needs_gradient_norm`.
+    It stands first among the Trainer's callbacks, so that what it has read is there in every hook
+    of theirs. Whoever wants steps that have arrived has an `inbox`. The gradient norm is measured
+    where a callback has `needs_gradient_norm`.
 
     torch's `GradScaler` does not say whether it skipped. It asks the device before it calls
     `optimizer.step()`: a step that was due and not called was skipped. It always calls fused
@@ -66,23 +65,30 @@ class FactsRecorder(pl.Callback):
     """
 
     def __init__(self) -> None:
+        self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of its users
+        self._names: dict[int, str] = {}
+        self._measures_norm = False
+        self._due: set[Optimizer] = set()
+        self._pending: list[_Pending] = []
+        self._hooks = ExitStack()
+        self._inboxes: list[deque[Arrived]] = []
+        self._readback = AsyncReadback()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._hooks.close()
+        self._due.clear()
+        self._pending.clear()
+        with suppress(RuntimeError):  # of a device that has failed
+            self._readback.drain()
         self.now: StepFacts | None = None
         self.newest: StepFacts | None = None  # of those that have arrived
         self.newest_loss: Tensor | None = None  # unscaled, of the last backward
         self.skipped: bool | None = None  # the last step; `None` while only `newest` will tell
         self.signals: Signals | None = None  # of the optimizer that is about to step
         self.batches: BatchKeeper | None = None  # where one of the callbacks has `save_batch`
-        self._names: dict[int, str] = {}
         self._gradients: NamedTensors | None = None
-        self._measures_norm = False
-        self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of its users
-        self._loss_sum: Tensor | None = None  # since the last optimizer step
-        self._loss_count = 0
-        self._pending: list[_Pending] = []
-        self._due: set[Optimizer] = set()
-        self._hooks = ExitStack()
-        self._inboxes: list[deque[Arrived]] = []
-        self._readback = AsyncReadback()
+        self._losses: list[Tensor] = []  # since the last optimizer step
 
     # --- for other callbacks ---------------------------------------------------------------------
 
@@ -97,7 +103,6 @@ class FactsRecorder(pl.Callback):
         self._pending[-1].parts[id(callback)] = numbers
 
     def drain(self) -> None:
-        """Wait for all steps on their way."""
         self._deliver(self._readback.drain())
 
     def give_up(self, trainer: pl.Trainer) -> None:
@@ -109,12 +114,12 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._detach()
+        self._reset()
         self._names = parameter_names(pl_module)
         # Decided by what is attached, not by what has arrived so far, as all ranks must agree.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._measures_norm = any(getattr(c, "needs_gradient_norm", False) for c in callbacks)
-        inboxes = [getattr(c, "inbox", None) for c in callbacks]
+        inboxes = (getattr(c, "inbox", None) for c in callbacks)
         self._inboxes = [inbox for inbox in inboxes if inbox is not None]
         for inbox in self._inboxes:
             inbox.clear()
@@ -140,8 +145,7 @@ class FactsRecorder(pl.Callback):
         # Lightning hands it over after the loss scale, and divided by the accumulated batches.
         scale = loss_scale_of(trainer)
         self.newest_loss = loss.detach().float().mean() / (1.0 if scale is None else scale)
-        self._loss_sum = self.newest_loss + (0.0 if self._loss_sum is None else self._loss_sum)
-        self._loss_count += 1
+        self._losses.append(self.newest_loss)
 
     @override
     @torch.no_grad()
@@ -172,7 +176,7 @@ class FactsRecorder(pl.Callback):
             if found.gradients or trainer.world_size > 1:  # else `training_step` returned None
                 self.signals = measure(trainer, found, loss)
                 loss = self.signals.values[0] if loss is not None else None
-                pending.parts |= {"signals": self.signals.packed()}
+                pending.parts |= {"signals": self.signals.packed}
                 pending.names = found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
         pending.parts |= {
@@ -182,8 +186,8 @@ class FactsRecorder(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._pending and "loss" not in self._pending[-1].parts and isinstance(loss, Tensor):
+        loss = loss_in(outputs)
+        if self._pending and "loss" not in self._pending[-1].parts and loss is not None:
             # In manual optimization a backward may pass Lightning by.
             self._pending[-1].parts["loss"] = loss.detach().float().mean().reshape(1)
         self._submit(trainer)
@@ -200,18 +204,21 @@ class FactsRecorder(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._detach()
+        self._reset()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [c for c in callbacks if c is not self]  # type: ignore[attr-defined]
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _take_loss(self, trainer: pl.Trainer) -> Tensor | None:
-        total, count, self._loss_sum, self._loss_count = self._loss_sum, self._loss_count, None, 0
-        if total is None or not trainer.lightning_module.automatic_optimization:
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        total = sum(losses[1:], start=losses[0])
+        if not trainer.lightning_module.automatic_optimization:
             return total
         # Lightning divides by the batches of a full step; the last of an epoch may have fewer.
-        return total * (trainer.accumulate_grad_batches / count)
+        return total * (trainer.accumulate_grad_batches / len(losses))
 
     def _submit(self, trainer: pl.Trainer) -> None:
         """Send the steps of the batch on their way, now that their outcome is known."""
@@ -219,17 +226,14 @@ class FactsRecorder(pl.Callback):
         self._gradients, self.signals = None, None
         if not pending:
             return
-        skipped, after = self._outcome(trainer), loss_scale_of(trainer)
-        self.skipped = skipped
+        self.skipped, after = self._outcome(trainer), loss_scale_of(trainer)
+        known, device = after if isinstance(after, float) else None, trainer.strategy.root_device
         for each in pending:
-            known = after if isinstance(after, float) else None
-            facts = replace(each.facts, skipped=skipped, next_loss_scale=known)
+            facts = replace(each.facts, skipped=self.skipped, next_loss_scale=known)
             if isinstance(after, Tensor):
                 each.parts["next_loss_scale"] = after.detach().reshape(1)
-            device = trainer.strategy.root_device
-            sent = [
-                part.to(device, torch.float32, non_blocking=True) for part in each.parts.values()
-            ]
+            parts = each.parts.values()
+            sent = [part.to(device, torch.float32, non_blocking=True) for part in parts]
             self._readback.submit(
                 facts.step,
                 torch.cat(sent) if sent else torch.zeros(0),
@@ -263,16 +267,6 @@ class FactsRecorder(pl.Callback):
         if not is_fused(optimizer):
             self._due.discard(optimizer)
 
-    def _detach(self) -> None:
-        self._hooks.close()
-        self._due.clear()
-        self._pending.clear()
-        with suppress(RuntimeError):  # of a device that has failed
-            self._readback.drain()
-        self._loss_sum, self._loss_count = None, 0
-        self.now = self.newest = self.newest_loss = self.signals = self._gradients = None
-        self.batches = None
-
 
 def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
     """Return what the host knows of the step that a hook is called in."""
@@ -298,12 +292,9 @@ def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
 
 def _complete(readback: Readback) -> tuple[StepFacts, dict[int, npt.NDArray[Any]]]:
     """Put the numbers that have arrived into the facts of their step."""
-    facts, names = readback.context["facts"], readback.context["names"]
-    parts: dict[Any, npt.NDArray[Any]] = {}
-    at = 0
-    for key, length in readback.context["lengths"].items():
-        parts[key] = readback.array[at : at + length]
-        at += length
+    facts, names, lengths = (readback.context[key] for key in ("facts", "names", "lengths"))
+    ends = np.cumsum(list(lengths.values()), dtype=int)
+    parts = dict(zip(lengths, np.split(readback.array, ends), strict=False))
     extras = {key: part for key, part in parts.items() if isinstance(key, int)}
     found: dict[str, Any] = {
         key: float(part[0]) for key, part in parts.items() if key not in extras and key != "signals"

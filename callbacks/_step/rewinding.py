@@ -44,8 +44,6 @@ class Rewinder:
     def __post_init__(self) -> None:
         self.most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
 
-    # --- taking checkpoints ----------------------------------------------------------------------
-
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -60,35 +58,35 @@ class Rewinder:
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return, at the end of a batch, whether it is time for a checkpoint."""
-        is_between_steps = not trainer.fit_loop._should_accumulate()
         last = self.marks[-1].global_step // self.every_n_steps if self.marks else -1
         is_new = trainer.global_step // self.every_n_steps > last
-        return is_between_steps and is_new and trainer.global_step > 0
+        return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take the checkpoint before a step, and remove those that are older than needed.
+        """Take the checkpoint before a step on all ranks, and remove those that are too old.
 
-        On all ranks; `position` is how many batches have been taken from the data.
+        `position` is how many batches have been taken from the data.
         """
-        schedules = trainer.fit_loop.epoch_loop.scheduler_progress.total.completed
         mark = Mark(
             path=self.store.path_of(step),
             step=step,
             global_step=trainer.global_step,
-            schedule_steps=schedules,
+            schedule_steps=trainer.fit_loop.epoch_loop.scheduler_progress.total.completed,
             position=position,
             lr_factor=self._total_factor,
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
         self.store.write(trainer, mark, self.most)
-        is_far = [mark.global_step - m.global_step >= self.rewind_steps for m in self.marks]
-        for stale in self.marks[: max(is_far.count(True) - 1, 0)]:
+        for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
             size = self.store.bytes
             rank_zero_info(usage(key, most=self.most, size=size, total=self.most * size))
+
+    def _far_from(self, global_step: int) -> list[Mark]:
+        return [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
 
     def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
         self.marks.remove(mark)
@@ -100,15 +98,13 @@ class Rewinder:
             self._remove(trainer, mark)
         self.store.close(is_over=True)
 
-    # --- going back ------------------------------------------------------------------------------
-
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
 
         The newest checkpoint that is far enough back is taken; else one before it, else one behind
         it. Return it and how many batches are still to be skipped; `None` where none can be read.
         """
-        far = [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
+        far = self._far_from(global_step)
         self.lost = []
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
@@ -144,7 +140,13 @@ class Rewinder:
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
         connector.restore_model()
-        self._restore_callbacks(trainer, checkpoint)
+        states = checkpoint.get("callbacks", {})
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # Of the others the state belongs to files, time or reports, not to the weights.
+            if not isinstance(callback, Checkpoint | Timer | InstabilityMonitor):
+                callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+                if callback.state_key in states:
+                    callback.load_state_dict(states[callback.state_key])
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
         connector._loaded_checkpoint = {}
@@ -156,27 +158,12 @@ class Rewinder:
         _go_back(automatic if is_automatic else manual, mark.global_step)
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
-    @staticmethod
-    def _restore_callbacks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put back callbacks whose state belongs to the weights, not to files, time or reports."""
-        states = checkpoint.get("callbacks", {})
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if not isinstance(callback, Checkpoint | Timer | InstabilityMonitor):
-                callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-                if callback.state_key in states:
-                    callback.load_state_dict(states[callback.state_key])
-
-    # --- skipping data ---------------------------------------------------------------------------
-
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
         """Skip at the start of this epoch what is left to be skipped."""
         if self.to_skip > 0 and trainer.fit_loop._data_fetcher is not None:
             _skip_at_start(self, trainer, trainer.fit_loop._data_fetcher)
 
-    # --- resuming --------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on."""
         marks = [asdict(mark) for mark in self.marks]
         return {"marks": marks, "to_skip": self.to_skip, "lr_factor": self._total_factor}
 

@@ -30,11 +30,6 @@ class SamplingMonitor(InstabilityMonitor, ABC):
 
     Samples are taken every `every_n_steps` steps, and five times as often until there are
     `baseline_samples` of them, from which a monitor learns what is normal for each tensor.
-
-    Args:
-        every_n_steps: Steps between two samples.
-        baseline_samples: Samples at the start that tell what is normal.
-        repeat_after_steps: Steps until the same alarm may be raised again.
     """
 
     keeps: tuple[str, ...] = ("samples",)
@@ -56,9 +51,8 @@ class SamplingMonitor(InstabilityMonitor, ABC):
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return whether to sample at the step under way."""
-        every = self.every_n_steps
-        if self._taken < self.baseline_samples:
-            every = max(every // 5, 1)
+        is_early = self._taken < self.baseline_samples
+        every = max(self.every_n_steps // 5, 1) if is_early else self.every_n_steps
         return step_of(trainer) % every == 0
 
     def submit(self, trainer: pl.Trainer, packed: Tensor, *, gather: bool, **context: Any) -> None:

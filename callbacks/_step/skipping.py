@@ -44,21 +44,18 @@ class StepSkipper:
             )
 
     def skip(
-        self,
-        pl_module: pl.LightningModule,
-        optimizer: Optimizer,
-        flag: Tensor,
-        *,
-        is_certain: bool = False,
+        self, pl_module: pl.LightningModule, optimizer: Optimizer, flag: Tensor | None = None
     ) -> None:
         """Have the step to come skipped; call it in `on_before_optimizer_step`.
 
-        The flag is 1 to skip and 0 to step: fp32, of shape [], on the device. Where it
-        `is_certain`, the host knows that it is 1, so that nothing goes on.
+        The flag is 1 to skip and 0 to step: fp32, of shape [], on the device; `None` where the host
+        knows that it is to be skipped, so that nothing goes on.
         """
-        trainer = pl_module.trainer
+        trainer, is_certain = pl_module.trainer, flag is None
         plugin = trainer.precision_plugin
         self._held = False
+        if flag is None:
+            flag = torch.ones((), device=trainer.strategy.root_device)
         if isinstance(plugin, ScaledPrecision):
             plugin.request_skip(flag)
         elif self._takes_found_inf(optimizer):
@@ -100,8 +97,7 @@ class StepSkipper:
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:
         """Hand over the flag after a `GradScaler`, together with what that has found."""
-        flag = self._flags.get(optimizer)
-        found_inf = getattr(optimizer, "found_inf", None)
+        flag, found_inf = self._flags.get(optimizer), getattr(optimizer, "found_inf", None)
         if flag is None:
             return
         if found_inf is None:
@@ -111,12 +107,10 @@ class StepSkipper:
             optimizer.found_inf = torch.maximum(found_inf, flag.to(found_inf).view_as(found_inf))  # type: ignore[attr-defined]
 
     def _clear(self, optimizer: Optimizer, *_: object) -> None:
-        """Take back the flag."""
         if self._flags.pop(optimizer, None) is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     def detach(self) -> None:
-        """Remove the hooks from optimizers."""
         self._hooks.close()
         self._seen.clear()
         self._flags.clear()

@@ -21,11 +21,7 @@ __all__ = [
 
 
 def step_of(trainer: pl.Trainer) -> int:
-    """Return the training step that a hook is called in.
-
-    Optimizer steps tried before, skipped ones too, counted from 0 over epochs: the axis of
-    Lightning's loggers. `trainer.global_step` stands still while steps are skipped.
-    """
+    """Return the loggers' step: optimizer steps tried before, skipped ones too, from 0."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -53,10 +49,7 @@ def is_sharded(trainer: pl.Trainer) -> bool:
 
 
 def gather_ranks(packed: Tensor) -> Tensor:
-    """Stack the tensors of all ranks in one collective: shape [W, *packed.shape].
-
-    Every rank must call it at the same steps, with the same shape.
-    """
+    """Stack the tensors of all ranks, alike in shape, in one collective: [W, *packed.shape]."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return packed[None]
     world_size = dist.get_world_size()
