@@ -6,14 +6,7 @@ __all__ = ["ForLightning", "check_trainer", "refuse"]
 
 
 def refuse(name: str) -> NoReturn:
-    """Raise.
-
-    Args:
-        name: Of the class that was passed to a `pytorch_lightning.Trainer`.
-
-    Raises:
-        MisconfigurationException: Always.
-    """
+    """Refuse a class that was passed to a `pytorch_lightning.Trainer`."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     raise MisconfigurationException(
@@ -23,15 +16,7 @@ def refuse(name: str) -> NoReturn:
 
 
 def check_trainer(trainer: object, component: object) -> None:
-    """Refuse a Trainer of `pytorch_lightning`.
-
-    Args:
-        trainer: What `component` was passed to.
-        component: A callback.
-
-    Raises:
-        MisconfigurationException: It is not a Trainer of `lightning.pytorch`.
-    """
+    """Refuse a Trainer of `pytorch_lightning`, which `component` was passed to."""
     if any(base.__module__.startswith("pytorch_lightning.") for base in type(trainer).__mro__):
         refuse(type(component).__name__)
 

@@ -41,12 +41,7 @@ def register_strategies() -> None:
 
 
 class _AfterImport:
-    """Lets the import of a registry take its course, and registers at its end.
-
-    Args:
-        name: The module of the registry.
-        make: Makes a strategy of the name of its class.
-    """
+    """Lets the import of a registry take its course, and registers at its end."""
 
     def __init__(self, name: str, make: Callable[..., Any]) -> None:
         self.name = name

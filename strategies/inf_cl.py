@@ -100,20 +100,13 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
 
     strategy_name = "inf_cl"
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Called by the constructor, and by that of the Trainer with its own.
-        if isinstance(precision_plugin, (FSDPPrecision, ModelParallelBalancedAMP)):
+    def _check_precision(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, (FSDPPrecision, ModelParallelBalancedAMP)):
             raise MisconfigurationException(
-                f"Passed `{type(precision_plugin).__name__}` with `InfCLStrategy`. It is for "
+                f"Passed `{type(plugin).__name__}` with `InfCLStrategy`. It is for "
                 "sharded models, and `InfCLStrategy` is DDP. Pass `BalancedAMP()` instead."
             )
-        self._precision_plugin = precision_plugin
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

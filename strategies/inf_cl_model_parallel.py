@@ -89,20 +89,13 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
 
     strategy_name = "inf_cl_fsdp2"
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        is_ours = isinstance(precision_plugin, ModelParallelBalancedAMP)
-        if isinstance(precision_plugin, BalancedAMP) and not is_ours:
+    def _check_precision(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, BalancedAMP) and not isinstance(plugin, ModelParallelBalancedAMP):
             raise MisconfigurationException(
-                f"Passed `{type(precision_plugin).__name__}` with `{type(self).__name__}`. It does "
+                f"Passed `{type(plugin).__name__}` with `{type(self).__name__}`. It does "
                 "not know shards. Pass `ModelParallelBalancedAMP()` instead."
             )
-        self._precision_plugin = precision_plugin
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

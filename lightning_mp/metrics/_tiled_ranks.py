@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype, sum_rounding
 
-__all__ = ["SimilarityTiles", "retrieval_ranks"]
+__all__ = ["SimilarityTiles", "retrieval_ranks", "unit_rows"]
 
 
 class _Tile(NamedTuple):
@@ -56,10 +56,10 @@ class SimilarityTiles:
         """Yields tiles by rows of images."""
         for n in range(0, len(self.image_ND), self.edge):
             images = slice(n, n + self.edge)
-            unit_nD, norm_n1 = self._unit_rows(self.image_ND[images])
+            unit_nD, norm_n1 = unit_rows(self.image_ND[images], self.dtype)
             for m in range(0, len(self.text_MD), self.edge):
                 texts = slice(m, m + self.edge)
-                unit_mD, norm_m1 = self._unit_rows(self.text_MD[texts])
+                unit_mD, norm_m1 = unit_rows(self.text_MD[texts], self.dtype)
                 yield _Tile(
                     images,
                     texts,
@@ -69,16 +69,17 @@ class SimilarityTiles:
                     self.image_ids_N[images, None] == self.text_ids_M[texts],
                 )
 
-    def _unit_rows(self, features_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns rows of norm 1 and their norms; a row with inf or NaN becomes NaN throughout."""
-        unit_RD = features_RD.to(self.dtype, copy=True)
-        # Dividing by the largest entry first keeps squares of 1e20 or 1e-30 inside fp32.
-        peak_R1 = unit_RD.abs().amax(dim=1, keepdim=True)
-        peak_R1 = torch.where(peak_R1 == 0, 1, peak_R1)
-        unit_RD /= peak_R1
-        norm_R1 = torch.linalg.vector_norm(unit_RD, dim=1, keepdim=True)
-        unit_RD /= norm_R1.clamp(min=1)  # below one only for a zero row, which scores 0
-        return unit_RD, norm_R1 * peak_R1
+
+def unit_rows(features_RD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns rows of norm 1 and their norms; a row with inf or NaN becomes NaN throughout."""
+    unit_RD = features_RD.detach().to(dtype, copy=True)
+    # Dividing by the largest entry first keeps squares of 1e20 or 1e-30 inside fp32.
+    peak_R1 = unit_RD.abs().amax(dim=1, keepdim=True)
+    peak_R1 = torch.where(peak_R1 == 0, 1, peak_R1)
+    unit_RD /= peak_R1
+    norm_R1 = torch.linalg.vector_norm(unit_RD, dim=1, keepdim=True)
+    unit_RD /= norm_R1.clamp(min=1)  # below one only for a zero row, which scores 0
+    return unit_RD, norm_R1 * peak_R1
 
 
 def _weighted(score_nm: Tensor, norm: Tensor | None) -> Tensor:

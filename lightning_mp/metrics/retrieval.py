@@ -160,8 +160,7 @@ class ContrastiveRecall(Metric):
         text_keys: Tensor | None = None,
     ) -> None:
         """Adds a batch of images and texts, which need not be equally many if they have ids."""
-        self._check(image_features, text_features, image_ids, text_ids)
-        self._check_keys(image_ids, text_ids, image_keys, text_keys)
+        self._check(image_features, text_features, image_ids, text_ids, image_keys, text_keys)
         # Copies, since a CUDA graph's outputs or a reused buffer change under a reference.
         self.image_features.append(image_features.detach().clone())
         self.text_features.append(text_features.detach().clone())
@@ -181,29 +180,17 @@ class ContrastiveRecall(Metric):
                 self.unsync()
             raise
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
-        image_keys: Tensor | None = None,
-        text_keys: Tensor | None = None,
-    ) -> dict[str, Tensor] | Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor] | Tensor:
         """Adds a batch as `update()` does and returns the values of this batch alone."""
         # torchmetrics empties the state before it updates: check against the full state, and
         # put it back if anything fails.
-        self._check(image_features, text_features, image_ids, text_ids)
-        self._check_keys(image_ids, text_ids, image_keys, text_keys)
+        self._check(*args, **kwargs)
         before = {**self.__dict__, **self._copy_state_dict()}
         try:
-            batch_values: dict[str, Tensor] | Tensor = super().forward(
-                image_features, text_features, image_ids, text_ids, image_keys, text_keys
-            )
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         except Exception:
             self.__dict__.update(before)
             raise
-        return batch_values
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """Draws one or several results of `compute()`, or the current one; see torchmetrics."""
@@ -261,11 +248,14 @@ class ContrastiveRecall(Metric):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        image_ids: Tensor | None,
-        text_ids: Tensor | None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        image_keys: Tensor | None = None,
+        text_keys: Tensor | None = None,
     ) -> None:
         """Raises ValueError on a batch that this state cannot take."""
-        check_features(image_features, text_features)
+        name = type(self).__name__
+        check_features(name, image_features, text_features)
         if self.image_features:
             seen = self.image_features[0]
             if (seen.shape[1], seen.dtype) != (image_features.shape[1], image_features.dtype):
@@ -289,22 +279,14 @@ class ContrastiveRecall(Metric):
                 "be mixed: pass ids in every update or in none, or call `reset()` first."
             )
         if image_ids is not None and text_ids is not None:
-            check_ids("image", image_ids, len(image_features))
-            check_ids("text", text_ids, len(text_features))
+            check_ids(name, "image_ids", image_ids, len(image_features))
+            check_ids(name, "text_ids", text_ids, len(text_features))
         elif len(image_features) != len(text_features):
             raise ValueError(
                 f"Passed {len(image_features)} images and {len(text_features)} texts without ids. "
                 "Without ids row i belongs to row i, so both must be equally many: pass "
                 "`image_ids` and `text_ids`."
             )
-
-    def _check_keys(
-        self,
-        image_ids: Tensor | None,
-        text_ids: Tensor | None,
-        image_keys: Tensor | None,
-        text_keys: Tensor | None,
-    ) -> None:
         for side, ids, keys in (("image", image_ids, image_keys), ("text", text_ids, text_keys)):
             if keys is None:
                 continue
@@ -313,7 +295,7 @@ class ContrastiveRecall(Metric):
                     f"Passed `{side}_keys` without `{side}_ids`. Where rows are left out, pairs "
                     "cannot be told by their positions: pass `image_ids` and `text_ids` too."
                 )
-            check_ids(side, keys, len(ids), what="keys")
+            check_ids(name, f"{side}_keys", keys, len(ids))
 
     def _copy_state_dict(self) -> dict[str, Tensor | list[Any]]:
         # torchmetrics copies every tensor on each forward(), O(N^2) over an epoch. Nothing here

@@ -5,7 +5,6 @@ Shapes: `n` images of a batch, `p` prompts, `C` classes, `D` feature width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_mp._arguments import check_count, explains_arguments
-from lightning_mp.metrics._checks import check_top_k, check_value
+from lightning_mp.metrics._checks import check_ids, check_rows, check_top_k, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
-from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
+from lightning_mp.metrics._tiled_ranks import unit_rows
+from lightning_mp.numerics.floats import accumulation_dtype, sum_rounding
 
 __all__ = ["ZeroShotAccuracy"]
 
@@ -117,7 +117,7 @@ class ZeroShotAccuracy(Metric):
     @torch.no_grad()
     def update_prompts(self, text_features: Tensor, class_ids: Tensor) -> None:
         """Adds prompts, each to the class that it is one of."""
-        _check("text_features", text_features, "class_ids", class_ids)
+        self._check("text_features", text_features, class_ids=class_ids)
         low, high = class_ids.aminmax() if len(class_ids) else (0, 0)
         if low < 0 or high >= self.num_classes:
             raise ValueError(
@@ -135,9 +135,7 @@ class ZeroShotAccuracy(Metric):
     @torch.no_grad()
     def update(self, image_features: Tensor, target: Tensor, keys: Tensor | None = None) -> None:
         """Adds images with their classes."""
-        _check("image_features", image_features, "target", target)
-        if keys is not None:
-            _check("image_features", image_features, "keys", keys)
+        self._check("image_features", image_features, target=target, keys=keys)
         classes_CD = self._classes()
         target = target.to(image_features.device, torch.int64)
         rows = max(1, self.workspace_bytes // (4 * self.num_classes * classes_CD.itemsize))
@@ -191,6 +189,12 @@ class ZeroShotAccuracy(Metric):
         """Draws one or several results of `compute()`, or the current one; see torchmetrics."""
         return self._plot(val, ax)
 
+    def _check(self, name: str, features: Tensor, **ids: Tensor | None) -> None:
+        check_rows(type(self).__name__, name, features)
+        for other, values in ids.items():
+            if values is not None:
+                check_ids(type(self).__name__, other, values, len(features))
+
     def _classes(self) -> Tensor:
         if self._classes_CD is None:
             if self._sums_CD is None or self._counts_C is None or (self._counts_C == 0).any():
@@ -218,35 +222,11 @@ def _ranks(unit_nD: Tensor, classes_CD: Tensor, target_n: Tensor) -> Tensor:
     score_nC = unit_nD.to(dtype) @ classes_CD.to(dtype).T
     place_n1 = target_n.clamp(0, len(classes_CD) - 1)[:, None]
     own_n1 = score_nC.gather(1, place_n1)
-    # Twice what rounding makes of an inner product of unit rows (doi:10.1137/18M1226312).
-    rounding = 2 * (2 + math.sqrt(unit_nD.shape[1]) / 2) * torch.finfo(dtype).eps
-    ahead_nC = ~(score_nC < own_n1 - rounding)
+    ahead_nC = ~(score_nC < own_n1 - 2 * sum_rounding(unit_nD.shape[1], dtype))
     ahead_nC.scatter_(1, place_n1, False)
     rank_n = 1 + ahead_nC.sum(1)
     return torch.where(own_n1[:, 0].isfinite(), rank_n, len(classes_CD) + 1).float()
 
 
 def _unit_rows(features_RD: Tensor) -> Tensor:
-    """Return rows of norm 1; a row with inf or NaN becomes NaN throughout."""
-    rows_RD = features_RD.detach().to(accumulation_dtype(features_RD.dtype))
-    peak_R1 = rows_RD.abs().amax(1, keepdim=True)  # squares of 1e20 stay within fp32
-    rows_RD = rows_RD / torch.where(peak_R1 == 0, 1, peak_R1)
-    norm_R1: Tensor = torch.linalg.vector_norm(rows_RD, dim=1, keepdim=True)
-    return rows_RD / norm_R1.clamp(min=1)
-
-
-def _check(name: str, features: Tensor, other: str, values: Tensor) -> None:
-    is_rows = isinstance(features, Tensor) and features.ndim == 2 and features.shape[1] > 0
-    if not is_rows or features.dtype not in FLOAT_DTYPES:
-        shown = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise ValueError(
-            f"Passed `{name}` {shown}. `ZeroShotAccuracy` accepts a floating-point tensor of shape "
-            "(n, D): pool to one vector a row."
-        )
-    is_integers = isinstance(values, Tensor) and not values.is_floating_point()
-    if not is_integers or values.shape != features.shape[:1]:
-        shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(
-            f"Passed `{other}` {shown} for {len(features)} rows of `{name}`. `ZeroShotAccuracy` "
-            f"accepts one integer a row: write `torch.tensor([...])` of shape ({len(features)},)."
-        )
+    return unit_rows(features_RD, accumulation_dtype(features_RD.dtype))[0]

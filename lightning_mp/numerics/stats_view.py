@@ -88,11 +88,6 @@ class TensorStats:
         return self._named(self._share(StatField.SUBNORMALS))
 
     @cached_property
-    def flushed_share(self) -> dict[str, float]:
-        """What fp16 rounds to 0 at the scale given, as a share; exact zeros are not in it."""
-        return self._named(self._share(StatField.FLUSHED))
-
-    @cached_property
     def mean(self) -> dict[str, float]:
         """The mean of the finite values; 0 without any."""
         return self._named(self.column(StatField.SUM) / self._finite())

@@ -81,10 +81,10 @@ def guard_adam_epsilon(
     that silently grow to 31 learning rates. See `epsilon_report`.
 
     Half states of fp32 parameters are moved to fp32. So are those of half parameters where the
-    optimizer computes with fp32 states, which it is asked by a step on one number: in torch 2.13
-    RMSprop (unless centered), Adadelta, and Adagrad with `foreach=False`. Their states then stay in
-    fp32, also when a checkpoint is loaded. torch's Adam family cannot, so its half parameters are
-    refused, unless their report `is_safe`, as in bf16.
+    optimizer computes with fp32 states: in torch 2.13 RMSprop (unless centered), Adadelta, and
+    Adagrad with `foreach=False`. Their states then stay in fp32, also when a checkpoint is loaded.
+    torch's Adam family cannot, so its half parameters are refused, unless their report `is_safe`,
+    as in bf16.
 
     Optimizers that are not torch's are judged as `check_adam_epsilon` says, and their states are
     never moved. `keeps_fp32_states = True` on the class or the optimizer exempts it.

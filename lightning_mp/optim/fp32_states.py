@@ -1,16 +1,15 @@
 """Optimizer states in fp32 for half parameters, where the optimizer can compute with them."""
 
-import inspect
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.numerics.floats import HALF_DTYPES, smallest_subnormal
+from lightning_mp.numerics.floats import HALF_DTYPES
 
 __all__ = [
     "is_moment",
@@ -41,46 +40,42 @@ def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
 def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
     """Give a half parameter fp32 states, before its first step too, if the optimizer uses them.
 
-    The optimizer is asked: one of its class and options steps a single number in half with states
-    in fp32, and must move it as it moves one in fp32. In torch 2.13, RMSprop (unless centered),
-    Adagrad (single-tensor) and Adadelta do. Adam, AdamW, NAdam, RAdam, Adamax and Adafactor raise,
-    whether single-tensor, foreach or fused, as does all that is fused. Adagrad with `foreach=True`,
-    the default on a GPU, takes them but multiplies gradient and learning rate in half, which
-    flushes gradients up to 3e-5 at lr=1e-3: `foreach=False` cures that.
-
-    Only classes of torch itself are asked: any other may hold a second optimizer, or communicate.
-
-    Args:
-        optimizer: The optimizer.
-        group: The parameter's group.
-        parameter: A half parameter.
-
-    Returns:
-        Whether its states are in fp32 now. They stay so through a checkpoint with
-        `keep_fp32_states`.
+    Return whether they are in fp32 now. They stay so through a checkpoint with `keep_fp32_states`.
     """
-    if not _is_torchs(optimizer):
-        return False
-    one = torch.zeros(1, device=parameter.device)
-    try:
-        fresh, _ = _step_once(type(optimizer), group, one, {}, gradient=0.0)
-        for value in fresh.values():
-            value.zero_()  # a zero gradient has left nothing but the count of its step
-        _, wanted = _step_once(type(optimizer), group, one, fresh)
-        kept, got = _step_once(type(optimizer), group, one.to(parameter.dtype), fresh)
-    except Exception:  # whatever it objects to, it does not take them
-        return False
-    is_right = abs(got - wanted) <= 0.01 * abs(wanted) + smallest_subnormal(parameter.dtype)
-    if not is_right or any(value.dtype in HALF_DTYPES for value in kept.values()):
+    names = _usable_moments(optimizer, group, parameter)
+    if names is None:
         return False
     state = optimizer.state[parameter]
     if state:
         _widen(state)
-    else:
-        for name, value in fresh.items():
-            is_like = value.shape == one.shape
-            state[name] = torch.zeros_like(parameter, dtype=torch.float32) if is_like else value
+        return True
+    where = parameter.device if group["capturable"] else None
+    state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+    state.update({name: torch.zeros_like(parameter, dtype=torch.float32) for name in names})
     return True
+
+
+def _usable_moments(
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
+) -> list[str] | None:
+    """Return the moments that a step keeps in fp32 of a half parameter, `None` if it does not.
+
+    In torch 2.13, Adam, AdamW, NAdam, RAdam, Adamax, Adafactor and a centered RMSprop raise,
+    as does all that is fused. Adagrad with `foreach=True`, the default on a GPU, takes them but
+    multiplies gradient and learning rate in half, which flushes gradients up to 3e-5 at lr=1e-3.
+    A class that is derived from torch's may hold a second optimizer, or communicate.
+    """
+    kind = type(optimizer)
+    if group.get("differentiable"):
+        return None
+    if kind is optim.RMSprop and not group["centered"]:
+        return ["square_avg", *(["momentum_buffer"] if group["momentum"] else [])]
+    if kind is optim.Adadelta:
+        return ["square_avg", "acc_delta"]
+    is_foreach = parameter.is_cuda if group.get("foreach") is None else group["foreach"]
+    # It has made its state by now.
+    is_usable = kind is optim.Adagrad and not group["fused"] and not is_foreach
+    return ["sum"] if is_usable else None
 
 
 def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
@@ -128,24 +123,3 @@ def _widen(state: dict[str, Any]) -> None:
     for name, value in state.items():
         if is_moment(name, value) and value.dtype in HALF_DTYPES:
             state[name] = value.float()
-
-
-def _step_once(
-    cls: type[Optimizer],
-    group: dict[str, Any],
-    start: Tensor,
-    state: dict[str, Tensor],
-    *,
-    gradient: float = 2.0**-20,  # its square is 0 in fp16, as is its product with the rate below
-) -> tuple[dict[str, Tensor], float]:
-    """Step a single number with a group's options; return its state, and where it has gone."""
-    options = {name: group[name] for name in inspect.signature(cls).parameters if name in group}
-    options = {**options, "lr": 2.0**-10}  # a schedule may start at 0, which would tell nothing
-    options.pop("params", None)
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = cls([parameter], **options)
-    if state:
-        optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
-    parameter.grad = torch.full_like(parameter, gradient)
-    optimizer.step()
-    return dict(optimizer.state[parameter]), parameter.item()

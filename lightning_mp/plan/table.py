@@ -22,12 +22,9 @@ __all__ = ["advice", "aligned", "count", "plan_lines", "size"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows as lines of aligned columns.
+    """Return rows, of which the first is the header, as lines of aligned columns.
 
-    Args:
-        rows: The first is the header.
-        left: Columns at the start, or the last one of words, that are aligned to the left: the
-            first one always is, and with 2 the last one, too.
+    The first column is aligned to the left, and with `left=2` the last one, of words, too.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
@@ -45,13 +46,11 @@ def computing_in(precision: StaticBytes) -> Iterator[None]:
     from lightning_mp.precision.op_policy import OpPolicy
 
     dtype = getattr(torch, precision.activations)
-    before = torch.get_default_dtype()
     with ExitStack() as stack:
         if precision.policy == "autocast":
             stack.enter_context(OpPolicy().context("cpu", dtype))
         elif precision.policy == "weights":
-            torch.set_default_dtype(dtype)
-            stack.callback(torch.set_default_dtype, before)
+            stack.enter_context(_DtypeContextManager(dtype))
         yield
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,7 +21,7 @@ from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.op_policy import OpPolicy
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    pass
 
 __all__ = ["BalancedAMP", "widen"]
 
@@ -209,17 +209,8 @@ class BalancedAMP(ScaledPrecision):
         self._working.refresh(self.main_params(optimizer))
 
     @override
-    def backward(  # type: ignore[override]
-        self,
-        tensor: Tensor,
-        model: "pl.LightningModule",
-        optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Run the backward; forwards that it repeats, as in checkpointing, meet the policy too."""
-        with self.policy.recompute_context(self._device_type):
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
+        return self.policy.recompute_context(self._device_type)
 
     @property
     def _device_type(self) -> str:
@@ -227,13 +218,7 @@ class BalancedAMP(ScaledPrecision):
 
 
 def widen(parameters: Iterable[Tensor], whose: str, owners: Iterable[nn.Module] = ()) -> None:
-    """Turn trainable half parameters into fp32, in place.
-
-    Args:
-        parameters: Some of a model's.
-        whose: What the note calls them.
-        owners: Modules whose half buffers, such as running statistics, follow their parameters.
-    """
+    """Turn trainable half parameters into fp32, in place, and their owners' half buffers."""
     half = {p for p in parameters if p.requires_grad and p.dtype in HALF_DTYPES}
     for owner in owners:
         if not half.isdisjoint(owner.parameters(recurse=False)):

@@ -55,14 +55,15 @@ class ShardedBalancedAMP(BalancedAMP):
 
     @override
     def _has_gradients(self, optimizer: Optimizer) -> bool:
-        # A rank may hold no shard of an optimizer's parameters, and goes along with the others.
-        has = torch.tensor(float(super()._has_gradients(optimizer)), device=self._first_device())
-        return all_reduce_found_inf(has).item() != 0
+        return self._on_any_rank(super()._has_gradients(optimizer))
 
     @override
     def _has_gradient_values(self, optimizer: Optimizer) -> bool:
-        has = float(super()._has_gradient_values(optimizer))
-        flag = torch.tensor(has, device=self._first_device())
+        return self._on_any_rank(super()._has_gradient_values(optimizer))
+
+    def _on_any_rank(self, has: bool) -> bool:
+        # A rank may hold no shard of an optimizer's parameters, and goes along with the others.
+        flag = torch.tensor(float(has), device=self._first_device())
         return all_reduce_found_inf(flag).item() != 0
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._choice.module_selection import as_written, class_names, select_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
@@ -94,11 +95,7 @@ class InfClamp:
                 f"Passed `InfClamp({modules!r})`. `modules` must be a sequence of names. Pass "
                 "`['auto']`, or names such as `['Mlp', 'encoder.head']`."
             )
-        if gradient not in ("zero", "straight_through"):
-            raise ValueError(
-                f"Passed `InfClamp(gradient={gradient!r})`. `gradient` must be 'zero' or "
-                "'straight_through'. Pass 'zero' for the gradient of T5's clamp."
-            )
+        check_choice(self, "gradient", gradient, ("zero", "straight_through"))
         if isinstance(value, bool) or not 0 < value <= _MAX:
             raise ValueError(
                 f"Passed `InfClamp(value={value!r})`. `value` must be above 0 and at most 65504, "

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_count, explains_arguments
 
 __all__ = ["LossScaleConfig"]
 
@@ -71,10 +71,8 @@ class LossScaleConfig:
         if not _is_within(self.backoff_factor, _LOWEST_SCALE, math.nextafter(1, 0)):
             self._refuse("backoff_factor", "a number between 0 and 1", "0.5")
         for name in ("growth_interval", "warmup_interval", "hysteresis", "patience"):
-            value = getattr(self, name)
-            is_count = type(value) is int and value >= 1
-            if not is_count and (name, value) != ("warmup_interval", None):
-                self._refuse(name, "an integer of at least 1", "1 or more steps")
+            if (value := getattr(self, name)) is not None or name != "warmup_interval":
+                check_count("LossScaleConfig", name, value, fix="Pass 1 or more steps.")
         if not isinstance(self.dynamic, bool):
             self._refuse("dynamic", "True or False", "False for a static scale")
         if self.dynamic and not self.min_scale <= self.init_scale <= self.max_scale:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype
+from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.tensor_stats import first_non_finite, stored_values
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 
@@ -110,8 +111,8 @@ class LossScaler:
         fp16, 23.4% become zero; in fp32 it is less than 0.001%.
 
         Args:
-            gradients: fp32 or float64, dense or sparse, at the current scale. Of a DTensor pass the
-                local shard, and reduce what returns with `all_reduce_found_inf`.
+            gradients: fp32 or float64, dense or sparse, at the current scale. A DTensor stands for
+                its local shard: reduce what returns with `all_reduce_found_inf`.
             device: Where the result goes; by default to that of the first gradient, else the CPU.
 
         Returns:
@@ -126,18 +127,7 @@ class LossScaler:
     def find_inf(
         self, gradients: Sequence[Tensor], *, device: torch.device | None = None
     ) -> Tensor:
-        """Look for values that are not finite in gradients that are unscaled already.
-
-        Args:
-            gradients: As for `unscale_`.
-            device: As for `unscale_`.
-
-        Returns:
-            found_inf: As from `unscale_`.
-
-        Raises:
-            ValueError: If a gradient is neither fp32 nor float64.
-        """
+        """Look, as `unscale_` does, for what is not finite in gradients that are unscaled."""
         return self._divide_(gradients, 1.0, device)
 
     def _divide_(
@@ -151,16 +141,12 @@ class LossScaler:
                     "`LossScaler.unscale_`. It must be fp32 or float64: in fp16, 23.4% of "
                     "N(0, 1e-7) become zero, in fp32 less than 0.001%. Pass `gradient.float()`."
                 )
-            values = stored_values(self._local(gradient))
+            values = stored_values(local_shard(gradient))
             groups[values.device, values.dtype].append(values)
         places = [place for place, _ in groups] or [torch.device("cpu")]
         target = device or places[0]
         found = [_divide_group_(tensors, scale).to(target) for tensors in groups.values()]
         return torch.stack([torch.zeros((), dtype=torch.float32, device=target), *found]).amax()
-
-    def _local(self, gradient: Tensor) -> Tensor:
-        """Return what this rank holds of a gradient."""
-        return gradient
 
     def record(
         self,

@@ -15,8 +15,6 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.shards import local_shard
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
-from lightning_mp.precision.loss_scale_config import LossScaleConfig
-from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["ModelParallelBalancedAMP"]
 
@@ -119,18 +117,6 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
-    def _make_scaler(self, config: LossScaleConfig) -> LossScaler:
-        return _ShardScaler(config)
-
-    @override
     def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for name, gradient in super().named_gradients(optimizer):
             yield name, local_shard(gradient)
-
-
-class _ShardScaler(LossScaler):
-    """Unscales what this rank holds of each gradient."""
-
-    @override
-    def _local(self, gradient: Tensor) -> Tensor:
-        return local_shard(gradient)

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
+from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._choice.op_tables import (
     GROUPS,
     INPUT_ONLY,
@@ -84,11 +85,7 @@ class OpPolicy:
                 f"Passed {both} in both `fp32_ops` and `half_ops`. An op runs in one of them. "
                 "Take it out of one."
             )
-        if self.norm_output not in ("input", "fp32"):
-            raise ValueError(
-                f"Passed `norm_output={self.norm_output!r}`. It must be 'input' or 'fp32'. Use "
-                "'input' to keep the output of a norm in half where its input is."
-            )
+        check_choice(self, "norm_output", self.norm_output, ("input", "fp32"))
 
     def class_of(self, op: str) -> OpClass:
         """Return the class of an op under this policy, whatever the device.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin as _HasDtype
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -239,13 +240,8 @@ class PureFP16(ScaledPrecision):
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Make half the dtype of new tensors, as `precision="16-true"` does."""
-        with self._in_half():
-            yield
-
-    @contextlib.contextmanager
-    def _in_half(self) -> Iterator[None]:
         mixed = MixedInputs(self.half_dtype) if self._has_fp32_buffers else contextlib.nullcontext()
-        with _default_dtype(self.half_dtype), mixed:
+        with _DtypeContextManager(self.half_dtype), mixed:
             yield
 
     @override
@@ -257,17 +253,8 @@ class PureFP16(ScaledPrecision):
         return tensor
 
     @override
-    def backward(  # type: ignore[override]
-        self,
-        tensor: Tensor,
-        model: "pl.LightningModule",
-        optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Run the backward; forwards that it repeats, as in checkpointing, make halves too."""
-        with self._in_half():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
+        return self.forward_context()
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -278,7 +265,7 @@ class PureFP16(ScaledPrecision):
         **kwargs: Any,
     ) -> Any:
         """Run the closure, then step in fp32 with unscaled gradients, or skip the step."""
-        with _default_dtype(torch.float32):
+        with _DtypeContextManager(torch.float32):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     @override
@@ -297,13 +284,3 @@ class PureFP16(ScaledPrecision):
 
 def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.running_mean is not None
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

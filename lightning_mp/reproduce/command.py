@@ -12,7 +12,7 @@ __all__ = ["PAPERS", "reproduce"]
 
 # The module of each paper, whose `PARTS` are functions of an `Output` by their names.
 PAPERS = {
-    "inf-cl": "lightning_mp.reproduce.inf_cl.parts",
+    "inf-cl": "lightning_mp.reproduce.inf_cl",
     "meta-vit": "lightning_mp.reproduce.meta_vit",
     "mixed-precision": "lightning_mp.reproduce.mixed_precision",
 }

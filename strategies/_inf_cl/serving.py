@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -75,6 +76,17 @@ class ServesTowers(ForLightning, _Strategy):
         self._cache: GradientCache | None = None
         self._micro_batch_sizes: dict[str, int] = {}
 
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Called by the constructor, and by that of the Trainer with its own.
+        self._check_precision(precision_plugin)
+        self._precision_plugin = precision_plugin
+
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -134,6 +146,9 @@ class ServesTowers(ForLightning, _Strategy):
         if self.offload == "host" and module is not None and module.trainer.training:
             device = torch.device("cpu")
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _check_precision(self, plugin: Precision | None) -> None:
+        """Refuse a precision that the strategy cannot work with."""
 
     def _check_others(self, arguments: dict[str, Any]) -> None:
         """Refuse what the strategy itself would take and cannot be used."""

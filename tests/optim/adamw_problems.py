@@ -1,22 +1,26 @@
 """Problems for the fused step, and how far its results are from others'."""
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mp.numerics.split_weights import join_weight
-from lightning_mp.optim._adamw.foreach import AdamWOptions
+from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.fused import fused_adamw_step
 from tests.reference.adamw import AdamWReference
 
 __all__ = [
     "BF16",
+    "DTYPES",
     "FP16",
     "FP32",
     "OPTIONS",
     "SHAPES",
     "Problem",
+    "agreeing_step",
     "disagreement",
     "fresh",
     "make_problem",
@@ -24,6 +28,11 @@ __all__ = [
 ]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Of weights and gradients, and how weights are written.
+DTYPES = [
+    *product((FP16, BF16), (FP16, BF16, FP32), ("kahan", "nearest", "stochastic")),
+    *product([FP32], (FP16, BF16, FP32), ("nearest",)),
+]
 # A block and parts of blocks, one element, none at all.
 SHAPES = (33, 31), (), (2, 0), (1024,)
 # Some roots of second moments are below this epsilon, some above.
@@ -135,9 +144,11 @@ def fresh(
     grad: torch.dtype = FP32,
     write_back: str = "kahan",
     shapes: Any = SHAPES,
+    device: str = "cpu",
 ) -> Problem:
     """Return a problem with residuals if it is to be stepped with them."""
-    return make_problem(shapes, half, grad, has_residuals=half != FP32 and write_back == "kahan")
+    has_residuals = half != FP32 and write_back == "kahan"
+    return make_problem(shapes, half, grad, has_residuals=has_residuals, device=device)
 
 
 def off_by_one_element(tensor: Tensor) -> Tensor:
@@ -164,6 +175,19 @@ def disagreement(found: Problem, expected: Problem | list[AdamWReference]) -> fl
     allowed = step * expected_values.abs() + _ROUNDING * (1 + expected_values.abs().amax())
     differences.append(((_joined(found.weights()) - expected_values).abs() / allowed).amax())
     return torch.stack(differences).nan_to_num(torch.inf).amax().item()
+
+
+def agreeing_step(problem: Problem, **options: Any) -> Problem:
+    """Return what the fused step makes of a problem, held against float64 and against torch."""
+    fused = problem.after(fused_adamw_step, **options)
+    assert disagreement(fused, problem.in_float64(**options)) < 1
+    if options["write_back"] != "stochastic":
+        foreach = problem.after(foreach_adamw_step, **options)
+        assert disagreement(fused, foreach) < 1
+        pairs = zip(fused.params, foreach.params, strict=True)
+        differing = sum((a != b).sum().item() for a, b in pairs if a.dtype != FP32)
+        assert differing < 0.01 * sum(p.numel() for p in problem.params)
+    return fused
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

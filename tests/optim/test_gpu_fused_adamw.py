@@ -1,33 +1,31 @@
 """The fused step on the GPU it is for, against torch and float64 on the same device."""
 
+import functools
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 import torch
 
 from lightning_mp.optim._adamw import tables as adamw_tables
-from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.foreach import AdamWOptions
 from lightning_mp.optim._adamw.fused import fused_adamw_step
 from lightning_mp.optim.safe_adamw import SafeAdamW
+from tests.optim import adamw_problems
 from tests.optim.adamw_problems import (
     BF16,
+    DTYPES,
     FP16,
     FP32,
     OPTIONS,
     Problem,
+    agreeing_step,
     disagreement,
-    make_problem,
 )
 
 pytestmark = pytest.mark.gpu
 
 # Whole chunks, parts of them, one element, none at all, and many parts for the clip.
 SHAPES = ((1000, 1003), (), (2, 0), (4096,), (64, 3, 7, 7), (5, 1, 5), (8_000_001,))
-DTYPES = [
-    *product((FP16, BF16), (FP16, BF16, FP32), ("kahan", "nearest", "stochastic")),
-    *product([FP32], (FP16, BF16, FP32), ("nearest",)),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +34,7 @@ def _memory_is_given_back() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def fresh(half=FP32, grad=FP32, write_back="kahan", shapes=SHAPES) -> Problem:
-    has_residuals = half != FP32 and write_back == "kahan"
-    return make_problem(shapes, half, grad, has_residuals=has_residuals, device="cuda")
+fresh = functools.partial(adamw_problems.fresh, shapes=SHAPES, device="cuda")
 
 
 @pytest.mark.parametrize("is_clipped", [False, True])
@@ -54,14 +50,7 @@ def test_step_agrees_with_torch_and_float64(half, grad, write_back, rule, is_cli
         "found_inf": torch.tensor(0.0, device="cuda"),
     }
     problem = fresh(half, grad, write_back)
-    fused = problem.after(fused_adamw_step, **options)
-    assert disagreement(fused, problem.in_float64(**options)) < 1
-    if write_back != "stochastic":
-        foreach = problem.after(foreach_adamw_step, **options)
-        assert disagreement(fused, foreach) < 1
-        pairs = zip(fused.params, foreach.params, strict=True)
-        differing = sum((mine != other).sum().item() for mine, other in pairs if half != FP32)
-        assert differing < 0.01 * sum(p.numel() for p in problem.params)
+    fused = agreeing_step(problem, **options)
     assert problem.after(fused_adamw_step, **options).is_same(fused)
 
 

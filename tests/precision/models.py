@@ -177,3 +177,10 @@ def fit(model: pl.LightningModule, plugin: Any, data: DataLoader, **kwargs: Any)
     with one_thread():
         trainer.fit(model, data, ckpt_path=ckpt_path)
     return trainer
+
+
+def relative(model: nn.Module, reference: nn.Module, start: Tensor) -> float:
+    """Return how far a model has ended from another, in shares of the way."""
+    moved = parameters_of(reference) - start
+    assert moved.norm() > 1e-2
+    return ((parameters_of(model) - parameters_of(reference)).norm() / moved.norm()).item()

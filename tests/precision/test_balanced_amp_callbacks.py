@@ -29,6 +29,7 @@ from tests.precision.models import (
     one_thread,
     parameters_of,
     perceptron,
+    relative,
 )
 
 plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
@@ -36,12 +37,6 @@ plugins = pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
 
 def fp16(plugin_type: type[ScaledPrecision]) -> ScaledPrecision:
     return plugin_type(loss_scale=2.0**10)
-
-
-def relative(model: nn.Module, reference: nn.Module, start: torch.Tensor) -> float:
-    moved = parameters_of(reference) - start
-    assert moved.norm() > 1e-2
-    return ((parameters_of(model) - parameters_of(reference)).norm() / moved.norm()).item()
 
 
 class _Unfreezes(BaseFinetuning):

@@ -11,6 +11,7 @@ from torch.optim import Adam, AdamW
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.precision.models import Regression, fit, loader, make_trainer, parameters_of, perceptron
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -146,7 +147,10 @@ def _record_start(model: Regression, plugin: BalancedAMP) -> list[Any]:
     return began
 
 
-def test_optimizer_states_of_a_checkpoint_are_not_rounded_on_their_way_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plugin_type", [BalancedAMP, PureFP16])
+def test_optimizer_states_of_a_checkpoint_are_not_rounded_on_their_way_in(
+    plugin_type: Any, tmp_path: Path
+) -> None:
     small = loader(2)
 
     class Small(Regression):
@@ -156,9 +160,9 @@ def test_optimizer_states_of_a_checkpoint_are_not_rounded_on_their_way_in(tmp_pa
     def make() -> Regression:
         return Small(make_optimizer=lambda p: Adam(p, lr=1e-3))
 
-    path, saved = save_and_load(fit(make(), BalancedAMP(), small), tmp_path)
+    path, saved = save_and_load(fit(make(), plugin_type(), small), tmp_path)
     model = make()
-    trainer = fit(model, BalancedAMP(), small, max_epochs=1, ckpt_path=path)  # nothing is left
+    trainer = fit(model, plugin_type(), small, max_epochs=1, ckpt_path=path)  # nothing is left
     assert model.losses == []
     loaded = trainer.optimizers[0].state_dict()["state"]
     for index, state in saved["optimizer_states"][0]["state"].items():

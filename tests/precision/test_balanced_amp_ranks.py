@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -13,36 +12,12 @@ from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.strategies import InfCLStrategy
 from tests.precision.models import Regression, fit, gradients_of, loader, parameters_of
+from tests.precision.on_ranks import RANKS, STEPS, batches, fit_on_ranks, momentum
 from tests.processes import run_ranks
 from tests.strategies.models import TinyCLIP
 from tests.strategies.models import loader as pairs_loader
 
 pytestmark = pytest.mark.distributed
-
-RANKS, STEPS = 2, 8
-
-
-def momentum(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def batches(rank: int | None = None) -> DataLoader:
-    """Return whole batches, or a rank's half of every one."""
-    rows = slice(None) if rank is None else slice(rank, None, RANKS)
-    parts = [[part[rows] for part in batch] for batch in loader(STEPS)]
-    return DataLoader(parts, batch_size=None)
-
-
-def fit_on_ranks(model: Any, plugin: Any, data: Any, strategy: Any = None) -> Any:
-    return fit(
-        model,
-        plugin,
-        data,
-        strategy=DDPStrategy() if strategy is None else strategy,
-        devices=torch.distributed.get_world_size(),
-        use_distributed_sampler=False,
-    )
-
 
 # --- DDP -----------------------------------------------------------------------------------------
 

@@ -390,7 +390,7 @@ def test_describe_lists_every_op_once_with_its_reason() -> None:
         ),
         ({"half_ops": (torch.softmax,)}, "Passed <built-in.*in `half_ops`.*Write 'softmax', not"),
         ({"fp32_ops": ("exp",), "half_ops": ("torch.exp",)}, r"Passed \['exp'\] in both.*Take it"),
-        ({"norm_output": "half"}, "Passed `norm_output='half'`.* must be 'input' or 'fp32'"),
+        ({"norm_output": "half"}, "norm_output='half'.*must be one of 'input', 'fp32'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -149,21 +149,3 @@ def test_runs_in_other_precisions_go_on_in_pure_half_and_back(
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double().flatten()
-
-
-def test_states_below_what_half_holds_survive_a_checkpoint(tmp_path: Path) -> None:
-    class Small(Regression):
-        def loss(self, batch: Any) -> torch.Tensor:
-            return super().loss(batch) * 1e-5  # second moments below fp16's smallest number
-
-    def make() -> Regression:
-        return Small(make_optimizer=lambda p: AdamW(p, lr=1e-3))
-
-    path = tmp_path / "run.ckpt"
-    fit(make(), PureFP16(), loader(2)).save_checkpoint(path)
-    saved = torch.load(path, weights_only=False)["optimizer_states"][0]["state"]
-    trainer = fit(make(), PureFP16(), loader(2), ckpt_path=path, max_epochs=1)  # nothing is left
-    loaded = trainer.optimizers[0].state_dict()["state"]
-    for index, state in saved.items():
-        assert 0 < state["exp_avg_sq"].max() < 2**-25
-        assert torch.equal(loaded[index]["exp_avg_sq"], state["exp_avg_sq"])

@@ -20,17 +20,12 @@ from tests.precision.models import (
     make_trainer,
     parameters_of,
     perceptron,
+    relative,
     sequences,
 )
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 halves = pytest.mark.parametrize("half", HALVES)
-
-
-def relative(model: nn.Module, reference: nn.Module, start: Tensor) -> float:
-    moved = parameters_of(reference) - start
-    assert moved.norm() > 1e-2
-    return ((parameters_of(model) - parameters_of(reference)).norm() / moved.norm()).item()
 
 
 class Watched(Regression):

@@ -6,20 +6,19 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.pure_fp16 import PureFP16
 from lightning_mp.strategies import InfCLStrategy
-from tests.precision.models import Regression, fit, loader, parameters_of
+from tests.precision.models import Regression, fit, parameters_of
+from tests.precision.on_ranks import RANKS, STEPS, batches, fit_on_ranks, momentum
 from tests.processes import run_ranks
 from tests.strategies.models import TinyCLIP
 from tests.strategies.models import loader as pairs_loader
 
 pytestmark = pytest.mark.distributed
 
-RANKS, STEPS = 2, 8
 SETTINGS: dict[str, dict[str, Any]] = {
     "kahan": {"loss_scale": 2.0**10},
     "stochastic": {"loss_scale": 2.0**10, "write_back": "stochastic"},
@@ -27,22 +26,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "half sums": {"loss_scale": 2.0**10, "reduce_dtype": "half"},
     "bf16": {"half": "bf16"},
 }
-
-
-def momentum(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def batches(rank: int | None = None) -> DataLoader:
-    """Return whole batches, or a rank's half of every one."""
-    rows = slice(None) if rank is None else slice(rank, None, RANKS)
-    parts = [[part[rows] for part in batch] for batch in loader(STEPS)]
-    return DataLoader(parts, batch_size=None)
-
-
-def fit_on_ranks(model: Any, plugin: Any, data: Any, strategy: Any) -> Any:
-    options = {"devices": RANKS, "use_distributed_sampler": False}
-    return fit(model, plugin, data, strategy=strategy, **options)
 
 
 # --- DDP -----------------------------------------------------------------------------------------

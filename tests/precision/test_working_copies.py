@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,25 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.precision._weights.working_copies import WorkingCopies
 from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
 
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
-
-
-@pytest.fixture
-def attached() -> Iterator[Any]:
-    """Return a function that lets a module compute with copies, until the test ends."""
-    made: list[WorkingCopies] = []
-
-    def attach(module: nn.Module, half: torch.dtype = torch.float16, **kwargs: Any) -> Any:
-        made.append(WorkingCopies(half))
-        made[-1].attach(module, **kwargs)
-        return made[-1]
-
-    yield attach
-    for working in made:
-        working.release()
 
 
 # --- what rests, and what computes ---------------------------------------------------------------

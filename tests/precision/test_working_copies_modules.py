@@ -1,7 +1,6 @@
 """Modules with ways of their own to use their weights, and compiled code, with half copies."""
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,26 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.op_policy import OpPolicy
 from tests.precision.working_models import HALVES, Seen, X, assert_close, gradients, network, run
 
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
-
-
-@pytest.fixture
-def attached() -> Iterator[Any]:
-    """Return a function that lets a module compute with copies, until the test ends."""
-    made: list[WorkingCopies] = []
-
-    def attach(module: nn.Module, half: torch.dtype = torch.float16, **kwargs: Any) -> Any:
-        made.append(WorkingCopies(half))
-        made[-1].attach(module, **kwargs)
-        return made[-1]
-
-    yield attach
-    for working in made:
-        working.release()
 
 
 # --- modules with ways of their own --------------------------------------------------------------

@@ -13,9 +13,8 @@ from examples.glyph_clip.glyphs import encode_names
 from lightning_mp import ContrastiveLoss
 from lightning_mp.cli import main
 from lightning_mp.plan import formulas
-from lightning_mp.reproduce.inf_cl import cost, levels, memory
+from lightning_mp.reproduce.inf_cl import PARTS, cost, levels, memory
 from lightning_mp.reproduce.inf_cl.losses import DenseLoss, LocalLoss, RanksInOne
-from lightning_mp.reproduce.inf_cl.parts import PARTS
 from lightning_mp.reproduce.inf_cl.training import model_with
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 from tests.processes import run_ranks

@@ -77,8 +77,11 @@ def adamw_kernel(
         partials: What `rms_kernel` left, or `None` without a clip.
         lr: A number, which `lr_at` replaces unless it is `None`: one element.
         grad_scale: One element, or `None`. found_inf: One element, or `None`.
+        num_tensors: T. seed: Key of the noise for "stochastic".
+        beta1: Decay of the first moments. beta2: Of the second ones.
         weight1: `1 - beta1`, which fp32 cannot tell from `beta1` to more than 4 digits.
         log_beta1: The natural logarithm of `beta1`.
+        eps: Added to the root. weight_decay: Decoupled. clip: Of the update's RMS.
         sign: -1 to maximize, else 1.
         PARAM: Format of the weights. GRAD: Of the gradients.
         WRITE_BACK: "nearest", "kahan" or "stochastic".
@@ -201,9 +204,10 @@ def rms_kernel(
     A tensor has no more than `MOST_PARTS` parts, however large it is.
 
     Args:
+        table: As `ROWS` says.
         parts: int32 of shape (parts of all tensors, 2): which tensor, and which of its parts.
         partials: fp32, one for each part.
-        floor: `eps`, or the least normal number where that is larger.
+        floor: `eps`, or the least normal number where that is larger. Others: as in `adamw_kernel`.
     """
     if _is_clean(found_inf):
         of_tensor = table + tl.load(parts + 2 * tl.program_id(0))

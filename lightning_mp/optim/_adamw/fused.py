@@ -39,20 +39,13 @@ def fused_adamw_step(
     The host looks at addresses and strides. Only when they have changed, it makes a new table of
     them and copies it to the device without waiting. While a CUDA graph is captured it makes none:
     with tensors that it has not stepped where they are, `foreach_adamw_step` is captured instead.
+    What is not laid out like its parameter, densely, goes through a copy.
 
-    Args:
-        params: Weights in fp16, bf16 or fp32, dense or not; what is not laid out like its
-            parameter, densely, goes through a copy.
-        grads: Their gradients in one of these dtypes, scaled by `grad_scale`. They are only read.
-        exp_avgs: First moments in fp32.
-        exp_avg_sqs: Second moments in fp32.
-        residuals: Of half weights, in their dtype, for `write_back="kahan"`; otherwise `None`.
-        steps: Step counts in fp32 of shape [], this step included, on the device of `params`.
-        options: How.
+    The arguments are those of `foreach_adamw_step`, but for float64.
 
     Raises:
         ValueError: The lists differ in length, or tensors are not of the dtypes, shapes or device
-            above.
+            there.
     """
     if not params:
         return

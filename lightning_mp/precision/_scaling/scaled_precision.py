@@ -77,7 +77,7 @@ class ScaledPrecision(Precision, ForLightning):
         self.scaler: LossScaler | None = None
         if half == "fp16":
             wanted = "dynamic" if loss_scale is None else loss_scale
-            self.scaler = self._make_scaler(LossScaleConfig.parse(wanted, gradients_dtype))
+            self.scaler = LossScaler(LossScaleConfig.parse(wanted, gradients_dtype))
         self._names: dict[int, str] = {}
         self._first: nn.Parameter | None = None  # tells where the model is
         self._optimizers: list[Optimizer] = []
@@ -202,11 +202,16 @@ class ScaledPrecision(Precision, ForLightning):
         **kwargs: Any,
     ) -> None:
         """Run the backward."""
-        self._in_backward = True
-        try:
-            super().backward(tensor, model, optimizer, *args, **kwargs)
-        finally:
-            self._in_backward = False
+        with self._recompute_context():
+            self._in_backward = True
+            try:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+            finally:
+                self._in_backward = False
+
+    def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
+        """Return what forwards that a backward repeats need, as in activation checkpointing."""
+        return contextlib.nullcontext()
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -372,9 +377,6 @@ class ScaledPrecision(Precision, ForLightning):
             states = [checkpoint[key] for key in _KEYS if checkpoint.get(key)]
             if states:
                 self.scaler.load_state_dict(states[0])
-
-    def _make_scaler(self, config: LossScaleConfig) -> LossScaler:
-        return LossScaler(config)
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), "an unnamed parameter")
