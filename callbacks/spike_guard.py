@@ -332,17 +332,13 @@ class SpikeGuard(InstabilityMonitor):
         if found is None:
             self.say(trainer, Verdict("rewind_failed"), None)
             return
-        mark, skipped = found
+        mark, left_out = found
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
-        verdict = Verdict(
-            kind="rewind_to_step",
-            says="rewind_to_step_short" if undone < wanted else "",
-            severity="info",
-            value=mark.step,
-            numbers={"undone": undone, "wanted": wanted, "left_out": skipped},
-        )
-        numbers = {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
+        says = "rewind_to_step_short" if undone < wanted else ""
+        verdict = Verdict("rewind_to_step", mark.step, severity="info", says=says)
+        numbers = {"undone": undone, "wanted": wanted, "left_out": left_out}
+        numbers |= {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
         self.say(trainer, verdict, None, rate=learning_rate_of(trainer), **numbers)
 
     # --- checkpoints -----------------------------------------------------------------------------

@@ -217,8 +217,8 @@ class TensorCollector(SamplingMonitor):
         super().on_train_batch_end(trainer, *args)
 
     def _submit_rows(self, trainer: pl.Trainer) -> None:
-        home = trainer.strategy.root_device
-        home = torch.device("cpu") if home.type == "mps" else home  # it has no float64
+        root = trainer.strategy.root_device
+        home = torch.device("cpu") if root.type == "mps" else root  # it has no float64
         for name in self._modules if self._is_hooked else ():
             # Every module has a row, called or not, as all ranks must send the same.
             parts = self._outputs.get(name) or [self._row(torch.empty(0))]

@@ -36,9 +36,8 @@ class Finding:
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
     """Return the first producer, or `None` where all was finite.
 
-    A producer takes finite inputs, with finite parameters, and gives what is not finite; what gets
-    it from its inputs only passes it on. Modules inside a module end before it, so that the
-    innermost producer is the first. From `near_limit` of a dtype's largest number on, a module is a
+    A producer takes what is finite and gives what is not. Modules inside a module end before it, so
+    that the innermost is the first. From `near_limit` of a dtype's largest number on, a module is a
     suspect.
     """
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)

@@ -64,10 +64,9 @@ def _difference(trace: Trace, record: Record) -> str:
         return ""
     (loss,) = trace.groups["loss"]
     before = abs(record.loss)
-    if loss.is_finite and math.isfinite(before):
+    is_same = loss.is_finite == math.isfinite(before)
+    if is_same and loss.is_finite:
         is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
-    else:
-        is_same = loss.is_finite == math.isfinite(before)
     now = f"{loss.amax:.4g}" if loss.is_finite else loss.kind
     return "" if is_same else SAYS["not_exact"].format(now=now, before=before)
 

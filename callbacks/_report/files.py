@@ -1,6 +1,7 @@
 """Finds and writes files of reports: never half of one, none for two runs, and none ends a run."""
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -33,9 +34,8 @@ def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
         found = {path: data for path, data in read.items() if data is not None}
         if len(found) > 1:
             names = ", ".join(repr(str(each)) for each in list(found)[:5])
-            raise ValueError(
-                usage("several_reports", path=str(folder), count=len(found), names=names)
-            )
+            text = usage("several_reports", path=str(folder), count=len(found), names=names)
+            raise ValueError(text)
         if found:
             return next(iter(found.items()))
     raise ValueError(usage("no_report", path=str(folder)))
@@ -65,15 +65,12 @@ def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> 
     if earlier and is_here and os.path.exists(earlier):
         return Path(earlier)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mine, number = path, 0
-    while True:
-        try:
+    numbered = (path.with_name(f"{path.stem}-v{n}{path.suffix}") for n in itertools.count(1))
+    for mine in itertools.chain([path], numbered):
+        with contextlib.suppress(FileExistsError):
             create(mine)
-        except FileExistsError:
-            number += 1
-            mine = path.with_name(f"{path.stem}-v{number}{path.suffix}")
-        else:
-            return mine
+            break
+    return mine
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -43,10 +43,10 @@ class Alerts:
 
     def check(self) -> None:
         """Warn, once a run, of what could not be sent."""
-        done = [each for each in self._sent if each.done()]
-        self._sent = [each for each in self._sent if not each.done()]
-        for error in (each.exception() for each in done if not each.cancelled()):
-            if error is not None:
+        done = {each for each in self._sent if each.done()}
+        self._sent = [each for each in self._sent if each not in done]
+        for each in done:
+            if not each.cancelled() and (error := each.exception()):
                 self._warn(error)
 
     def finish(self) -> None:

@@ -174,21 +174,9 @@ def _place(alarm: dict[str, Any]) -> str:
 
 def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     curves, run = data["curves"], data["run"]
-    others = {
-        name: (
-            name.replace("_", " ").capitalize(),
-            "share" if name.endswith("share") else "number",
-            "auto",
-        )
-        for name in sorted(set(curves) - set(_TIME_LINES))
-    }
-    lines, more = (
-        [
-            {"title": title, "unit": unit, "axis": axis, "curve": curves.get(name), "name": name}
-            for name, (title, unit, axis) in each.items()
-        ]
-        for each in (_TIME_LINES, others)
-    )
+    lines = [_line(name, curves.get(name), *each) for name, each in _TIME_LINES.items()]
+    others = sorted(set(curves) - set(_TIME_LINES))
+    more = [_line(name, curves[name], name.replace("_", " ").capitalize()) for name in others]
     absent = {
         "loss": "No loss has been recorded.",
         "gradient_norm": "No gradient norm has been recorded.",
@@ -208,6 +196,13 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         "alarms": [[step, severity, text[:90]] for step, severity, text in alarms],
         "maps": [{**each, "title": _map_title(each["name"])} for each in data["maps"]],
     }
+
+
+def _line(
+    name: str, curve: Any, title: str, unit: str = "number", axis: str = "auto"
+) -> dict[str, Any]:
+    unit = "share" if name.endswith("share") else unit
+    return {"title": title, "unit": unit, "axis": axis, "curve": curve, "name": name}
 
 
 def _map_title(name: str) -> str:

@@ -108,14 +108,15 @@ class AdamStateRule(Learning):
         for numbers in tensors:
             usual = self._usual.setdefault(numbers.name, {**_UNKNOWN, "from": step})
             usual["samples"] += 1
-            verdicts += self._judge_zero_run(step, numbers, usual, beta2, is_silent)
+            found = [self._judge_zero_run(step, numbers, usual, beta2, is_silent)]
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
             is_known = usual["samples"] > self.baseline_samples
             usual["is_real"] |= numbers.gradient_rms > rounding
             if usual["is_real"]:
-                verdicts += self._judge_epsilon(numbers, usual, eps, is_known)
+                found.append(self._judge_epsilon(numbers, usual, eps, is_known))
                 knows_rate = is_known or (rate is not None and not is_rising)
-                verdicts += self._judge_ratio(numbers, rate, is_known, knows_rate)
+                found.append(self._judge_ratio(numbers, rate, is_known, knows_rate))
+            verdicts += [replace(verdict, tensor=numbers.name) for verdict in found if verdict]
             if not is_known or numbers.step < _MEMORY / (1 - beta2):
                 usual["rms"] = max(usual["rms"], numbers.rms)
                 usual["below"] = max(usual["below"], numbers.below_epsilon)
@@ -148,7 +149,7 @@ class AdamStateRule(Learning):
 
     def _judge_epsilon(
         self, numbers: AdamNumbers, usual: dict[str, Any], eps: float, is_known: bool
-    ) -> list[Verdict]:
+    ) -> Verdict | None:
         share = numbers.below_epsilon
         # What Adam divides by should be mostly the gradient's size: a thousandth of it is left.
         root = math.sqrt(numbers.second_moment / numbers.numel)
@@ -157,15 +158,14 @@ class AdamStateRule(Learning):
         words["lower_eps"] = min(eps / 1000, 10.0**power)
         threshold = usual["below"] + self.max_below_epsilon
         if is_known and share > threshold:
-            return [Verdict("below_epsilon", share, threshold, tensor=numbers.name, numbers=words)]
+            return Verdict("below_epsilon", share, threshold, numbers=words)
         if share < _ALL:
-            return []
-        name, says = numbers.name, "below_epsilon_all"
-        return [Verdict("below_epsilon", share, _ALL, tensor=name, says=says, numbers=words)]
+            return None
+        return Verdict("below_epsilon", share, _ALL, says="below_epsilon_all", numbers=words)
 
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
-    ) -> list[Verdict]:
+    ) -> Verdict | None:
         # Between samples without gradient, a second moment falls by beta2 a step, but for rounding.
         left = usual["moment"] * beta2 ** max(numbers.step - usual["at"], 0)
         has_grown = numbers.second_moment > 1.001 * left
@@ -176,39 +176,37 @@ class AdamStateRule(Learning):
             usual["run"], usual["zero_from"] = 0, None
         if not numbers.is_zero:
             usual["with"] += 1
-            return []
+            return None
         usual["run"] += not is_silent
         if usual["zero_from"] is None:
             usual["zero_from"] = step
         steps = step - usual["zero_from"]
         boost = _boost(steps, beta2)
+        seen = max(step - usual["from"], 1)
         if is_silent:
             is_long = boost >= self.max_update_rms
-        elif usual["with"] >= 3 and not usual["without"]:
-            is_long = True
         else:
-            seen = max(step - usual["from"], 1)
-            is_long = math.exp(-usual["grown"] * steps / seen) < _ALIVE
+            had_always = usual["with"] >= 3 and not usual["without"]
+            is_long = had_always or math.exp(-usual["grown"] * steps / seen) < _ALIVE
         if not usual["grown"] or steps < self.zero_run_steps or not is_long:
-            return []
+            return None
         words = {"boost": boost, "limit": _boost(math.inf, beta2)}
-        return [Verdict("zero_run", steps, self.zero_run_steps, tensor=numbers.name, numbers=words)]
+        return Verdict("zero_run", steps, self.zero_run_steps, numbers=words)
 
     def _judge_ratio(
         self, numbers: AdamNumbers, rate: float | None, is_known: bool, knows_rate: bool
-    ) -> list[Verdict]:
+    ) -> Verdict | None:
         if numbers.is_zero:
-            return []
+            return None
         # Neither a schedule that ends near 0 nor one that begins there is a failure.
         is_low = numbers.ratio < self.min_ratio and knows_rate
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
         if not is_low and not (is_known and numbers.ratio > self.max_ratio):
-            return []
+            return None
         low = (self.min_ratio, "update_to_weight_low")
         threshold, fix = low if is_low else (self.max_ratio, "")
         words = {"least": self.min_ratio, "most": self.max_ratio}
-        verdict = Verdict("update_to_weight", numbers.ratio, threshold, fix=fix, numbers=words)
-        return [replace(verdict, tensor=numbers.name)]
+        return Verdict("update_to_weight", numbers.ratio, threshold, fix=fix, numbers=words)
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -17,11 +17,10 @@ ROUNDING = 2.0**-9
 class UnderflowJudge(Learning):
     """Tells values that vanish from values that are zero by nature.
 
-    Exact zeros are usual: an embedding has them for every token that a batch lacks, and a ReLU that
-    has died for its whole row. So zeros count from the largest share of the first samples on, and
-    only where subnormals come with them: magnitudes spread over many powers of two, so a tensor
-    that loses 5% of its values to the smallest step of a format has as many again just above it.
-    A dead row has none.
+    Exact zeros are usual: an embedding has them for every token that a batch lacks, a dead ReLU for
+    its row. So zeros count from the largest share of the first samples on, and only where
+    subnormals come with them: magnitudes spread over many powers of two, so a tensor that loses 5%
+    of its values to the smallest step of a format has as many again just above it.
 
     What vanishes from the first step on has no usual share to be held against. Where there are as
     many subnormals as zeros, or where nine in ten of all values that are not zero are subnormal,

@@ -41,8 +41,7 @@ class RobustWindow:
     logarithms, unless MAD is zero: then nothing is a spike.
 
     A value of exactly 0 is no measurement (no sample of the batch violates its margin): it is not
-    judged, and does not enter. A batch that is smaller than usual may be as much noisier as its
-    `spread` says.
+    judged, and does not enter. A smaller batch may be as much noisier as its `spread` says.
 
     Neither spikes nor non-finite values enter the window, so one NaN cannot poison it. After
     `patience` spikes in a row the level has shifted: the window is emptied, and judges again when

@@ -22,11 +22,9 @@ _MASKED = -1e4  # what is added to logits to take them out, in fp16 and wider
 class AttentionMode(TorchFunctionMode):
     """Looks at each attention that is computed while it is entered.
 
-    It is a function, and belongs to no module whose hooks would see its logits:
-    `F.scaled_dot_product_attention`; `F.multi_head_attention_forward`, behind
-    `nn.MultiheadAttention`, whose own calls no mode sees; and a softmax over the last of four
-    dimensions, as of eager attention. `look` is called with the name of the innermost module that
-    is running, and the logits.
+    It is a function, and belongs to no module whose hooks would see its logits: the fused one; that
+    of `nn.MultiheadAttention`, whose own calls no mode sees; and a softmax over the last of four
+    dimensions. `look` is called with the name of the innermost module that runs, and the logits.
     """
 
     def __init__(

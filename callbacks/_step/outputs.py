@@ -93,9 +93,8 @@ class OutputSampler:
 def eager_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose hooks run outside of compiled code, under their dotted names.
 
-    `torch.compile` would trace the hooks of what is inside with it. Of a module that it wraps, the
-    wrapper itself is yielded; of one compiled in place by `module.compile()`, nothing, and nothing
-    of a LightningModule whose `training_step` is compiled.
+    `torch.compile` would trace the others' hooks. Of a module that it wraps, the wrapper itself is
+    yielded; nothing of one compiled in place, or whose `training_step` is compiled.
     """
     is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning
     if is_whole or root._compiled_call_impl is not None:

@@ -59,9 +59,8 @@ class FactsRecorder(pl.Callback):
     of theirs. Whoever wants steps that have arrived has an `inbox`. The gradient norm is measured
     where a callback has `needs_gradient_norm`.
 
-    torch's `GradScaler` does not say whether it skipped. It asks the device before it calls
-    `optimizer.step()`: a step that was due and not called was skipped. It always calls fused
-    optimizers, which skip on the device; there a fall of the scale tells, when it has arrived.
+    torch's `GradScaler` does not say whether it skipped: a step that was due and not called was. It
+    always calls fused optimizers, which skip on the device; there a fall of the scale tells, later.
     """
 
     def __init__(self) -> None:

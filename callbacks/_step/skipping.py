@@ -20,13 +20,12 @@ __all__ = ["StepSkipper"]
 class StepSkipper:
     """Skips steps in the cheapest way that plugin and optimizer allow.
 
-    1. A plugin of this package is asked: it decides in the sync that it makes anyway, and holds
-       `global_step` and step-wise LR schedules.
+    1. A plugin of this package decides in the sync that it makes anyway, and holds `global_step`
+       and step-wise LR schedules.
     2. Optimizers that take torch's `found_inf` (`fused=True`, `SafeAdamW`) skip on the device.
        The host does not learn of it in time, so `global_step` and the LR schedule go on.
     3. For all others the host reads the flag, one sync a step, and takes the gradients away, so
-       that neither weights, states nor weight decay move; `global_step` and step-wise LR schedules
-       are held.
+       that nothing moves; `global_step` and step-wise LR schedules are held.
     """
 
     def __init__(self) -> None:
