@@ -28,7 +28,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits  # noqa: E402
+from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits  # noqa: E402
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles  # noqa: E402
 from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS  # noqa: E402
 from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
@@ -84,11 +84,15 @@ def sweeps(arch: int) -> None:
             scale, lses = torch.tensor(100.0), torch.zeros(2, ROWS, dtype=torch.float64)
             prepared = tiles.prepare(rows, columns, scale)
             logits = Logits(rows, columns, scale, 0)
-            tiles.lse_sweep(logits, *lses, prepared=prepared)
+            kept = torch.empty(tiles.kept_values(ROWS, ROWS, dtype, rows.device))
+            for memory in (kept[:0], kept)[: 1 + len(kept)]:
+                keeping = logits._replace(kept=Kept(memory))
+                tiles.lse_sweep(keeping, *lses, prepared=prepared)
             for wanted in ((True, True), (True, False), (False, True)):
                 terms = tiles.pair_terms(lses[0], lses[1:], prepared.pos_b, wanted, ROWS)
             # The gradient products are cuBLAS'.
-            tiles.grad_sweep(logits, *lses, None, None)
+            for memory in (kept[:0], kept)[: 1 + len(kept)]:
+                tiles.grad_sweep(logits._replace(kept=Kept(memory)), *lses, None, None)
             gradients = torch.zeros(2, ROWS, width)
             for d_rows, d_columns in (gradients, (gradients[0], None), (None, gradients[1])):
                 tiles.finish(

@@ -3,8 +3,9 @@
 Forward and backward run through the Triton launchers on tensors without memory and in a process
 group without peers: every operation, kernel, product and collective is counted, none is done. So
 the counts are exact and need no GPU. Seconds are computed from them by a stated model, not
-measured: they say which side of a step waits for the other. A second table computes what it would
-save a GPU to keep tiles of the first sweep for the second, as torch's tiles do on a CPU.
+measured: they say which side of a step waits for the other. A second table computes what it saves a
+GPU to keep tiles of the first sweep for the second, as torch's tiles do for all features and
+Triton's for those of fp32.
 
     python benchmarks/exchange.py
 """
@@ -31,7 +32,7 @@ from triton.runtime import KernelInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._common import format_table  # noqa: E402
+from benchmarks._common import Benchmark, Report, format_table, positive  # noqa: E402
 from lightning_mp.contrastive._exchange.agreement import make_plan  # noqa: E402
 from lightning_mp.contrastive._sums import infonce  # noqa: E402
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace  # noqa: E402
@@ -52,6 +53,18 @@ KEPT = {
     "bf16 features, logits in fp32": (4, 1),
     "bf16 features, exponentials in bf16": (2, 1),
     "fp32 features, logits in fp32": (4, 3),
+}
+
+TABLE = {
+    "ranks x pairs": "{ranks} x {pairs}",
+    "exchange": "{exchange}",
+    "torch ops": "{torch_operations}",
+    "Triton": "{triton_launches}",
+    "products": "{products}",
+    "collectives": "{collectives}",
+    "device waits": "{device_waits}",
+    "host ms (computed)": "{host_ms_computed:.2f}",
+    "products ms (computed)": "{products_ms_computed:.2f}",
 }
 
 # They do no work on the device. What waits for the device would be among these last two.
@@ -151,38 +164,56 @@ def saved_by_keeping(kept_bytes: int, products: int, width: int) -> float:
     return (unit - 2 * kept_bytes / BYTES_A_SECOND) / (4 * unit)
 
 
-def _kept_rows(widths: Sequence[int]) -> Iterator[list[str]]:
+def largest_kept(kept_bytes: int, budget: int) -> int:
+    """Return the largest batch of one process whose kept tiles, in rows by 16, fit a budget."""
+    b = math.isqrt(budget // kept_bytes)
+    while b * -(-b // 16) * 16 * kept_bytes > budget:
+        b -= 1
+    return b
+
+
+def _kept_table() -> str:
+    widths = (512, 768, 1024)
+    header = ["tiles kept", *(f"D = {width}" for width in widths)]
+    rows = []
     for name, kept in KEPT.items():
-        saved = (f"{saved_by_keeping(*kept, width):.0%}" for width in widths)
-        yield [name, *saved, f"{math.isqrt(DEFAULT_WORKSPACE_BYTES // kept[0]):,}"]
+        saved = [f"{saved_by_keeping(*kept, width):.0%}" for width in widths]
+        # Half of the workspace; and where it holds a quarter.
+        sizes = (DEFAULT_WORKSPACE_BYTES // 2, 2 * DEFAULT_WORKSPACE_BYTES)
+        rows.append([name, *saved, *(f"{largest_kept(kept[0], size):,}" for size in sizes)])
+    return format_table([*header, "all fit up to b =", "a quarter up to b ="], rows)
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Count, and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--width", type=int, default=768)
-    width = parser.parse_args(args).width
+def measure(args: argparse.Namespace) -> Iterator[Report]:
+    """Count the cases, and say the models."""
     rows = []
     for (world_size, batch), exchange in itertools.product(CASES, ("ring", "slices")):
-        flop = 4 * 2 * world_size * batch**2 * width
-        n = count([batch] * world_size, width, exchange)
-        counts = n.ops, n.kernels, n.products, n.sent, n.waits
-        times = n.host_seconds, flop / FLOP_A_SECOND
-        cells = [*map(str, counts), *(f"{1e3 * seconds:.2f}" for seconds in times)]
-        rows.append([f"{world_size} x {batch}", exchange, *cells])
-    header = ["ranks x pairs", "exchange", "torch ops", "Triton", "products", "collectives"]
-    header += ["device waits", "host ms (computed)", "products ms (computed)"]
-    print(format_table(header, rows))
+        flop = 4 * 2 * world_size * batch**2 * args.width
+        n = count([batch] * world_size, args.width, exchange)
+        what = {"ranks": world_size, "pairs": batch, "exchange": exchange, "width": args.width}
+        found = {
+            "torch_operations": n.ops,
+            "triton_launches": n.kernels,
+            "products": n.products,
+            "collectives": n.sent,
+            "device_waits": n.waits,
+            "host_ms_computed": 1e3 * n.host_seconds,
+            "products_ms_computed": 1e3 * flop / FLOP_A_SECOND,
+        }
+        rows.append((what, found))
     costs = ", ".join(f"{1e6 * seconds:.0f} us a {name}" for name, seconds in SECONDS.items())
-    print(f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n")
-    widths = (512, 768, 1024)
-    header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
-    print(format_table(header, [*_kept_rows(widths)]))
-    print(
+    said = [
+        f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n",
+        _kept_table(),
         f"Of the products' time, computed: {BYTES_A_SECOND / 1e12:.0f} TB/s, "
-        f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted."
-    )
+        f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted. The last is built.",
+    ]
+    yield Report(rows, TABLE, said)
 
+
+OPTIONS: dict[str, dict[str, Any]] = {"width": dict(type=positive, default=768, help="D")}
+BENCHMARK = Benchmark("exchange", __doc__, measure, OPTIONS)
+main, parse = BENCHMARK.main, BENCHMARK.parse
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

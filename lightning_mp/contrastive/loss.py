@@ -70,8 +70,10 @@ class ContrastiveLoss(GroupModule):
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
     backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep as
     many as fit in half of the workspace (in all but 32 MiB of more than 64 MiB; on CUDA in all but
-    512 MiB of more than 1 GiB) until the backward: where all fit, three products. Triton tiles are
-    not kept.
+    512 MiB of more than 1 GiB) until the backward: where all fit, three products. Triton tiles of
+    fp32 features are kept in half of it (in all but 128 MiB of less than 256 MiB) where a quarter
+    of them fits; those of 16-bit features are not, which a GPU multiplies as fast as it stores and
+    loads them.
 
     Features of two dtypes, such as those of a locked tower kept in fp32, are taken in the wider
     one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
@@ -91,7 +93,8 @@ class ContrastiveLoss(GroupModule):
     - `"bf16"`, `"fp16"`: the same with the features rounded to it. Three times as fast for fp32
       features; fp16 needs features within +-65504.
     - `"fp32"`: as exact as fp32 arithmetic, gradients within 1e-5. fp32 features take three
-      products of 16-bit halves for one; the softmax is kept in two halves, 12 or 6 units of work.
+      products of 16-bit halves for one; the softmax is kept in two halves. 12 units of work, 9
+      where all tiles are kept; 6 for 16-bit features.
     - `"tf32"`: fp32 features, logits in tf32 (10 bits); the gradient products are torch's and
       follow `torch.set_float32_matmul_precision`. 16-bit features as `"auto"`.
 

@@ -1,10 +1,21 @@
 """Launches, collectives, waits and memory of one rank's loss, counted without a device or peers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-from benchmarks.exchange import CASES, FLOP_A_SECOND, count, main, saved_by_keeping
+from benchmarks.exchange import (
+    CASES,
+    FLOP_A_SECOND,
+    count,
+    largest_kept,
+    main,
+    saved_by_keeping,
+)
+from benchmarks.tables import read
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 
 WIDTH = 768
 DEFAULT_BYTES = 544 * 2**20
@@ -92,6 +103,19 @@ def test_slices_take_the_workspace_and_eight_batches(
         assert counts.peak_bytes > sum(sizes) * WIDTH * dtype.itemsize
 
 
+@pytest.mark.parametrize(("batch", "is_all"), [(8192, True), (16_384, False)])
+def test_loss_that_keeps_products_takes_the_workspace_and_eight_batches(
+    batch: int, is_all: bool
+) -> None:
+    counts = count([batch], WIDTH, "ring", DEFAULT_BYTES, torch.float32)
+    assert counts.peak_bytes <= DEFAULT_BYTES + 8 * batch * WIDTH * 4
+    # Blocks take three products a side and are one kernel in the second sweep where all is kept:
+    # with the first sweep's two, and the five of every loss, of which no flag chooses a twin.
+    blocks = counts.products // 6
+    assert blocks >= 2
+    assert (counts.kernels == 2 + blocks + 4) == is_all
+
+
 def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:
     # 8 bytes at 3 TB/s against 2 x 800 FLOP at 600 TFLOP/s: as long, so nothing is saved.
     assert saved_by_keeping(4, 1, 800) == pytest.approx(0.0, abs=1e-12)
@@ -100,14 +124,32 @@ def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:
     assert saved_by_keeping(4, 3, 800) == pytest.approx(0.25 * 2 / 3)
 
 
-def test_benchmark_prints_a_row_for_every_exchange(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_largest_batches_that_are_said_to_be_kept_are() -> None:
+    tiles = TritonTiles()
+    for budget, least in ((DEFAULT_BYTES // 2, 1.0), (2 * DEFAULT_BYTES, 0.25)):
+        b = largest_kept(4, budget)
+        shares = [
+            tiles.kept_values(n, n, torch.float32, torch.device("cpu")) / (n * -(-n // 16) * 16)
+            for n in (b, b + 1)
+        ]
+        assert shares[0] >= least > shares[1]
+
+
+def test_benchmark_prints_and_writes_a_row_for_every_exchange(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("benchmarks.exchange.CASES", ((2, 64), (3, 64)))
-    main([])
+    path = tmp_path / "exchange.csv"
+    assert main(["--width", "48", "--csv", str(path)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " x 64" in line]
     # Two launches forward and two backward in each of W small turns; and three for the pairs.
     assert [row[3:6] for row in rows] == [
         [name, rows[i][4], str(4 * turns + 3)]
         for i, (name, turns) in enumerate([("ring", 2), ("slices", 1), ("ring", 3), ("slices", 1)])
+    ]
+    written = [
+        [row["exchange"], row["torch_operations"], row["triton_launches"]] for row in read(path)
+    ]
+    assert written == [
+        [name, int(ops), int(launches)] for *_, name, ops, launches in (row[:6] for row in rows)
     ]

@@ -1,12 +1,10 @@
 """The torch tile backend: its contract on shards, its tiles' size, and the memory it takes."""
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +15,7 @@ from lightning_mp.contrastive._exchange.ring import Ring
 from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
 from lightning_mp.contrastive._tiles.tile_backend import Logits
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES, TorchTiles
-from tests.reference.contrastive import reference, relative_error
+from tests.reference.contrastive import HARD, hard_features, reference, relative_error
 
 # Some scales and features here are meant to be extreme.
 pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
@@ -180,24 +178,11 @@ def test_default_workspace_is_the_documented_one() -> None:
     assert "`None`: 32 MiB, on CUDA 512 MiB" in (ContrastiveLoss.__doc__ or "")
 
 
-def _hard(b: int, width: int, case: str) -> tuple[Tensor, Tensor, float]:
-    """Features and a scale by what is hard about their logits."""
-    image, text = (F.normalize(torch.randn(b, width), dim=1) for _ in range(2))
-    if case == "logits to 1e4":
-        return image, text, 1e4
-    if case == "converged":  # each pair 40 above its negatives, which are about 1 apart
-        own = math.sqrt(0.4) * torch.eye(b)
-        return torch.cat([0.3 * image, own], 1), torch.cat([0.3 * text, own], 1), 100.0
-    if case == "rows far apart":  # by more than one reference serves
-        return image * torch.logspace(-1, 1, b)[:, None], text, 100.0
-    return image, text, 100.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("case", ["plain", "logits to 1e4", "converged", "rows far apart"])
+@pytest.mark.parametrize("case", HARD)
 @pytest.mark.slow
 def test_kept_tiles_give_the_gradients_of_tiles_that_are_not(case: str, dtype: torch.dtype) -> None:
-    image, text, scale = _hard(333, 48, case)
+    image, text, scale = hard_features(333, 48, case)
     image, text = image.to(dtype), text.to(dtype)
     expected = reference(image, text, scale)
     found = {}

@@ -1,9 +1,13 @@
 """The contrastive loss in float64, dense and by autograd, with the positive kept apart."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
+
+HARD = ("plain", "logits to 1e4", "converged", "rows far apart")
 
 
 @dataclass
@@ -56,3 +60,16 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     difference = (value.double() - expected.double()).norm()
     return (difference / expected.double().norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+def hard_features(b: int, width: int, case: str) -> tuple[Tensor, Tensor, float]:
+    """Features and a scale by what is hard about their logits."""
+    image, text = (normalize(torch.randn(b, width), dim=1) for _ in range(2))
+    if case == "logits to 1e4":
+        return image, text, 1e4
+    if case == "converged":  # each pair 40 above its negatives, which are about 1 apart
+        own = math.sqrt(0.4) * torch.eye(b)
+        return torch.cat([0.3 * image, own], 1), torch.cat([0.3 * text, own], 1), 100.0
+    if case == "rows far apart":  # by more than one reference serves
+        return image * torch.logspace(-1, 1, b)[:, None], text, 100.0
+    return image, text, 100.0

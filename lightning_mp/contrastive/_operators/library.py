@@ -27,7 +27,6 @@ from lightning_mp.contrastive._operators.operators import (
 )
 from lightning_mp.contrastive._sums.infonce import NO_SECOND_DERIVATIVE, Swept, differentiate, sweep
 from lightning_mp.contrastive._tiles.backends import TileChoice
-from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = ["infonce", "infonce_backward", "loss_of_one"]
@@ -162,8 +161,6 @@ def _backward_flops(
         return 0
     (b, width), n = image_bD.shape, text_nD.shape[0]
     tiles = TileChoice(*options[:4]).tiles(image_bD.device, image_bD.dtype)
-    again: int = b * n
-    if isinstance(tiles, TorchTiles):
-        kept = swept[-1].numel()
-        again = tiles.multiplied_twice(b, n, width, image_bD.dtype, image_bD.device, kept)
+    kept = swept[-1].numel()
+    again = tiles.multiplied_twice(b, n, width, image_bD.dtype, image_bD.device, kept)
     return 2 * (again + sides * b * n) * width

@@ -122,6 +122,23 @@ class Kept:
         self._used += -(-size // 16) * 16
         return taken
 
+    def take_rows(self, rows: int, width: int) -> Tensor:
+        """Return (r, width) memory for the first of some rows: for all of them, or r % 128 == 0.
+
+        Rows lie a multiple of 16 values apart.
+        """
+        stride = -(-width // 16) * 16
+        if (fit := (self._values.numel() - self._used) // stride) < rows:
+            rows = fit // 128 * 128
+        taken = self._values[self._used : self._used + rows * stride]
+        self._used += rows * stride
+        return taken.view(rows, stride)[:, :width]
+
+    @property
+    def bytes(self) -> int:
+        """Of all the memory."""
+        return self._values.nbytes
+
 
 class Logits(NamedTuple):
     """What a sweep works on: `S = scale * rows @ columns.T`, and which of it are no negatives.
@@ -223,6 +240,18 @@ class TileBackend(Protocol):
             dtype: Of the features.
             device: Theirs.
         """
+        ...
+
+    def multiplied_twice(
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept_values: int,
+    ) -> int:
+        """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
         ...
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:

@@ -68,6 +68,7 @@ class Request:
         ids: Pairs of equal ids are left out.
         limits: What is too similar is left out.
         guides: The dtype of guides whose products say what that is.
+        kept: Products are kept by the first sweep, and read by the second.
     """
 
     kernel: str
@@ -79,6 +80,7 @@ class Request:
     ids: bool = False
     limits: bool = False
     guides: torch.dtype | None = None
+    kept: bool = False
 
     def __str__(self) -> str:
         """Return a test id, such as `sm90-softmax-128x256x64-w8-s4-bfloat16-low-ragged`."""
@@ -101,6 +103,7 @@ class Request:
             *["ids"] * self.ids,
             *["limits"] * self.limits,
             *[f"{self.guides}".replace("torch.", "by-")] * (self.guides is not None),
+            *["kept"] * self.kept,
         ]
         return "-".join(parts)
 
@@ -284,6 +287,7 @@ def _launch(request: Request) -> None:
     if request.limits:
         guides = torch.empty(2, _SIZE, _SIZE, dtype=request.guides) if request.guides else ()
         own["limits"] = BlockLimits(torch.zeros(_SIZE), torch.zeros(m), *(x[:m] for x in guides))
+    kept = own["kept_nm"] = torch.empty(_SIZE, _SIZE)[:, :m] if request.kept else None
     if request.kernel in ("lse_kernel", "merge_kernel"):
         add_lse(
             rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, maxima=maxima,
@@ -293,14 +297,16 @@ def _launch(request: Request) -> None:
     # Rows are aligned even where their ends are not.
     softmax, low = rows.new_empty(2, _SIZE, _SIZE, dtype=precision.softmax)[:, :, :m]
     if request.kernel == "sigmoid_kernel":
+        del own["kept_nm"]
         add_sigmoid(
             rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
             low if precision.keeps_low else None, 0, request.config,
             exponent=precision.softmax_exponent, maxima=maxima, **own,
         )  # fmt: skip
     else:
+        operands = (rows, columns) if kept is None else (None, None)
         write_softmax(
-            rows, columns, log2_scale, SoftmaxFactors.of(*lses, torch.ones(()), 0), softmax,
+            *operands, log2_scale, SoftmaxFactors.of(*lses, torch.ones(()), 0), softmax,
             low if precision.keeps_low else None, 0, (request.config, request.config), **own,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Limits, Logits
+from lightning_mp.contrastive._tiles.tile_backend import Kept, Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
     KernelLogits,
     block_shape,
@@ -48,12 +48,18 @@ def _any_size(largest: int) -> int:
 def test_blocks_cover_every_value_once_and_know_their_positives(
     diagonal: int | None, _round: int
 ) -> None:
-    b, m = random.randint(1, 80), random.randint(1, 80)
+    b, m = random.choice((random.randint(1, 80), random.randint(129, 180))), random.randint(1, 80)
+    memory = torch.zeros(random.choice((0, 140 * 80, 180 * 80)))
     shape = random.randint(1, 90), random.randint(1, 90)
     rows, columns = torch.randn(b, 64).bfloat16(), torch.randn(m, 64).bfloat16()
     covered, positives = torch.zeros(b, m), torch.zeros(b, m, dtype=torch.bool)
-    logits = Logits(rows, columns, torch.ones(()), diagonal)
+    logits = Logits(rows, columns, torch.ones(()), diagonal, kept=Kept(memory))
+    kept = Kept(memory).take_rows(b, m)
+    assert len(kept) == (b if b * -(-m // 16) * 16 <= len(memory) else 128 * (len(memory) > 0))
     for block in KernelLogits.of(logits, "auto").blocks(shape):
+        if block.kept_nc is not None:
+            block.kept_nc.add_(1)
+            assert block.kept_nc.shape == (len(rows[block.rows]), len(columns[block.columns]))
         part = covered[block.rows, block.columns]
         part += 1
         assert part.shape[0] <= shape[0]
@@ -64,6 +70,8 @@ def test_blocks_cover_every_value_once_and_know_their_positives(
         if block.diagonal is not None:
             positives[block.rows, block.columns] = _band(*part.shape, block.diagonal)
     assert (covered == 1).all()
+    assert (kept == 1).all()
+    assert memory.sum() == kept.numel()
     if diagonal is not None:
         assert torch.equal(positives, _band(b, m, diagonal))
 

@@ -21,14 +21,10 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     all_configs,
     find_configs,
+    find_kept_configs,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, TileDtype
-from tests.contrastive.triton_tiles.compiling import (
-    Chip,
-    Compiled,
-    Request,
-    compiler,
-)
+from tests.contrastive.triton_tiles.compiling import Chip, Compiled, Request, compiler
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +194,18 @@ GUIDES = [
     if request.config in (GUIDED if is_lse(request) else DEFAULTS)
 ]
 BF16_GUIDES = [r for r in GUIDES if r.precision == BF16 and r.guides == torch.bfloat16]
+SPLIT = Precision.of(torch.float32, "auto")  # whose products are kept
+KEPT = [
+    Request(kernel, bare(row), SPLIT, kept=True, arch=arch, ids=ids, **{more: has_more})
+    for arch, width in ((80, 64), (86, 64), (89, 64), *product((90, 100, 120), WIDTHS))
+    for kernel, more, row in zip(
+        ("lse_kernel", "softmax_kernel"),
+        ("maxima", "ragged"),
+        find_kept_configs(arch if arch in CHIPS else 80, SPLIT.operand, width),
+        strict=True,
+    )
+    for ids, has_more in product((False, True), repeat=2)
+]
 # What keeps the most in registers stands for what keeps less; 8.6 is left to the sweep.
 FULLEST = [r for r in USED if r.maxima or r.kernel != "lse_kernel"]
 FULLEST_WITH_IDS = [
@@ -215,6 +223,7 @@ GATE = [
     # The softmax with a guide has all that it has without, the log-sum-exps compare other values.
     *(r for r in LIMITS if r.precision == BF16 and r.config.arch in (80, 90) and is_lse(r)),
     *(r for r in BF16_GUIDES if r.config.arch in (80, 90) or is_lse(r)),
+    *(r for r in KEPT if r.ids and r.maxima and r.config.warps == 8 and r.arch in (80, 90)),
     SPILLING[1],
 ]
 
@@ -229,7 +238,7 @@ def requests(cases: Sequence[Request]) -> pytest.MarkDecorator:
 
 tiles, kernels = (
     requests(TILES),
-    requests(TILES + MERGES + RELATED + SIGMOIDS + IDS + LIMITS + GUIDES),
+    requests(TILES + MERGES + RELATED + SIGMOIDS + IDS + LIMITS + GUIDES + [*dict.fromkeys(KEPT)]),
 )
 
 

@@ -6,6 +6,7 @@ Shapes:
 
 import dataclasses
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,6 +149,18 @@ def test_guides_that_a_kernel_would_misread_are_refused(guides: list[Tensor], me
         _add_lse(limits=limits)
 
 
+@pytest.mark.parametrize(
+    "kept_nm",
+    [torch.zeros(M, 16)[:, :N], torch.zeros(N, M), torch.zeros(N, 16)[:, 1:8]],
+    ids=["shape", "stride", "start"],
+)
+def test_memory_for_products_that_a_kernel_would_misread_is_refused(kept_nm: Tensor) -> None:
+    message = re.escape(f"Passed `kept_nm` of shape {list(kept_nm.shape)} and strides")
+    for call in (_add_lse, partial(_write_softmax, rows_nk=None, columns_mk=None)):
+        with pytest.raises(ValueError, match=message):
+            call(kept_nm=kept_nm)
+
+
 @pytest.mark.parametrize("name", ["softmax_nm", "low_nm"])
 def test_softmax_of_another_shape_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"It must be \[5, 7\], rows by columns"):
@@ -197,7 +210,8 @@ def test_every_tile_shape_of_the_table_equals_float64(
 def test_autotuning_picks_a_row_of_the_table_once_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shard, tiles = make_shard(65, 70, 72, BF16), TritonTiles(autotune=True)
+    # The memory is for blocks of 65 x 64.
+    shard, tiles = make_shard(65, 70, 72, BF16), TritonTiles(1, autotune=True)
     for _ in range(2):
         assert shard.lse_error(shard.lse_sweep(tiles)) < LSE_ERROR
         assert shard.grad_error(shard.grad_sweep(tiles)) < GRADIENT_ERROR[BF16]

@@ -4,6 +4,7 @@ Shapes:
     b: rows. m: columns. D: width. n, c: rows and columns of one block.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
 from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     Operand,
@@ -30,7 +31,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its place, its operands, the offset of its positives, and what is left out."""
+    """One block: its place, operands, offset of its positives, what is left out, what is kept."""
 
     rows: slice
     columns: slice
@@ -39,6 +40,7 @@ class Block:
     diagonal: int | None
     ids: Ids | None
     limits: BlockLimits | None
+    kept_nc: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,26 @@ class KernelLogits:
         logits: The logits, with ids of 32 bits.
         precision: What is multiplied.
         units: What split features of rows and of columns are multiplied by.
+        kept_rm: Where the products of the first rows are kept, in fp32; may be none.
         guides: How guides are multiplied, and by what if they are split; `None` without.
     """
 
     logits: Logits
     precision: Precision
     units: tuple[Tensor | None, Tensor | None]
+    kept_rm: Tensor
     guides: tuple[Precision, Tensor | None, Tensor | None] | None = None
 
     @classmethod
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
-        """Return them for what `tile_dtype` says."""
+        """Return them for what `tile_dtype` says; once a sweep, which takes a place to keep."""
         precision = Precision.of(logits.rows_bD.dtype, tile_dtype)
         units = (precision.unit(logits.rows_bD), precision.unit(logits.columns_mD))
         ids = None if logits.ids is None else _short(logits.ids)
         guides = None if logits.limits is None else _guides_of(logits.limits)
-        return cls(logits._replace(ids=ids), precision, units, guides)
+        kept = logits.kept or Kept(logits.rows_bD.new_empty(0, dtype=torch.float32))
+        kept_rm = kept.take_rows(len(logits.rows_bD), len(logits.columns_mD))
+        return cls(logits._replace(ids=ids), precision, units, kept_rm, guides)
 
     @property
     def edge_bytes(self) -> int:
@@ -89,16 +95,17 @@ class KernelLogits:
 
         Columns are prepared once, rows once for each block of columns: a copy of `n D` values for
         `n c D` products. Rows that have their positives here and others are not put into one
-        block, so that kernels know of one diagonal only.
+        block, so that kernels know of one diagonal only; nor those that are kept and others.
         """
         rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, *_ = self.logits
+        most_kept = len(self.kept_rm)
         b, m = len(rows_bD), len(columns_mD)
         for left in range(0, m, shape[1]):
             columns = slice(left, min(left + shape[1], m))
             column_operand = make_operand(
                 columns_mD[columns], self.precision, self.units[1], is_columns=True
             )
-            for rows, has_positives in _row_steps(b, shape[0], diagonal, positive_rows):
+            for rows, has_positives in _row_steps(b, shape[0], most_kept, diagonal, positive_rows):
                 row_operand = make_operand(
                     rows_bD[rows], self.precision, self.units[0], is_columns=False
                 )
@@ -109,13 +116,16 @@ class KernelLogits:
                     rows, columns, row_operand, column_operand, offset,
                     None if ids is None else ids.block(rows, columns),
                     None if limits is None else self._limits(limits.block(rows, columns)),
+                    self.kept_rm[rows, columns] if rows.start < most_kept else None,
                 )  # fmt: skip
 
-    def trial_block(self) -> Block:
-        """Return a block to try tile shapes on, of which nothing is left out."""
+    def trial_block(self, most: tuple[int, int] = (_TUNED_ROWS, _TUNED_ROWS)) -> Block:
+        """Return a block to try tile shapes on, of which nothing is left out or kept."""
+        rows, columns = (min(size, _TUNED_ROWS) for size in most)
         rows_bD, columns_mD, scale, *_ = self.logits
-        some = Logits(rows_bD[:_TUNED_ROWS], columns_mD[:_TUNED_ROWS], scale, None)
-        return next(KernelLogits(some, self.precision, self.units).blocks((_TUNED_ROWS,) * 2))
+        some = Logits(rows_bD[:rows], columns_mD[:columns], scale, None)
+        alone = KernelLogits(some, self.precision, self.units, self.kept_rm[:0])
+        return next(alone.blocks((rows, columns)))
 
     def _limits(self, limits: Limits) -> BlockLimits:
         """Return the limits of a block's products, which have the units of split operands in."""
@@ -154,14 +164,18 @@ def _short(ids: Ids) -> Ids:
 
 
 def _row_steps(
-    b: int, step: int, diagonal: int | None, positive_rows: slice | None
+    b: int, step: int, kept: int, diagonal: int | None, positive_rows: slice | None
 ) -> Iterator[tuple[slice, bool]]:
-    """Yield slices of at most `step` rows, and whether they have their positives here."""
+    """Yield slices of at most `step` rows, and whether they have their positives here.
+
+    Those before `kept` and those after are not put into one slice.
+    """
     own = slice(0, b) if positive_rows is None else positive_rows
-    ends = (0, b, b, b) if diagonal is None else (0, own.start, own.stop, b)
-    for start, stop, has_positives in zip(ends, ends[1:], (False, True, False), strict=False):
+    if diagonal is None:
+        own = slice(0, 0)
+    for start, stop in itertools.pairwise(sorted({0, own.start, own.stop, kept, b})):
         for top in range(start, stop, step):
-            yield slice(top, min(top + step, stop)), has_positives
+            yield slice(top, min(top + step, stop)), own.start <= top < own.stop
 
 
 def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:

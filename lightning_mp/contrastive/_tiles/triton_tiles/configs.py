@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Kernel", "TileConfig", "all_configs", "arch_of", "find_configs"]
+__all__ = ["Kernel", "TileConfig", "all_configs", "arch_of", "find_configs", "find_kept_configs"]
 
 Kernel = Literal["lse", "softmax", "softmax_wide"]
 
@@ -95,6 +95,17 @@ def find_configs(
             f"rows for {known}. Use one of these, or `backend='torch'`."
         )
     return found
+
+
+def find_kept_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[TileConfig, TileConfig]:
+    """Return the shapes of tiles whose products one sweep keeps, and of those that are read again.
+
+    To keep tiles of 128 x 256 takes registers that sums of theirs leave to no chip. What is read
+    is not multiplied: small tiles wait for memory beside each other.
+    """
+    lse = next(row for row in find_configs("lse", arch, dtype, width) if row.tile[1] < 256)
+    wide = find_configs("softmax_wide", arch, dtype, width)[0]
+    return lse, dataclasses.replace(wide, tile=(64, 64, wide.tile[2]), warps=4)
 
 
 def arch_of(device: torch.device) -> int:

@@ -16,6 +16,7 @@ __all__ = [
     "differ",
     "judged",
     "keep_mask",
+    "kept_at",
     "tile_at",
     "tile_dots",
     "tile_is_cut",
@@ -78,6 +79,21 @@ def tile_dots(
             left_at += TILE_K
             right_at += TILE_K
     return dots
+
+
+@triton.jit
+def kept_at(
+    kept, stride, row_tile, column_tile, num_rows, num_columns, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Return where the products of one tile are kept (M, N), and which of them there are.
+
+    Rows have room for a multiple of 16 values, which keeps loads and stores wide.
+    """
+    row = row_tile * TILE_M + tl.arange(0, TILE_M)
+    column = column_tile * TILE_N + tl.arange(0, TILE_N)
+    here = (row < num_rows)[:, None] & (column < tl.cdiv(num_columns, 16) * 16)[None, :]
+    return kept + row.to(tl.int64)[:, None] * stride + column[None, :], here
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.operands import ROW_MULTIPLE
 
 __all__ = [
     "BlockLimits",
+    "as_kept",
     "as_limits",
     "as_operands",
     "as_targets",
@@ -94,12 +95,16 @@ def _check(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> None:
             )
 
 
-def as_operands(rows_nk: Tensor, columns_mk: Tensor, config: TileConfig) -> tuple[Any, Any]:
-    """Return the operands as the kernel wants them: tensor descriptors, or the tensors.
+def as_operands(
+    rows_nk: Tensor | None, columns_mk: Tensor | None, config: TileConfig
+) -> tuple[Any, Any]:
+    """Return the operands as the kernel wants them: tensor descriptors, or the tensors, or `None`.
 
     Raises:
         ValueError: They differ in width, dtype or device, or are not laid out in aligned rows.
     """
+    if rows_nk is None or columns_mk is None:
+        return None, None
     _check(rows_nk, columns_mk, config)
     if not config.tma:
         return rows_nk, columns_mk
@@ -131,6 +136,24 @@ def as_targets(
         _as_descriptor(target, tile_m, tile_n) if config.tma and target is not None else target
         for target in (values_nm, low_nm)
     ]
+
+
+def as_kept(kept_nm: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor | None, int | None]:
+    """Return memory for a block's products as the kernels want it, and how far rows lie apart.
+
+    Raises:
+        ValueError: It has another shape than the block, or no room for whole groups of 16.
+    """
+    if kept_nm is None:
+        return None, None
+    row, column = kept_nm.stride()
+    if kept_nm.shape != shape or column != 1 or row % ROW_MULTIPLE or kept_nm.data_ptr() % 16:
+        raise ValueError(
+            f"Passed `kept_nm` of shape {list(kept_nm.shape)} and strides {kept_nm.stride()}. It "
+            f"must be of shape {list(shape)}, contiguous in rows that are aligned to 16 bytes and "
+            f"a multiple of {ROW_MULTIPLE} values apart. Take it from `Kept.take_rows`."
+        )
+    return kept_nm, row
 
 
 def diagonal_offset(diagonal: int | None, rows: int, columns: int) -> int:

@@ -12,7 +12,7 @@ That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are l
 2^-36 of it, and nothing overflows. A program that finds a sum outside (or a NaN) does its tile once
 more, with a reference for each row and each column, and stores finished logarithms in the place of
 sums. It multiplies again, so that the first pass keeps nothing in registers for a second that is
-rare. Merging adds the tiles in float64, in order.
+rare. `merge_kernels` adds the tiles.
 
 The largest logits, where they are wanted, are those of the same powers: a sum in range has a term
 of 2^-98 at least.
@@ -30,23 +30,25 @@ from lightning_mp.contrastive._tiles.triton_tiles.dot import (
     differ,
     judged,
     keep_mask,
+    kept_at,
     tile_at,
     tile_dots,
     tile_is_cut,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.launch import (
     BlockLimits,
+    as_kept,
     as_limits,
     as_operands,
     diagonal_offset,
 )
+from lightning_mp.contrastive._tiles.triton_tiles.merge_kernels import merge_kernel
 
-__all__ = ["HIGHEST_SUM_EXPONENT", "add_lse", "lse_bytes_per_value", "lse_kernel", "merge_kernel"]
+__all__ = ["HIGHEST_SUM_EXPONENT", "add_lse", "lse_bytes_per_value", "lse_kernel"]
 
 HIGHEST_SUM_EXPONENT = 119
 _HIGHEST_SUM = tl.constexpr(2.0**HIGHEST_SUM_EXPONENT)
 _LOWEST_SUM = tl.constexpr(2.0**-90)
-_LN_2 = tl.constexpr(0.6931471805599453)
 _MERGE_BLOCK = 32
 _MERGE_PARTS = 32
 
@@ -81,6 +83,8 @@ def lse_kernel(
     row_guides,
     column_guides,
     guide_width,
+    kept,
+    kept_stride,
     num_rows,
     num_columns,
     width,
@@ -109,6 +113,7 @@ def lse_kernel(
             not with `MAXIMA`. column_limits: (m,): those that columns leave out.
         row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
             column_guides: Likewise. guide_width: Theirs.
+        kept: (n, m) in fp32 with rows `kept_stride` apart, gets the products; or `None`.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
     """
@@ -118,6 +123,11 @@ def lse_kernel(
         rows, columns, row_tile, column_tile, num_rows, num_columns, width,
         row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
     )  # fmt: skip
+    if kept is not None:
+        at, here = kept_at(
+            kept, kept_stride, row_tile, column_tile, num_rows, num_columns, TILE_M, TILE_N
+        )
+        tl.store(at, dots, mask=here)
     similarities = judged(
         dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns,
         guide_width, TILE_M, TILE_N, TILE_K, TMA,
@@ -210,116 +220,6 @@ def lse_kernel(
             tl.store(column_maxima + column_place, peak, mask=column_here)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "row_fresh", "column_fresh"])
-def merge_kernel(
-    row_sums,
-    column_sums,
-    is_redone,
-    reference,
-    row_lse,
-    column_lse,
-    row_part_maxima,
-    column_part_maxima,
-    row_maxima,
-    column_maxima,
-    num_rows,
-    num_columns,
-    row_fresh,
-    column_fresh,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    MAXIMA: tl.constexpr,
-):
-    """Add the tiles' sums to the log-sum-exps of rows and columns.
-
-    Args:
-        row_sums: As `lse_kernel` has left them; so are all up to `reference`.
-        row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
-        row_part_maxima: As both kernels left them, like the next; not touched without `MAXIMA`.
-        row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
-        row_fresh: Whether `row_lse` holds nothing yet. column_fresh: Whether `column_lse` does.
-    """
-    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
-    row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
-    if program < row_programs:
-        first = program * BLOCK
-        flags = is_redone + first // TILE_M * column_tiles
-        _merge(
-            row_sums, flags, reference, row_lse, row_part_maxima, row_maxima, first, num_rows,
-            column_tiles, 1, row_fresh, BLOCK, PARTS, MAXIMA,
-        )  # fmt: skip
-    else:
-        first = (program - row_programs) * BLOCK
-        flags = is_redone + first // TILE_N
-        _merge(
-            column_sums, flags, reference, column_lse, column_part_maxima, column_maxima, first,
-            num_columns, row_tiles, column_tiles, column_fresh, BLOCK, PARTS, MAXIMA,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge(
-    sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step, fresh,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, MAXIMA: tl.constexpr,
-):  # fmt: skip
-    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns of one tile.
-
-    Tiles that were redone come in as `2^value`. All in float64 and in a fixed order.
-
-    Args:
-        sums: (parts, length) in fp32.
-        flags: That of part `p` is at `p * part_step`.
-        reference: `t`, one fp32 value.
-        lse: (length,) natural logarithms in float64, added to in place.
-        part_maxima: (parts, length), as `sums`; maxima: (length,) in float64, raised in place to
-            the largest logits. Not touched without `MAXIMA`.
-        start: The first of them.
-        fresh: Whether `lse` holds nothing yet, which is as good as -inf.
-    """
-    index = start + tl.arange(0, BLOCK)
-    here = index < length
-    total = tl.zeros((BLOCK,), tl.float64)
-    peak = tl.full((BLOCK,), float("-inf"), tl.float64)
-    rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
-    largest = tl.full((BLOCK,), float("-inf"), tl.float64)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        redone = tl.load(flags + part * part_step, mask=part < parts, other=0) != 0
-        mask = (part < parts)[:, None] & here[None, :]
-        at = part.to(tl.int64)[:, None] * length + index[None, :]
-        value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
-        total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
-        if tl.max(redone.to(tl.int32), 0) != 0:
-            power = tl.where(redone[:, None] & mask, value, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(power, 0))
-            # With infinities, their difference would be NaN.
-            base = tl.where(tl.abs(new_peak) == float("inf"), 0.0, new_peak)
-            rest = rest * tl.exp2(peak - base) + tl.sum(tl.exp2(power - base[None, :]), 0)
-            peak = new_peak
-        if MAXIMA:
-            power = tl.load(part_maxima + at, mask=mask, other=0.0).to(tl.float64)
-            power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
-            largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
-    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    old = tl.load(lse + index, mask=here & (fresh == 0), other=float("-inf"))
-    new = tl.log2(total) + tl.load(reference).to(tl.float64)
-    both = _log2_add_exp2(new, base + tl.log2(rest))
-    tl.store(lse + index, _log2_add_exp2(old / _LN_2, both) * _LN_2, mask=here)
-    if MAXIMA:
-        old = tl.load(maxima + index, mask=here, other=0.0)
-        tl.store(maxima + index, tl.maximum(old, largest * _LN_2), mask=here)
-
-
-@triton.jit
-def _log2_add_exp2(left, right):
-    """Return `log2(2^left + 2^right)`."""
-    peak = tl.maximum(left, right)
-    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    return base + tl.log2(tl.exp2(left - base) + tl.exp2(right - base))
-
-
 def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
     rows, columns, _ = config.tile
@@ -341,6 +241,7 @@ def add_lse(
     ids: Ids | None = None,
     limits: BlockLimits | None = None,
     fresh: tuple[bool, bool] = (False, False),
+    kept_nm: Tensor | None = None,
 ) -> None:
     """Add one block to the log-sum-exps of its negatives, in place.
 
@@ -358,9 +259,10 @@ def add_lse(
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
         limits: Similarities above which rows and columns leave a pair out; not with `maxima`.
         fresh: Whether the log-sum-exps of rows and of columns hold nothing yet.
+        kept_nm: Gets the products of rows and columns, in fp32, for `write_softmax`.
 
     Raises:
-        ValueError: Operands or log-sum-exps have another layout.
+        ValueError: Operands, log-sum-exps or `kept_nm` have another layout.
     """
     n, m = rows_nk.shape[0], columns_mk.shape[0]
     operands = as_operands(rows_nk, columns_mk, config)
@@ -382,8 +284,8 @@ def add_lse(
     is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
     offset = diagonal_offset(diagonal, n, m)
     sizes = (
-        *(ids or (None, None)), *as_limits(limits, config), n, m, rows_nk.shape[1],
-        rows_nk.stride(0), columns_mk.stride(0), offset,
+        *(ids or (None, None)), *as_limits(limits, config), *as_kept(kept_nm, (n, m)), n, m,
+        rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset,
     )  # fmt: skip
     lse_kernel[(tiles,)](
         *operands, log2_scale, reference, row_sums, column_sums, is_redone, *part_maxima, *sizes,

@@ -112,13 +112,20 @@ class Operand:
 
     Args:
         features_nD: The features.
-        tiles_nk: What the sweeps multiply.
-        precision: How.
+        precision: How they are multiplied.
+        unit: What split features are multiplied by.
+        is_columns: Whether they are columns.
     """
 
     features_nD: Tensor
-    tiles_nk: Tensor
     precision: Precision
+    unit: Tensor | None
+    is_columns: bool
+
+    @functools.cached_property
+    def tiles_nk(self) -> Tensor:
+        """What the sweeps multiply; products that are kept need none of it."""
+        return _tiles(self.features_nD, self.precision, self.unit, is_columns=self.is_columns)
 
     @functools.cached_property
     def parts_nD(self) -> tuple[Tensor, ...]:
@@ -131,7 +138,14 @@ class Operand:
 def make_operand(
     features_nD: Tensor, precision: Precision, unit: Tensor | None, *, is_columns: bool
 ) -> Operand:
-    """Return features as an operand; without a copy if they are already as they have to be.
+    """Return features as an operand, of which is made what is asked for."""
+    return Operand(features_nD, precision, unit, is_columns)
+
+
+def _tiles(
+    features_nD: Tensor, precision: Precision, unit: Tensor | None, *, is_columns: bool
+) -> Tensor:
+    """Return what tiles multiply; without a copy if features are already as they have to be.
 
     Split operands lie side by side: rows as `[high, high, low]` and columns as
     `[high, low, high]`, so that one product of three times the width is
@@ -139,14 +153,14 @@ def make_operand(
     """
     values_nD = features_nD.to(precision.operand) if unit is None else features_nD * unit
     if unit is None and _is_aligned(values_nD):
-        return Operand(features_nD, values_nD, precision)
+        return values_nD
     n, width = features_nD.shape
     padded = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     tiles = values_nD.new_zeros(n, 1 if unit is None else 3, padded, dtype=precision.operand)
     tiles[:, :, :width] = values_nD[:, None]
     if unit is not None:  # high everywhere; what it lacks takes one of the places
         tiles[:, 1 if is_columns else 2, :width] = values_nD.sub_(tiles[:, 0, :width])
-    return Operand(features_nD, tiles.flatten(1), precision)
+    return tiles.flatten(1)
 
 
 def _halves(values_nD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.dot import (
     differ,
     judged,
     keep_mask,
+    kept_at,
     tile_at,
     tile_dots,
     tile_is_cut,
@@ -42,6 +43,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.dot import (
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
 from lightning_mp.contrastive._tiles.triton_tiles.launch import (
     BlockLimits,
+    as_kept,
     as_limits,
     as_operands,
     as_targets,
@@ -90,6 +92,8 @@ def softmax_kernel(
     row_guides,
     column_guides,
     guide_width,
+    kept,
+    kept_stride,
     num_rows,
     num_columns,
     width,
@@ -112,7 +116,7 @@ def softmax_kernel(
         log2_scale: Two fp32 values whose sum is the scale times log2(e).
         row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; all (n,) in fp32.
         column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`; all (m,).
-        is_wide: One int32; a launch with another `WIDE` returns at once.
+        is_wide: One int32; a launch with another `WIDE` returns at once, but for what is kept.
         softmax: (n, m) with rows `softmax_stride` apart; a tensor descriptor with `TMA`.
         softmax_low: The same for what rounding left over; not touched without `LOW`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
@@ -120,15 +124,24 @@ def softmax_kernel(
             column_limits: (m,): those that columns leave out.
         row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
             column_guides: Likewise. guide_width: Theirs.
+        kept: (n, m) in fp32 with rows `kept_stride` apart: the products, as `lse_kernel` left them.
+            `None`: they are made here, of `rows` and `columns`, which are `None` otherwise.
     """
-    if (tl.load(is_wide) != 0) != WIDE:
-        return
+    if kept is None:  # noqa: SIM102  # one is known to the compiler, one is not
+        if (tl.load(is_wide) != 0) != WIDE:
+            return
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
-    dots = tile_dots(
-        rows, columns, row_tile, column_tile, num_rows, num_columns, width,
-        row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
-    )  # fmt: skip
+    if kept is None:
+        dots = tile_dots(
+            rows, columns, row_tile, column_tile, num_rows, num_columns, width,
+            row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
+        )  # fmt: skip
+    else:
+        at, here = kept_at(
+            kept, kept_stride, row_tile, column_tile, num_rows, num_columns, TILE_M, TILE_N
+        )
+        dots = tl.load(at, mask=here, other=0.0)
     # Before anything is made of the first product: a third tile would not fit into registers.
     similarities = judged(
         dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns,
@@ -180,8 +193,8 @@ def softmax_kernel(
 
 
 def write_softmax(
-    rows_nk: Tensor,
-    columns_mk: Tensor,
+    rows_nk: Tensor | None,
+    columns_mk: Tensor | None,
     log2_scale: Tensor,
     factors: SoftmaxFactors,
     softmax_nm: Tensor,
@@ -192,11 +205,12 @@ def write_softmax(
     split_scale: bool,
     ids: Ids | None = None,
     limits: BlockLimits | None = None,
+    kept_nm: Tensor | None = None,
 ) -> None:
     """Write the softmax of one block; the twin that is not needed returns at once.
 
     Args:
-        rows_nk: Rows, padded and aligned as `make_operand` does it.
+        rows_nk: Rows, padded and aligned as `make_operand` does it; `None` with `kept_nm`.
         columns_mk: Columns, likewise.
         log2_scale: Scale times log2(e) as the sum of two fp32 values.
         factors: The vectors of the block's rows and columns.
@@ -208,11 +222,17 @@ def write_softmax(
         split_scale: Use both values of `log2_scale`.
         ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
         limits: Similarities above which rows and columns leave a pair out.
+        kept_nm: The products of rows and columns, as `add_lse` left them; any twin will do.
 
     Raises:
-        ValueError: Operands or softmax have another layout.
+        ValueError: Operands, softmax or `kept_nm` have another layout.
     """
-    n, m = rows_nk.shape[0], columns_mk.shape[0]
+    n, m = softmax_nm.shape
+    width = row_stride = column_stride = None
+    if rows_nk is not None and columns_mk is not None:
+        (n, width), m = rows_nk.shape, len(columns_mk)
+        row_stride, column_stride = rows_nk.stride(0), columns_mk.stride(0)
+    kept = as_kept(kept_nm, (n, m))
     offset = diagonal_offset(diagonal, n, m)
     for config in configs:
         targets = as_targets(softmax_nm, low_nm, (n, m), config)
@@ -220,8 +240,8 @@ def write_softmax(
         softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
             *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
             *factors.columns_3m, factors.is_wide, *targets, *(ids or (None, None)),
-            *as_limits(limits, config), n, m, rows_nk.shape[1], rows_nk.stride(0),
-            columns_mk.stride(0), softmax_nm.stride(0), offset,
+            *as_limits(limits, config), *kept, n, m, width, row_stride, column_stride,
+            softmax_nm.stride(0), offset,
             GROUP=config.group, SPLIT_SCALE=split_scale,
             WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,
             **config.options,

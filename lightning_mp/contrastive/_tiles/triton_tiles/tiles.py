@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima, Prepared
+from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits, Maxima, Prepared
 from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
 from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
     Block,
@@ -25,6 +25,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     arch_of,
     find_configs,
+    find_kept_configs,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors, finish
 from lightning_mp.contrastive._tiles.triton_tiles.launch import multiprocessors
@@ -42,6 +43,9 @@ __all__ = ["DEFAULT_WORKSPACE_BYTES", "TritonTiles"]
 DEFAULT_WORKSPACE_BYTES = 544 * 2**20
 """Room for 16,896 x 16,384 softmax values of two bytes: whole waves of cuBLAS tiles on 132 SMs."""
 
+# What is kept leaves this to blocks, or half of the workspace. Each block reads and writes
+# gradients beside its products, small ones more often. This is 3,925 x 3,925 at D = 768.
+_BLOCK_BYTES = 2**27
 _LOG2_E = math.log2(math.e)
 # Products of up to this many multiplications take a GPU 0.1 ms each, at half of an H100's rate, and
 # the four of a loss less than the host for its launches. A second exponential of 2^24 logits takes
@@ -61,9 +65,13 @@ class TritonTiles:
     leaves both gradient products to cuBLAS, summed in fp32. Nothing depends on the order in which
     programs run, so results repeat bit for bit, and nothing waits for the device.
 
+    The products of fp32 features, which are three of 16-bit halves, are kept from the first sweep
+    for the second: those of all rows, or of as many of the first ones, in multiples of 128, as fit
+    half of the workspace (all but 128 MiB, if that is less), where that is a quarter at least.
+
     Args:
-        workspace_bytes: The budget in bytes for partial sums or for a block of the softmax, one
-            tile at least. `None` takes 544 MiB.
+        workspace_bytes: The budget in bytes for products that are kept, and for partial sums or a
+            block of the softmax, one tile at least. `None` takes 544 MiB.
         tile_dtype: What is multiplied, see `ContrastiveLoss`.
         autotune: Time the tile shapes of the table at the first call for a dtype and width, which
             waits for the device, and keep the fastest.
@@ -106,7 +114,7 @@ class TritonTiles:
             add_lse(
                 block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
                 *lses, block.diagonal, config, split_scale=cut.precision.is_split, ids=block.ids,
-                limits=block.limits, maxima=maxima,
+                limits=block.limits, maxima=maxima, kept_nm=block.kept_nc,
                 fresh=(logits.fresh[0] and firsts[0], logits.fresh[1] and firsts[1]),
             )  # fmt: skip
 
@@ -116,7 +124,9 @@ class TritonTiles:
             return lambda config: add(block, lses, config, None)
 
         with launching_on(rows_bD.device):
-            if logits.limits is None:
+            if len(cut.kept_rm) > 0:
+                config = self._kept_configs(cut)[0]
+            elif logits.limits is None:
                 config = self._choose("lse", cut, make_trial)
             else:  # 128 x 256 tiles with limits spill, and guides have a second product
                 config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
@@ -138,22 +148,24 @@ class TritonTiles:
         cut = KernelLogits.of(logits, self.tile_dtype)
 
         def write(block: Block, softmax: Softmax, configs: list[TileConfig]) -> None:
+            is_kept = block.kept_nc is not None
             write_softmax(
-                block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
+                None if is_kept else block.row_operand.tiles_nk,
+                None if is_kept else block.column_operand.tiles_nk, log2_scale,
                 factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
-                block.diagonal, [*configs, wide], split_scale=cut.precision.is_split,
-                ids=block.ids, limits=block.limits,
+                block.diagonal, configs, split_scale=cut.precision.is_split, ids=block.ids,
+                limits=block.limits, kept_nm=block.kept_nc,
             )  # fmt: skip
 
         def make_trial() -> Callable[[TileConfig], None]:
-            block = cut.trial_block()
+            block = cut.trial_block(shape)
             softmax = workspace.block(block)
             return lambda config: write(block, softmax, [config])
 
         with launching_on(row_lse_b.device):
             # What a row leaves out and a column does not may lie above all that the row has: with
             # limits no power of the row's serves both.
-            products = logits.rows_bD.numel() * len(logits.columns_mD)
+            products = (len(logits.rows_bD) - len(cut.kept_rm)) * logits.columns_mD.numel()
             is_wide = logits.limits is not None or products <= _HOST_BOUND
             factors = SoftmaxFactors.of(
                 row_lse_b, column_lse_m, logits.scale, cut.precision.softmax_exponent,
@@ -162,11 +174,12 @@ class TritonTiles:
             log2_scale = cut.log2_scale() if cut.precision.is_split else factors.log2_scale
             shape = self._softmax_block(cut)
             workspace = Workspace.make(shape, cut.precision, row_lse_b.device)
-            wide = self._choose("softmax_wide", cut)
-            narrow = [] if is_wide else [self._choose("softmax", cut, make_trial)]
+            configs = [] if is_wide else [self._choose("softmax", cut, make_trial)]
+            configs.append(self._choose("softmax_wide", cut))
+            of_kept = [self._kept_configs(cut)[1]] if len(cut.kept_rm) > 0 else []
             for block in cut.blocks(shape):
                 softmax = workspace.block(block)
-                write(block, softmax, narrow)
+                write(block, softmax, configs if block.kept_nc is None else of_kept)
                 softmax.add_products(block, d_rows_bD, d_columns_mD, logits.fresh)
 
     def sigmoid_sweep(
@@ -209,13 +222,36 @@ class TritonTiles:
         return DEFAULT_WORKSPACE_BYTES if self.workspace_bytes is None else self.workspace_bytes
 
     def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Keep nothing: a logit of 100 in 16 bit is off by a quarter, in fp32 it is 4 bytes."""
-        return 0
+        """Return what the workspace has beside blocks: all, a quarter at least, or nothing.
+
+        To keep less saves less than smaller blocks cost. One 16-bit product costs no more than to
+        store and load fp32 logits: for features that are not split, nothing.
+        """
+        if not Precision.of(dtype, self.tile_dtype).is_split:
+            return 0
+        budget, everything = self.budget(device), b * (-(-m // 16) * 16)
+        room = torch.sym_max(0, budget - torch.sym_max(budget // 2, _BLOCK_BYTES)) // 4
+        size: int = torch.sym_min(everything, room) * torch.sym_min(1, 4 * room // everything)
+        return size
+
+    def multiplied_twice(
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept_values: int,
+    ) -> int:
+        """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        kept = Kept(torch.empty(kept_values, device="meta"))
+        return (b - len(kept.take_rows(b, m))) * m
 
     def _block(self, cut: KernelLogits, bytes_per_value: float) -> tuple[int, int]:
         """Return the shape of blocks that fit the budget with their operands."""
         rows_bD, columns_mD = cut.logits[:2]
-        values = int(self.budget(rows_bD.device) / bytes_per_value)
+        kept = 0 if cut.logits.kept is None else cut.logits.kept.bytes
+        values = int((self.budget(rows_bD.device) - kept) / bytes_per_value)
         edge = int(cut.edge_bytes / bytes_per_value)
         return block_shape(len(rows_bD), len(columns_mD), values, edge)
 
@@ -225,6 +261,13 @@ class TritonTiles:
         if rows < len(rows_bD):
             rows = whole_waves(rows, rows_bD.shape[1], multiprocessors(rows_bD.device))
         return rows, columns
+
+    def _arch(self, device: torch.device) -> int:
+        return arch_of(device) if self.arch is None else self.arch
+
+    def _kept_configs(self, cut: KernelLogits) -> tuple[TileConfig, TileConfig]:
+        rows_bD, dtype = cut.logits.rows_bD, cut.precision.operand
+        return find_kept_configs(self._arch(rows_bD.device), dtype, rows_bD.shape[1])
 
     def _choose(
         self,
@@ -239,8 +282,7 @@ class TritonTiles:
         The last one keeps the least in registers.
         """
         width, device = cut.logits.rows_bD.shape[1], cut.logits.rows_bD.device
-        arch = arch_of(device) if self.arch is None else self.arch
-        configs = find_configs(kernel, arch, cut.precision.operand, width)
+        configs = find_configs(kernel, self._arch(device), cut.precision.operand, width)
         if not self.autotune or make_trial is None or len(configs) == 1:
             return configs[-1 if is_last else 0]
         key = (kernel, cut.precision, width, device)

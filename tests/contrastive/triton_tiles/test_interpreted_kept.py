@@ -1,0 +1,194 @@
+"""Products that the first sweep keeps for the second: how many, that they are read, and exactness.
+
+Shapes:
+    b: rows. m: columns. D: width.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._operators.library import loss_of_one
+from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Logits, Maxima
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from tests.contrastive.triton_tiles.interpreter import (
+    GRADIENT_ERROR,
+    LSE_ERROR,
+    make_shard,
+    repaired_interpreter,
+    shard_of,
+)
+from tests.reference.contrastive import HARD, hard_features, reference, relative_error
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)"),
+]
+_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+FOR_BLOCKS = 2**27  # bytes of the workspace that nothing is kept in
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.sweep if i in (0, 3) else ())
+        for i, case in enumerate(HARD)
+    ],
+)
+def test_loss_and_gradients_of_which_a_part_is_kept_equal_float64(case: str) -> None:
+    """Where all is kept, as in the other tests of losses, there is nothing left to fit to it."""
+    b, workspace_bytes = 141, FOR_BLOCKS + 4 * 130 * 144
+    tiles = TritonTiles(workspace_bytes)
+    values = tiles.kept_values(b, b, FP32, CPU)
+    assert tiles.multiplied_twice(b, b, 24, FP32, CPU, values) == (b - 128) * b
+    image, text, scale = hard_features(b, 24, case)
+    expected = dataclasses.astuple(reference(image, text, scale))
+    # A logit's error is one of each of its powers, and once more one of their sums. Gradients
+    # take the softmax and the features in two halves of bf16.
+    off_by, _ = tiles.rounding(image.shape[1], FP32)
+    largest = abs(scale) * (image.norm(dim=1).max() * text.norm(dim=1).max()).item()
+    bound = 2 * largest * off_by + GRADIENT_ERROR[FP32]
+    leaves = [image.requires_grad_(), text.requires_grad_()]
+    leaves.append(torch.tensor(scale, requires_grad=True))
+    loss = ContrastiveLoss(backend="triton", workspace_bytes=workspace_bytes)(*leaves)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for value, right in zip((loss.detach(), *once), expected, strict=True):
+        assert relative_error(value, right) < bound
+    # What is kept is still what it was.
+    again = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seen", "arch"),
+    [
+        ("ids", 80),
+        ("maxima", 90),
+        pytest.param("ids", 100, marks=pytest.mark.sweep),
+        pytest.param("positive rows", 120, marks=pytest.mark.sweep),
+    ],
+)
+def test_shards_share_the_memory_and_rows_that_fit_are_read_from_it(seen: str, arch: int) -> None:
+    b, sizes, tiles = 150, (70, 129), TritonTiles(arch=arch)
+    image, text = (torch.nn.functional.normalize(torch.randn(n, 40), dim=1) for n in (b, 199))
+    rows = slice(20, 70) if seen == "positive rows" else None
+    memory = torch.full((b * 80 + 130 * 144,), torch.nan)  # 128 rows of the second shard fit
+    shards = [
+        shard_of(image, part, 100.0, diagonal)
+        for part, diagonal in zip(text.split(sizes), (0, None), strict=True)
+    ]
+    swept = [_with(shard.swept, seen, rows) for shard in shards]
+    kept = Kept(memory)
+    for shard, logits in zip(shards, swept, strict=True):
+        row_lse, column_lse = (lse.clone() for lse in shard.start)
+        lows = (torch.full_like(lse, -torch.inf) for lse in shard.start)
+        maxima = Maxima(*lows) if seen == "maxima" else None
+        tiles.lse_sweep(logits._replace(kept=kept), row_lse, column_lse, maxima=maxima)
+        shard.positives = _left_out(logits)
+        assert shard.lse_error((row_lse, column_lse)) < LSE_ERROR
+    used = b * 80 + 128 * 144
+    assert memory[:used].isfinite().all()
+    assert memory[used:].isnan().all()
+    for spoilt in (False, True):
+        if spoilt:
+            memory[:] = torch.nan
+        kept = Kept(memory)
+        for shard, logits, read in zip(shards, swept, (b, 128), strict=True):
+            gradients = torch.zeros(b, 40), torch.zeros(shard.columns.shape)
+            tiles.grad_sweep(logits._replace(kept=kept), *shard.lse, *gradients)
+            if spoilt:
+                assert gradients[0].isnan().any(1).tolist() == [True] * read + [False] * (b - read)
+            else:
+                assert shard.grad_error(gradients) < GRADIENT_ERROR[FP32]
+
+
+def _with(logits: Logits, seen: str, rows: slice | None) -> Logits:
+    b, m = len(logits.rows_bD), len(logits.columns_mD)
+    ids = Ids(torch.arange(b) % 17, torch.arange(m) % 19) if seen == "ids" else None
+    return logits._replace(positive_rows=rows, ids=ids)
+
+
+def _left_out(logits: Logits) -> Tensor:
+    b, m = len(logits.rows_bD), len(logits.columns_mD)
+    out = torch.zeros(b, m, dtype=torch.bool)
+    if logits.diagonal is not None:
+        own = slice(0, b) if logits.positive_rows is None else logits.positive_rows
+        out[own] = torch.eye(b, m, dtype=torch.bool)[own]
+    if logits.ids is not None:
+        out |= logits.ids.rows_b[:, None] == logits.ids.columns_m
+    return out
+
+
+def test_far_log_sum_exps_are_read_as_they_are_multiplied() -> None:
+    """Rows and columns whose log-sum-exps lie further apart than one exponential serves."""
+    shard, tiles = make_shard(65, 63, 24, FP32), TritonTiles()
+    shard.lse = shard.lse[0] + 40.0, shard.lse[1] - torch.linspace(0, 60, 63).double()
+    kept = torch.empty(65 * 64)
+    lses = [lse.clone() for lse in shard.start]
+    tiles.lse_sweep(shard.swept._replace(kept=Kept(kept)), *lses)
+    gradients = torch.zeros(65, 24), torch.zeros(63, 24)
+    tiles.grad_sweep(shard.swept._replace(kept=Kept(kept)), *shard.lse, *gradients)
+    assert shard.grad_error(gradients) < GRADIENT_ERROR[FP32]
+
+
+@pytest.mark.parametrize(
+    ("trained", "units"), [("image text scale", 4), ("image", 3), ("text scale", 3), ("", 1)]
+)
+@pytest.mark.parametrize(("b", "kept_rows"), [(8192, 8192), (12_000, 5888), (20_000, 0)])
+def test_loss_takes_four_units_of_work_and_fewer_with_kept_products_or_a_locked_tower(
+    trained: str, units: int, b: int, kept_rows: int
+) -> None:
+    width, names = 16, ("image", "text", "scale")
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        inputs = [torch.empty(b, width), torch.empty(b, width), torch.ones(())]
+        for name, x in zip(names, inputs, strict=True):
+            x.requires_grad_(name in trained.split())
+        choice = TileChoice("triton", "auto", None, False)
+        loss, _ = loss_of_one(*inputs, None, PairOptions(), choice)
+        if trained:
+            loss.backward()
+    expected = units * b - kept_rows * bool(trained)
+    assert counter.get_total_flops() == expected * 2 * b * width
+
+
+def test_workspace_says_how_much_is_kept() -> None:
+    def share(b: int, workspace_bytes: int | None, **options: Any) -> float:
+        tiles = TritonTiles(workspace_bytes, **options)
+        return tiles.kept_values(b, b, FP32, CPU) / b**2
+
+    # Half of 544 MiB are 8,444 x 8,444 values, a quarter of 16,888 x 16,888; rows go by 16.
+    assert share(8432, None) == 1
+    assert share(8464, None) == 2**20 * 272 / 4 / 8464**2
+    assert 0.25 <= share(16_880, None) < 0.2503
+    assert share(16_896, None) == 0
+    # Blocks have 128 MiB at least.
+    assert share(512, FOR_BLOCKS) == 0
+    assert share(512, FOR_BLOCKS + 2**20) == 1
+    assert share(2048, FOR_BLOCKS + 2**22) == 0.25
+    # One product of 16-bit values takes no longer than to store and load its logits.
+    for dtype, tile_dtype in ((BF16, "auto"), (FP16, "fp32"), (FP32, "bf16"), (FP32, "tf32")):
+        assert TritonTiles(tile_dtype=tile_dtype).kept_values(64, 64, dtype, CPU) == 0
+    assert share(64, None, tile_dtype="fp32") == 1
+
+
+def test_compiled_loss_keeps_as_the_eager_one() -> None:
+    loss_fn = ContrastiveLoss(backend="triton")
+    compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    for b in (33, 40):
+        image, text = (torch.randn(b, 8, requires_grad=True) for _ in range(2))
+        results = [
+            torch.autograd.grad(function(image, text, 0.5), (image, text))
+            for function in (loss_fn, compiled)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
