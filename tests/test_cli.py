@@ -9,6 +9,7 @@ import yaml
 import lightning_mp
 import lightning_mp.callbacks
 from lightning_mp.cli import main
+from tests.quiet import QUIET
 from tests.strategies.models import TinyCLIP, loader
 
 
@@ -31,13 +32,8 @@ def _config(path: Path, strategy: dict[str, Any] | str, **trainer: Any) -> str:
         "seed_everything": 1,
         "model": {"class_path": f"{__name__}.TinyCLIPWithData"},
         "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
+            **QUIET,
             "max_steps": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "strategy": strategy,
             **trainer,
         },

@@ -9,17 +9,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
 
 import lightning_mp
+from tests.quiet import QUIET
 
 SENTENCE = "for `lightning.pytorch`"
-SETTINGS: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "max_steps": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+SETTINGS = QUIET | {"max_steps": 1}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.quiet import QUIET
+
 
 class Model(pl.LightningModule):
     def __init__(self, loss: nn.Module | None = None, metric: nn.Module | None = None) -> None:
@@ -22,12 +24,4 @@ class Model(pl.LightningModule):
         return DataLoader(torch.ones(4, 4), batch_size=2)
 
 
-TRAINER = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "max_steps": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+TRAINER = QUIET | {"max_steps": 1}

@@ -12,6 +12,7 @@ from examples.glyph_clip.data import GlyphData
 from examples.glyph_clip.glyphs import GlyphTable, encode_names
 from examples.glyph_clip.sampler import TwinFreeSampler
 from tests.processes import run_ranks
+from tests.quiet import QUIET
 
 NAMES, ROWS_OF_A_NAME, BATCH = 40, 4, 32
 
@@ -61,16 +62,8 @@ def fit(rank: int, data_class: type[GlyphData]) -> list[list[int]]:
     data.tables = {"train": table()}
     data.prepare_data = lambda: None
     module = Recorder()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    options = QUIET | {"devices": 2, "max_epochs": 3}
+    trainer = lightning.Trainer(**options, strategy=DDPStrategy(process_group_backend="gloo"))
     trainer.fit(module, datamodule=data)
     return module.seen
 

@@ -14,8 +14,9 @@ from examples import plain_torch
 from lightning_mp.contrastive import GradientCache
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import make_trainer, parameters_of
+from tests.strategies.models import make_trainer
 
 STEPS = 5
 

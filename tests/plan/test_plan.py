@@ -25,6 +25,7 @@ from lightning_mp.plan.precisions import PRECISIONS
 from lightning_mp.plan.subject import Subject
 from lightning_mp.plan.table import advice
 from lightning_mp.plan.tower_bytes import TowerBytes, blank, measure_towers
+from tests.quiet import QUIET
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/glyph_clip/config.yaml"
@@ -275,15 +276,10 @@ def test_demo_is_predicted_within_15_percent_of_its_peak(
     def run() -> None:
         strategy = InfCLStrategy(micro_batch_size=micro_batch, process_group_backend="gloo")
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
+            **QUIET,
             strategy=strategy,
             max_steps=2,  # Adam has states in the second
             gradient_clip_val=1.0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         trainer.fit(GlyphCLIP(), data)
 

@@ -18,6 +18,7 @@ from lightning_mp import BalancedAMP
 from lightning_mp.plan.optimizer_states import state_bytes
 from lightning_mp.plan.precisions import PRECISIONS
 from lightning_mp.plan.subject import Subject
+from tests.quiet import QUIET
 
 WIDTH, ROWS, STEPS = 512, 4, 3
 
@@ -77,14 +78,9 @@ def test_parameter_costs_what_the_table_says(
     with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
         model = _Model(optimizer)
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
+            **QUIET,
             strategy=DDPStrategy(process_group_backend="gloo"),
             max_steps=STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             **precision,  # type: ignore[arg-type]
         )
         trainer.fit(model, DataLoader(TensorDataset(torch.randn(STEPS * ROWS, WIDTH)), ROWS))

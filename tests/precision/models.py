@@ -12,6 +12,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.quiet import QUIET, parameters_of
+
 Optimizers = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 TOKENS, WIDTH_IN, WIDTH = 5, 6, 16
@@ -126,10 +128,6 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     return sum(t.detach().double().square().sum().item() for t in tensors) ** 0.5
 
 
-def parameters_of(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
-
-
 def rows(count: int, seed: int = 5) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 8, generator=generator)
@@ -148,12 +146,8 @@ def sequences(batches: int, batch_size: int = 32, seed: int = 6) -> DataLoader:
 
 
 def make_trainer(plugin: Any = None, **kwargs: Any) -> pl.Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
     plugins = [] if plugin is None else [plugin]
-    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **kwargs}
-    return pl.Trainer(**options, plugins=plugins)
+    return pl.Trainer(**{**QUIET, "max_epochs": 1, **kwargs}, plugins=plugins)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import ContrastiveLoss
+from tests.quiet import QUIET
 
 WIDTH_IN, WIDTH = 12, 24
 
@@ -98,11 +99,4 @@ def loader(count: int, batch_size: int) -> DataLoader:
 
 
 def make_trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **kwargs}, strategy=strategy)
-
-
-def parameters_of(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+    return pl.Trainer(**{**QUIET, **kwargs}, strategy=strategy)

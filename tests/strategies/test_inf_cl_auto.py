@@ -7,8 +7,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import InfCLStrategy
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_of
+from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 BATCH, BYTES = 24, 6_000
 

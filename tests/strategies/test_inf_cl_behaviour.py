@@ -17,16 +17,9 @@ import lightning_mp  # noqa: F401  registers "inf_cl"
 from lightning_mp.strategies import InfCLStrategy
 from tests.averages import weight_averaging
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import (
-    WIDTH,
-    WIDTH_IN,
-    TinyCLIP,
-    loader,
-    make_tower,
-    make_trainer,
-    parameters_of,
-)
+from tests.strategies.models import WIDTH, WIDTH_IN, TinyCLIP, loader, make_tower, make_trainer
 
 
 class SeesRows(nn.Module):

@@ -12,12 +12,8 @@ from torch import Tensor
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
-from tests.strategies.models import (
-    TinyCLIP,
-    loader,
-    make_trainer,
-    parameters_of,
-)
+from tests.quiet import parameters_of
+from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 
 class CallsNoTower(TinyCLIP):

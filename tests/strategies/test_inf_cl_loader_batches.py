@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from lightning_mp.strategies import InfCLStrategy
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 from tests.processes import run_ranks
-from tests.strategies.models import TinyCLIP, make_trainer, pairs, parameters_of
+from tests.quiet import parameters_of
+from tests.strategies.models import TinyCLIP, make_trainer, pairs
 
 
 class SeesBatches(TinyCLIP):

@@ -16,8 +16,9 @@ from lightning_mp import (
     ModelParallelBalancedAMP,
 )
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_of
+from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

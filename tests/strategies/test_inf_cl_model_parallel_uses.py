@@ -18,8 +18,9 @@ from lightning_mp import (
     ModelParallelBalancedAMP,
 )
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import TinyCLIP, make_trainer, parameters_of
+from tests.strategies.models import TinyCLIP, make_trainer
 from tests.strategies.test_inf_cl_model_parallel import RANKS, ROWS, STEPS, Model, batches
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -8,8 +8,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import loader, make_trainer, parameters_of
+from tests.strategies.models import loader, make_trainer
 from tests.strategies.odd_towers import ODD, Hooked, OddCLIP
 
 STEPS = 4

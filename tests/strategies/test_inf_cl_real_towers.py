@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mp import ContrastiveLoss, InfCLStrategy
 from tests.averages import weight_averaging
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import make_trainer, parameters_of
+from tests.strategies.models import make_trainer
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
+from tests.quiet import parameters_of
 from tests.reference.contrastive import relative_error
-from tests.strategies.models import TinyCLIP, loader, make_trainer, parameters_of
+from tests.strategies.models import TinyCLIP, loader, make_trainer
 
 STEPS, MANY_STEPS = 8, 20
 SHARES = {1: [24], 2: [13, 11]}
