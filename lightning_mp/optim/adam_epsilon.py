@@ -22,7 +22,7 @@ from lightning_mp.optim.fp32_states import (
     widen_states_of_fp32_parameters,
 )
 
-__all__ = ["check_adam_epsilon", "guard_adam_epsilon"]
+__all__ = ["check_adam_epsilon", "check_setting", "guard_adam_epsilon"]
 
 _Group: TypeAlias = dict[str, Any]
 
@@ -107,16 +107,10 @@ def guard_adam_epsilon(
     References:
         Lightning#20619
     """
+    check_setting(f"adam_epsilon={adam_epsilon!r}", adam_epsilon)
     if adam_epsilon == "keep":
         return []
-    handles = []
-    if adam_epsilon != "auto":
-        if not _is_number(adam_epsilon) or not 0 < adam_epsilon < math.inf:
-            raise ValueError(
-                f"Passed `adam_epsilon={adam_epsilon!r}`. `adam_epsilon` must be 'auto', 'keep' or "
-                "a positive number. Leave it out to have epsilon checked."
-            )
-        handles.append(_set_epsilon(optimizer, float(adam_epsilon)))
+    handles = [] if adam_epsilon == "auto" else [_set_epsilon(optimizer, float(adam_epsilon))]
     widen_states_of_fp32_parameters(optimizer)
     name_of = name_of or _namer(optimizer, None)
     is_moved = False
@@ -134,6 +128,15 @@ def guard_adam_epsilon(
             )
         is_moved = True
     return handles + (keep_fp32_states(optimizer) if is_moved else [])
+
+
+def check_setting(passed: str, value: Any) -> None:
+    """Refuse an `adam_epsilon` that no optimizer could take."""
+    if value not in ("auto", "keep") and not (_is_number(value) and 0 < value < math.inf):
+        raise ValueError(
+            f"Passed `{passed}`. `adam_epsilon` must be 'auto', 'keep' or a positive number. Leave "
+            "it out to have epsilon checked."
+        )
 
 
 def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:

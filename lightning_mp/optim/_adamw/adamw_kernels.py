@@ -75,16 +75,19 @@ def adamw_kernel(
         table: As `ROWS` says.
         chunks: int32 of shape (C, 2): which tensor, and which of its chunks.
         partials: What `rms_kernel` left, or `None` without a clip.
-        lr: A number, which `lr_at` replaces unless it is `None`: one element.
+        lr: A number.
+        lr_at: One element in its place, or `None`.
         grad_scale: One element, or `None`. found_inf: One element, or `None`.
         num_tensors: T. seed: Key of the noise for "stochastic".
         beta1: Decay of the first moments. beta2: Of the second ones.
         weight1: `1 - beta1`, which fp32 cannot tell from `beta1` to more than 4 digits.
-        log_beta1: The natural logarithm of `beta1`.
+        weight2: `1 - beta2`, likewise.
+        log_beta1: The natural logarithm of `beta1`. log_beta2: Of `beta2`.
         eps: Added to the root. weight_decay: Decoupled. clip: Of the update's RMS.
         sign: -1 to maximize, else 1.
         PARAM: Format of the weights. GRAD: Of the gradients.
         WRITE_BACK: "nearest", "kahan" or "stochastic".
+        IS_ATAN2: Whether the rule is "atan2".
         UNIT: What residuals are counted in.
     """
     if _is_clean(found_inf):

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp._foreign import ForLightning
-from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
-from lightning_mp.precision._choice.choices import check_adam_epsilon, check_choice
+from lightning_mp.optim.adam_epsilon import check_setting, guard_adam_epsilon
+from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._scaling.fp32_accumulation import accumulate_in_fp32
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
@@ -64,7 +64,7 @@ class ScaledPrecision(Precision, ForLightning):
         super().__init__()
         check_choice(self, "half", half, tuple(HALVES))
         check_choice(self, "reduce_dtype", reduce_dtype, ("fp32", "half"))
-        check_adam_epsilon(self, adam_epsilon)
+        check_setting(f"{type(self).__name__}(adam_epsilon={adam_epsilon!r})", adam_epsilon)
         if half == "bf16" and loss_scale is not None:
             raise ValueError(
                 f"Passed `{type(self).__name__}(half='bf16', loss_scale={loss_scale!r})`. bf16 has "
