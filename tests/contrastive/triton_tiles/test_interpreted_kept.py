@@ -184,6 +184,7 @@ def test_workspace_says_how_much_is_kept() -> None:
     assert share(64, None, tile_dtype="fp32") == 1
 
 
+@pytest.mark.sweep
 def test_compiled_loss_keeps_as_the_eager_one() -> None:
     loss_fn = ContrastiveLoss(backend="triton")
     compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True, dynamic=True)
