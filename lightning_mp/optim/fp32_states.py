@@ -60,7 +60,7 @@ def _usable_moments(
 ) -> list[str] | None:
     """Return the moments that a step keeps in fp32 of a half parameter, `None` if it does not.
 
-    In torch 2.13, Adam, AdamW, NAdam, RAdam, Adamax, Adafactor and a centered RMSprop raise,
+    In torch 2.10 and 2.13 Adam, AdamW, NAdam, RAdam, Adamax, Adafactor and centered RMSprop raise,
     as does all that is fused. Adagrad with `foreach=True`, the default on a GPU, takes them but
     multiplies gradient and learning rate in half, which flushes gradients up to 3e-5 at lr=1e-3.
     A class that is derived from torch's may hold a second optimizer, or communicate.
