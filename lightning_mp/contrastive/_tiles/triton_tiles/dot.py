@@ -4,6 +4,13 @@ Shapes:
     M, N, K: rows, columns and the slice of the width of one tile.
     n, m: rows and columns of the block that a launch covers. k: width, a multiple of K.
 
+Arguments that all sweeping kernels share:
+    rows, columns: (n, k) and (m, k), of rows `row_stride` and `column_stride` values apart; tensor
+        descriptors of them with `TMA`.
+    num_rows, num_columns, width: n, m and k.
+    diagonal: The positive of row `i` is column `i + diagonal`; `NO_DIAGONAL` for none.
+    TILE_M, TILE_N, TILE_K: M, N and K. GROUP: How many rows of tiles share columns, see `tile_at`.
+
 Kernel parameters are typed by Triton at the launch; the launchers type and validate them.
 """
 

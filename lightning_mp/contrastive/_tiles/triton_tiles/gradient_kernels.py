@@ -68,9 +68,14 @@ def factors_kernel(
 
     Args:
         row_lse: (n,) natural log-sum-exps in float64. column_lse: (m,). scale: One value.
+        row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; as `softmax_kernel` takes them.
+        column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`.
+        is_wide: Gets 1 if only the twin with two exponentials will do, else 0.
+        log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
         peaks: How far the largest row lies above `t`, and the lowest column below it.
             `None`: the wide twin has the work in any case.
-        EXPONENT: `s`.
+        num_rows: n. num_columns: m.
+        EXPONENT: `s`. BLOCK: Rows, and columns, of a program.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row_here, column_here = index < num_rows, index < num_columns
@@ -187,7 +192,9 @@ def finish_kernel(
         d_scale_parts: (programs,) in float64.
         terms: Cross entropies that the loss is the mean of.
         ranks: W, which a mean over ranks divides by.
+        num_pairs: b. num_columns: n. width: D.
         BY_ROW: There are gradients of rows. BY_COLUMN: And of columns.
+        ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)

@@ -116,6 +116,8 @@ def lse_kernel(
         kept: (n, m) in fp32 with rows `kept_stride` apart, gets the products; or `None`.
         SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
             alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
+        MAXIMA: The largest powers are wanted, too.
+        Others: As in `dot`.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)

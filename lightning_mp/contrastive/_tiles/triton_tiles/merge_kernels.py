@@ -37,11 +37,15 @@ def merge_kernel(
     """Add the tiles' sums to the log-sum-exps of rows and columns.
 
     Args:
-        row_sums: As `lse_kernel` has left them; so are all up to `reference`.
+        row_sums: As `lse_kernel` has left them, and so are column_sums, is_redone and reference.
         row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
-        row_part_maxima: As both kernels left them, like the next; not touched without `MAXIMA`.
+        row_part_maxima: As both kernels left them, like column_part_maxima; not touched without
+            `MAXIMA`.
         row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
+        num_rows: n. num_columns: m.
         row_fresh: Whether `row_lse` holds nothing yet. column_fresh: Whether `column_lse` does.
+        TILE_M: Rows of a tile. TILE_N: Columns. BLOCK: Rows or columns of a program.
+        PARTS: Tiles that are added up at a time. MAXIMA: The largest logits are wanted, too.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)

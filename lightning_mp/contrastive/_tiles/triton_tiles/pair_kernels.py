@@ -72,6 +72,8 @@ def prepare_kernel(
         log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
         reference: Gets one fp32 value.
         peaks: The largest squared norms of rows and columns, and logit of the sample.
+        num_pairs: b. num_columns: n. width: D.
+        ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)
@@ -187,7 +189,8 @@ def terms_kernel(
         sums: (programs,): what the pairs of a program add to the loss.
         terms: Cross entropies that the loss is the mean of.
         BY_ROW: The cross entropies of rows count. BY_COLUMN: Those of columns do.
-        PARTS: Parts that are added up at a time.
+        num_pairs: b. num_columns: n.
+        TERMS: Pairs of a program. PARTS: Parts that are added up at a time.
     """
     index = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
     is_pair, is_column = index < num_pairs, index < num_columns

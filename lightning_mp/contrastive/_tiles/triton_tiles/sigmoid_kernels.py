@@ -95,6 +95,9 @@ def sigmoid_kernel(
         weights: (n, m) with rows `weights_stride` apart; a tensor descriptor with `TMA`.
         weights_low: The same for what rounding left over; not touched without `LOW`.
         row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
+        SPLIT_SCALE: Use both values of `log2_scale`. LOW: Store two halves.
+        MAXIMA: The largest `x` are wanted, too.
+        Others: As in `dot`.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)

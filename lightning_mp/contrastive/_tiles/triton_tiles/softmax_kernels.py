@@ -126,6 +126,9 @@ def softmax_kernel(
             column_guides: Likewise. guide_width: Theirs.
         kept: (n, m) in fp32 with rows `kept_stride` apart: the products, as `lse_kernel` left them.
             `None`: they are made here, of `rows` and `columns`, which are `None` otherwise.
+        SPLIT_SCALE: Use both values of `log2_scale`. WIDE: Take two exponentials a value.
+        LOW: Store two halves.
+        Others: As in `dot`.
     """
     if kept is None:  # noqa: SIM102  # one is known to the compiler, one is not
         if (tl.load(is_wide) != 0) != WIDE:
