@@ -80,7 +80,8 @@ def logged() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    names = "lightning.pytorch", "lightning_mp"
+    # Where both are imported, Lightning's last twin logs for both.
+    names = "lightning.pytorch", "pytorch_lightning", "lightning_mp"
     loggers = {each: each.level for each in map(logging.getLogger, names)}
     for logger in loggers:
         logger.addHandler(handler)
