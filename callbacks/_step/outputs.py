@@ -52,8 +52,7 @@ class OutputSampler:
             look = partial(self._look_ahead, name)
             self._hooks.enter_context(module.register_forward_pre_hook(look, prepend=True))
         if self.callers and self.is_running:
-            look_at = partial(self._add, kind="attention_logit")
-            self._hooks.enter_context(AttentionMode(self.callers, look_at))
+            self._hooks.enter_context(AttentionMode(self.callers, self._look_at_logits))
 
     def stop(self) -> tuple[list[OutputKey], Tensor] | None:
         """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
@@ -66,17 +65,20 @@ class OutputSampler:
         return list(rows), torch.stack([merge_rows(torch.cat(each)) for each in rows.values()])
 
     def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        for tensor in self._add(name, output, "activation"):
+        for tensor in self._add(name, "activation", output):
             if self.backward and tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, name))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
-        self._add(name, gradient, "output_gradient")
+        self._add(name, "output_gradient", gradient)
 
     def _look_ahead(self, name: str, _: nn.Module, inputs: Any) -> None:
-        self._add(name, inputs[:1], "norm_input")
+        self._add(name, "norm_input", inputs[:1])
 
-    def _add(self, name: str, value: Any, kind: str) -> list[Tensor]:
+    def _look_at_logits(self, name: str, logits: Tensor) -> None:
+        self._add(name, "attention_logit", logits)
+
+    def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
         """Take in the tensors of a call, and return them; nothing of calls that are too many."""
         tensors = [t for t in tensors_in(value) if t.dtype in FLOAT_DTYPES and t.numel()]
         if kind != "output_gradient":  # which only calls that were looked at have
