@@ -92,12 +92,8 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[Compile]:
 
 def requests(cases: list[Request]) -> pytest.MarkDecorator:
     """Return a parametrization; of 8.0, `make test` compiles what keeps the most in registers."""
-    params = [
-        pytest.param(
-            case, marks=[pytest.mark.sweep] if case.arch == 80 and not case.is_scaled else []
-        )
-        for case in cases
-    ]
+    gate = {case for case in cases if case.arch == 90} | {STEPS[6]}
+    params = [pytest.param(case, marks=[pytest.mark.sweep] * (case not in gate)) for case in cases]
     return pytest.mark.parametrize("request_", params, ids=str, scope="module")
 
 

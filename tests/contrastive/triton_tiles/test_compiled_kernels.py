@@ -218,11 +218,9 @@ GATE = [
     *(r for r in RELATED if r.arch == 89 and dataclasses.replace(r, arch=None) in FULLEST),
     MERGES[3],
     *(r for r in SIGMOIDS if r.precision == BF16_LOW and r.config.arch == 80),
-    *(r for r in FULLEST_WITH_IDS if r.config.arch == 90),
-    *(r for r in FULLEST_WITH_IDS if r.config.arch == 80 and r.kernel == "lse_kernel"),
-    # The softmax with a guide has all that it has without, the log-sum-exps compare other values.
-    *(r for r in LIMITS if r.precision == BF16 and r.config.arch in (80, 90) and is_lse(r)),
-    *(r for r in BF16_GUIDES if r.config.arch in (80, 90) or is_lse(r)),
+    # Ids of the log-sum-exps are compiled where products are kept as well, limits with guides.
+    *(r for r in FULLEST_WITH_IDS if r.config.arch == 90 and not is_lse(r)),
+    *(r for r in BF16_GUIDES if r.config.arch in (80, 90)),
     *(r for r in KEPT if r.ids and r.maxima and r.config.warps == 8 and r.arch in (80, 90)),
     SPILLING[1],
 ]
