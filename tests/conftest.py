@@ -57,7 +57,7 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_look_at_entry_points() -> None:
-    """Let Lightning read the metadata of all packages once, not for each Trainer: 6 ms of its 7."""
+    """Let Lightning read the metadata of all packages once, not for each Trainer."""
     if "lightning.fabric" in sys.modules:
         from lightning.fabric.utilities import registry
 
@@ -66,7 +66,7 @@ def _one_look_at_entry_points() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_seeds_for_devices_that_are_not_there() -> None:
-    """Let a seed go to the CPU alone: for a GPU to come torch keeps it with a stack, for 1 ms."""
+    """Let a seed go to the CPU alone: for a GPU to come torch keeps it with a stack."""
     if "torch" in sys.modules and not _has_gpu():
         import torch
 
@@ -76,7 +76,7 @@ def _no_seeds_for_devices_that_are_not_there() -> None:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """What Lightning and this package log from now on; pytest's own way takes 2 ms a test."""
+    """What Lightning and this package log from now on; pytest's own way slows all tests."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

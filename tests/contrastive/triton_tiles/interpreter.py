@@ -157,7 +157,7 @@ def _with_tensors(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once_a_launch(patch_language: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch Triton's language as a launch begins; each call of a function took 2 ms to do it again.
+    """Patch Triton's language as a launch begins; each call of a function did it again, slowly.
 
     What a function's module lacks of the language, those of others have: all of it is patched.
     """
