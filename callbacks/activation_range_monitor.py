@@ -26,7 +26,7 @@ from lightning_mp.callbacks._step.outputs import (
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.numerics.async_readback import Readback
-from lightning_mp.numerics.floats import FLOAT_DTYPES, state_dtype
+from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 from lightning_mp.precision._choice.module_selection import as_written, select_modules
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -144,9 +144,9 @@ class ActivationRangeMonitor(SamplingMonitor):
     def _state(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[OutputKey, Tensor]:
         """Return the buffers, the loss, and how many values were clamped."""
         state = {
-            OutputKey(as_written(name), "buffer", buffer.dtype): buffer
+            OutputKey(as_written(name), "buffer", buffer.dtype.to_real()): buffer
             for name, buffer in pl_module.named_buffers()
-            if buffer.dtype in FLOAT_DTYPES and buffer.numel()
+            if buffer.dtype in VALUE_DTYPES and buffer.numel()
         }
         if self.recorder.newest_loss is not None:
             state[OutputKey("loss", "loss", torch.float32)] = self.recorder.newest_loss

@@ -26,7 +26,7 @@ from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.numerics.async_readback import Readback
-from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.numerics.moments import (
     EXPONENTS,
     REDUCTIONS,
@@ -169,7 +169,7 @@ class TensorCollector(SamplingMonitor):
                 self._hooks.enter_context(hook)
 
     def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        rows = [self._row(t) for t in tensors_in(output) if t.dtype in FLOAT_DTYPES]
+        rows = [self._row(t) for t in tensors_in(output) if t.dtype in VALUE_DTYPES]
         self._outputs[name] += rows
 
     def _unhook(self) -> None:
@@ -203,7 +203,7 @@ class TensorCollector(SamplingMonitor):
             kind: None
             for p, state in states.items()
             for kind, value in state.items()
-            if isinstance(value, Tensor) and value.shape == p.shape and value.dtype in FLOAT_DTYPES
+            if isinstance(value, Tensor) and value.shape == p.shape and value.dtype in VALUE_DTYPES
         }
         for p, state in states.items():
             for kind in kinds:

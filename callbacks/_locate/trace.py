@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.callbacks._step.batches import named_tensors
-from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.stat_fields import StatField
 from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
@@ -165,7 +165,7 @@ class Trace:
         tensor.register_hook(hook)
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Seen]:
-        kept = [(n, t.detach()) for n, t in tensors if t.dtype in FLOAT_DTYPES and not t.is_meta]
+        kept = [(n, t.detach()) for n, t in tensors if t.dtype in VALUE_DTYPES and not t.is_meta]
         if not kept:
             return []
         values = [local_shard(t) for _, t in kept]

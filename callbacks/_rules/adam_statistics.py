@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.numerics.shards import local_shard
+from lightning_mp.numerics.tensor_stats import stored_values
 
 __all__ = ["AdamField", "adam_statistics", "has_second_moments", "quantized_states"]
 
@@ -103,6 +104,7 @@ def _row(
     step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
     # On a CPU the dozen passes over a block find it in the cache.
     size = _BLOCK if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
+    tensors = [stored_values(t) for t in tensors]  # of complex ones the parts, as torch steps them
     blocks = zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)
     parts = [_block_sums(group, step, unscale, *block) for block in blocks]
     sums = torch.stack(parts).sum(dim=0, dtype=wide)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.callbacks._step.attention import AttentionMode
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.sampling import merge_rows, pack_stats
-from lightning_mp.numerics.floats import FLOAT_DTYPES
+from lightning_mp.numerics.floats import VALUE_DTYPES
 
 __all__ = ["OutputKey", "OutputSampler", "blocks_in", "eager_modules"]
 
@@ -80,7 +80,7 @@ class OutputSampler:
 
     def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
         """Take in the tensors of a call, and return them; nothing of calls that are too many."""
-        tensors = [t for t in tensors_in(value) if t.dtype in FLOAT_DTYPES and t.numel()]
+        tensors = [t for t in tensors_in(value) if t.dtype in VALUE_DTYPES and t.numel()]
         if kind != "output_gradient":  # which only calls that were looked at have
             self._calls[name, kind] += bool(tensors)
         # After the step that was sampled there may be another backward.
@@ -88,7 +88,7 @@ class OutputSampler:
             return []
         for tensor in tensors:
             row = pack_stats([tensor.detach()])
-            self._rows.setdefault(OutputKey(name, kind, tensor.dtype), []).append(row)
+            self._rows.setdefault(OutputKey(name, kind, tensor.dtype.to_real()), []).append(row)
         return tensors
 
 

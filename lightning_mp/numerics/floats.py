@@ -7,6 +7,7 @@ import torch
 __all__ = [
     "FLOAT_DTYPES",
     "HALF_DTYPES",
+    "VALUE_DTYPES",
     "accumulation_dtype",
     "largest_flushed",
     "rounded",
@@ -23,6 +24,14 @@ FLOAT_DTYPES: tuple[torch.dtype, ...] = (
     torch.float64,
 )
 """The floating-point formats that this package computes with."""
+
+VALUE_DTYPES: tuple[torch.dtype, ...] = (
+    *FLOAT_DTYPES,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
+"""What can be NaN or too large: a complex number is two values."""
 
 HALF_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 """The formats of two bytes."""

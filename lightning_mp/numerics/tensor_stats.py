@@ -56,11 +56,15 @@ class NonFinite(NamedTuple):
 def stored_values(tensor: Tensor) -> Tensor:
     """Return the values that a tensor stores, sharing its memory: of a sparse one the non-zeros.
 
-    Duplicates of a sparse gradient that was not coalesced stay apart.
+    Duplicates of a sparse gradient that was not coalesced stay apart. A complex number is two
+    values, its real and its imaginary part.
     """
-    if tensor.layout == torch.strided:
+    if tensor.layout != torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    if not tensor.is_complex():
         return tensor
-    return tensor._values() if tensor.is_sparse else tensor.values()
+    # A lazy conjugate has no real view; what it conjugates has the same values but for signs.
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def stored_numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -89,8 +93,8 @@ def tensor_stats(
     NaN and inf are counted and otherwise left out. Of a sparse tensor only stored values count.
 
     Args:
-        tensors: fp16, bf16, fp32 or float64, of any shape and on any devices; DTensors stand for
-            their local shards.
+        tensors: fp16, bf16, fp32, float64 or complex, of any shape and on any devices; DTensors
+            stand for their local shards.
         scale: The scale at which fp16 would hold the values: the loss scale for gradients, 1 for
             weights and activations. Positive; a tensor is read on its device.
         unscale: Multiplies the values before anything else: `1 / loss_scale` for gradients that
@@ -110,7 +114,7 @@ def tensor_stats(
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     values = []
     for index, tensor in enumerate(tensors):
-        flat = _flat(_checked(local_shard(tensor), index))
+        flat = _flat(_checked(stored_values(local_shard(tensor)), index))
         values.append(flat)
         groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
     if not values:
@@ -178,8 +182,8 @@ def _checked(tensor: Tensor, index: int) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return all stored values in the order of memory, copied only where there are gaps."""
-    values = stored_values(tensor).detach()
+    """Return all values in the order of memory, copied only where there are gaps."""
+    values = tensor.detach()
     if not values.is_contiguous():
         order = sorted(range(values.ndim), key=values.stride, reverse=True)
         values = values.permute(order)

@@ -111,8 +111,9 @@ class LossScaler:
         fp16, 23.4% become zero; in fp32 it is less than 0.001%.
 
         Args:
-            gradients: fp32 or float64, dense or sparse, at the current scale. A DTensor stands for
-                its local shard: reduce what returns with `all_reduce_found_inf`.
+            gradients: fp32 or float64, complex ones of these included, dense or sparse, at the
+                current scale. A DTensor stands for its local shard: reduce what returns with
+                `all_reduce_found_inf`.
             device: Where the result goes; by default to that of the first gradient, else the CPU.
 
         Returns:
@@ -135,13 +136,13 @@ class LossScaler:
     ) -> Tensor:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for gradient in gradients:
-            if gradient.dtype not in (torch.float32, torch.float64):
+            values = stored_values(local_shard(gradient))
+            if values.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
                     f"Passed a gradient of {gradient.dtype} and shape {list(gradient.shape)} to "
                     "`LossScaler.unscale_`. It must be fp32 or float64: in fp16, 23.4% of "
                     "N(0, 1e-7) become zero, in fp32 less than 0.001%. Pass `gradient.float()`."
                 )
-            values = stored_values(local_shard(gradient))
             groups[values.device, values.dtype].append(values)
         places = [place for place, _ in groups] or [torch.device("cpu")]
         target = device or places[0]

@@ -23,6 +23,7 @@ from lightning_mp.precision._weights.gradient_reduction import average_in_fp32
 from lightning_mp.precision._weights.half_module import MixedInputs, cast_at_borders, cast_floats
 from lightning_mp.precision._weights.half_weight_limits import (
     check_callbacks,
+    check_lazy,
     check_modules,
     check_optimizer,
 )
@@ -144,6 +145,7 @@ class PureFP16(ScaledPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Turn the model's weights into half, in place; its buffers stay as they are."""
+        check_lazy(module)
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
         kept = {*islands.values(), *filter(_has_statistics, module.modules())}

@@ -79,6 +79,22 @@ def test_statistics_equal_those_in_float64() -> None:
     assert list(AdamField)[-1] == 10
 
 
+def test_statistics_of_complex_weights_are_those_of_their_parts() -> None:
+    weight = torch.randn(6, 5, dtype=torch.complex64)
+    both = (weight, torch.view_as_real(weight).clone())
+    optimizers = [AdamW([nn.Parameter(w)], lr=0.003) for w in both]
+    for _ in range(3):
+        gradient = torch.randn_like(weight)
+        found = []
+        for optimizer, g in zip(optimizers, (gradient, torch.view_as_real(gradient)), strict=True):
+            (parameter,) = optimizer.param_groups[0]["params"]
+            found.append(adam_statistics(optimizer, [parameter], [g], 1.0))
+            parameter.grad = g
+            optimizer.step()
+    torch.testing.assert_close(*found)
+    assert found[0][0, AdamField.NUMEL] == 60
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_without_gradient_are_told_before_the_old_gradient_returns() -> None:
     change = lambda g, step: torch.full_like(g, float(not 100 <= step < 1100))  # noqa: E731

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_mp.callbacks import (
@@ -19,7 +19,10 @@ from lightning_mp.callbacks import (
     LossScaleMonitor,
     NonFiniteLocator,
     SpikeGuard,
+    TensorCollector,
 )
+from lightning_mp.precision.balanced_amp import BalancedAMP
+from lightning_mp.precision.pure_fp16 import PureFP16
 from tests.callbacks.models import Watched
 from tests.precision.models import make_trainer
 
@@ -126,6 +129,43 @@ def test_monitors_take_optimizers_without_betas(tmp_path: Path, name: str, actio
     model = Watched(make_optimizer=MAKERS[name], steps=20, factor=factor)
     make_trainer(callbacks=monitors, default_root_dir=tmp_path, max_epochs=1).fit(model)
     assert (15, "non_finite_loss") in [(alarm.step, alarm.kind) for alarm in monitors[3].alarms]
+
+
+class Filter(nn.Module):
+    """Multiplies frequencies by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.fft.rfft(x.float())
+
+
+class Back(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.fft.irfft(z).to(torch.get_default_dtype())
+
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_complex_weights_learn_in_fp16_as_in_fp32_under_all_monitors(
+    tmp_path: Path, make_plugin: Any
+) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), Filter(), Back(), nn.Linear(16, 1))
+
+    found = []
+    for plugin in (None, make_plugin(half="fp16")):
+        model = Watched(network, steps=20)
+        before = model.network[1].weight.detach().clone()
+        monitors = [*all_monitors(), TensorCollector(every_n_steps=5)]
+        trainer = make_trainer(
+            plugin, callbacks=monitors, default_root_dir=tmp_path, gradient_clip_val=1.0
+        )
+        trainer.fit(model)
+        found.append(model.network[1].weight.detach() - before)
+    assert torch.linalg.vector_norm(found[0]) > 0.01
+    torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0.1 * found[0].abs().max().item())
 
 
 class Renamed(AdamW):

@@ -123,6 +123,27 @@ def test_locator_inf_inside_an_output_is_found(wrap: Any, unwrap: Any, path: str
     assert "3.40282e+38" in alarm.message
 
 
+def test_locator_inf_in_complex_numbers_is_found_where_it_is_made() -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.makes, self.back = nn.Linear(8, WIDTH), Transform(), Back()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.back(self.makes(self.fc(x)))
+
+    class Transform(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(x) * 1e38 * 1e5
+
+    class Back(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return torch.fft.irfft(z)
+
+    (alarm,) = locate(Model(Spectral), max_replays=1).alarms
+    assert (alarm.step, alarm.tensor) == (0, "body.makes")
+
+
 def test_locator_inf_that_only_the_loss_reads_from_a_dict_is_found() -> None:
     class Reads(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -174,6 +174,20 @@ def test_sparse_tensors_count_what_they_store() -> None:
     assert_stats_agree(tensor_stats(tensors), stored)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_complex_numbers_are_two_values(dtype: torch.dtype) -> None:
+    pairs = torch.randn(7, 5, 2).to(dtype.to_real())
+    pairs[3, 2] = torch.tensor([1e-7, math.nan])
+    tensor = torch.view_as_complex(pairs)
+    assert stored_numels([tensor, tensor.T]) == (70, 70)
+    assert_stats_agree(tensor_stats([tensor, tensor.T]), [pairs, pairs.transpose(0, 1)])
+    conjugate = pairs * torch.tensor([1, -1])
+    assert tensor.conj().is_conj()  # lazily: in memory nothing has changed
+    kept = [field for field in StatField if field != StatField.SUM]
+    assert torch.equal(tensor_stats([tensor.conj()])[:, kept], tensor_stats([conjugate])[:, kept])
+
+
 def test_rows_keep_the_order_of_the_tensors() -> None:
     """Float64 tensors are computed apart from the others."""
     tensors = [torch.full((i + 1,), float(i + 1)) for i in range(6)]
@@ -198,10 +212,9 @@ def test_stats_repeat_bit_for_bit_at_any_place_in_the_list() -> None:
     assert torch.equal(moved[[1, 2, 0]], first)
 
 
-@pytest.mark.parametrize("tensor", [torch.arange(3), torch.zeros(2, dtype=torch.complex64)])
-def test_tensors_without_a_float_format_are_refused(tensor: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"a tensor of torch\.\w+ at position 1. .* Leave out"):
-        tensor_stats([torch.zeros(3), tensor])
+def test_tensors_without_a_float_format_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a tensor of torch\.int64 at position 1. .* Leave out"):
+        tensor_stats([torch.zeros(3), torch.arange(3)])
 
 
 def test_meta_tensors_are_refused() -> None:

@@ -151,6 +151,18 @@ def test_unscale_works_through_sparse_strided_and_no_gradients() -> None:
     assert scaler.unscale_([], device=torch.device("meta")).is_meta
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_unscale_takes_complex_gradients(dtype: torch.dtype) -> None:
+    gradients = [torch.randn(5, 3, dtype=dtype), torch.randn(4, dtype=dtype).conj()]
+    expected = [gradient.resolve_conj() / 1024 for gradient in gradients]
+    scaler = LossScaler(LossScaleConfig(init_scale=1024))
+    assert scaler.unscale_(gradients).item() == 0
+    for gradient, reference in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, reference)
+    gradients[0][2, 1] = complex(0, math.inf)
+    assert scaler.unscale_(gradients).item() == 1
+
+
 @pytest.mark.parametrize(("scale", "gradient"), [(2.0**-128, 1e-30), (2.0**-20, 1e36)])
 def test_unscale_sees_inf_where_torch_writes_it_unseen(scale: float, gradient: float) -> None:
     """torch looks at gradients before it multiplies them; the fp32 inverse of 2^-128 is inf."""

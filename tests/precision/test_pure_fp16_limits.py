@@ -84,7 +84,8 @@ class _WithAverage(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(pruned, "network.0"), (_WithAverage, "network.average")]
+    ("make", "name"),
+    [(pruned, "network.0"), (_WithAverage, "network.average")],
 )
 def test_pruned_modules_and_averages_in_half_are_refused_by_name(make: Any, name: str) -> None:
     model = Regression(make)
@@ -92,6 +93,14 @@ def test_pruned_modules_and_averages_in_half_are_refused_by_name(make: Any, name
         fit(model, PureFP16(), loader(1))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     make_trainer(PureFP16()).validate(model, loader(1), verbose=False)  # which writes nothing
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_lazy_modules_are_refused_by_name(run: str) -> None:
+    model = Regression(lambda: nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(1)))
+    model.configure_optimizers = lambda: None
+    with pytest.raises(MisconfigurationException, match=r"`network\.1` is lazy.*`BalancedAMP`"):
+        getattr(make_trainer(PureFP16()), run)(model, loader(1))
 
 
 def test_an_average_in_an_island_of_fp32_is_taken() -> None:

@@ -8,11 +8,12 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelPruning
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["check_callbacks", "check_modules", "check_optimizer"]
+__all__ = ["check_callbacks", "check_lazy", "check_modules", "check_optimizer"]
 
 # `WeightAveraging` came with Lightning 2.6.
 _AVERAGES = tuple(
@@ -61,6 +62,17 @@ def check_modules(module: nn.Module, keep_fp32: Iterable[nn.Module]) -> None:
                 f"Passed a model to `PureFP16` whose `{path}` is pruned by `torch.nn.utils.prune`, "
                 "which makes its weight anew in every forward. Use `BalancedAMP`, or make the "
                 "pruning permanent with `prune.remove` first."
+            )
+
+
+def check_lazy(module: nn.Module) -> None:
+    """Refuse weights that only the first batch makes."""
+    for path, each in module.named_modules():
+        if any(is_lazy(parameter) for parameter in each.parameters(recurse=False)):
+            raise MisconfigurationException(
+                f"Passed a model to `PureFP16` whose `{path}` is lazy: it has no weights yet that "
+                "could be half. Run the model on one batch first, or use `BalancedAMP`, which "
+                "takes it as it is."
             )
 
 
