@@ -156,7 +156,8 @@ class FactsRecorder(pl.Callback):
             # the device at the start of the batch, so that nothing is waited for here.
             self.drain()
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
-        lr = optimizer.param_groups[0].get("lr")
+        # Of a module without an optimizer, Lightning's stand-in has no groups.
+        lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         self.now = replace(
             self.now or facts_of(trainer),
             global_step=trainer.global_step,

@@ -131,6 +131,15 @@ def test_monitors_take_optimizers_without_betas(tmp_path: Path, name: str, actio
     assert (15, "non_finite_loss") in [(alarm.step, alarm.kind) for alarm in monitors[3].alarms]
 
 
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.filterwarnings("ignore:Passed `AdamStateMonitor`, but no optimizer")
+def test_monitors_take_a_module_without_an_optimizer(tmp_path: Path) -> None:
+    model = Watched(make_optimizer=lambda _: None, steps=20)  # type: ignore[arg-type,return-value]
+    trainer = make_trainer(callbacks=all_monitors(), default_root_dir=tmp_path)
+    trainer.fit(model)
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.completed == 20
+
+
 class Filter(nn.Module):
     """Multiplies frequencies by complex weights."""
 
