@@ -31,6 +31,8 @@ def lazy_names(
 
     def names() -> list[str]:
         modules = (module for module in names_of if "." not in module)
-        return sorted({*vars(sys.modules[package]), *home_of, *modules})
+        # What the package itself imports is no name of it.
+        own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
+        return sorted({*own, *home_of, *modules})
 
     return get, names
