@@ -342,9 +342,10 @@ class ContrastiveLoss(GroupModule):
             return is_compiling and pairs.is_swept
         return is_compiling or pairs.is_swept
 
-    def _problem(
+    def problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
+        """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
         return find_problem(image, text, scale, bias, pairs)
 
     def _loss_by_operator(
@@ -357,7 +358,7 @@ class ContrastiveLoss(GroupModule):
     ) -> tuple[Tensor, Tensor]:
         """Return loss and statistics by an operator that compilers take in."""
         given = (image_bD, text_bD, logit_scale, logit_bias, pairs)
-        if self._problem(*given) is not None:
+        if self.problem(*given) is not None:
             said: tuple[Tensor, Tensor] = self._loss_by_plan(*given)  # raises, on all ranks
             return said
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
@@ -387,7 +388,7 @@ class ContrastiveLoss(GroupModule):
         pairs: PairOptions,
     ) -> Planned:
         """Return the inputs with the plan that all ranks agree on, see `plan_for`."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
+        problem = self.problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         return plan_for(
             problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
             trains_bias=not self._is_softmax, exchange=self.exchange,
