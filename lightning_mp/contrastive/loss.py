@@ -329,7 +329,7 @@ class ContrastiveLoss(GroupModule):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
         options = {**self._tiles()._asdict(), "exchange": self.exchange}
-        options |= {name: getattr(self, name) for name in RULES}
+        options |= {name: getattr(self, name) for name in RULES if self._is_softmax}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def _tiles(self) -> TileChoice:

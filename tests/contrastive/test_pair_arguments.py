@@ -79,6 +79,8 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
     for name in RULES[1:]:
         with pytest.raises(TypeError, match=f"no `{name}`. It belongs to a softmax"):
             SigmoidContrastiveLoss(**{name: 1})
+        assert name in repr(ContrastiveLoss())
+        assert name not in repr(SigmoidContrastiveLoss())
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,8 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
             r"false_negatives='absolute'.*label_smoothing=0.1\)`. What is left out",
         ),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5.*from 0 to 1"),
+        ({"label_smoothing": "0.1"}, r"label_smoothing='0.1'.*from 0 to 1"),
+        ({"false_negatives": "absolute", "margin": "0.1"}, "and a number"),
     ],
 )
 def test_unknown_rule_says_what_is_known(setup: dict[str, Any], said: str) -> None:
