@@ -45,7 +45,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
     **Work**: one sweep over the tiles of S, three matrix products of `2 b^2 D` FLOPs. Gradients are
     worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
-    in fp32. The bias gets its exact gradient.
+    in fp32, beside the features. The bias gets its exact gradient.
 
     **Precision**, **backends**, **several ranks**, **duplicates**, **statistics**, **more texts
     than images** and the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32

@@ -87,8 +87,8 @@ def test_sigmoid_operators_pass_opcheck(trained: str, has_bias: bool) -> None:
         warnings.simplefilter("ignore")
         torch.library.opcheck(sigmoid_pairs, inputs)
     loss, *swept, _ = sigmoid_pairs(*inputs)
-    scalars = (torch.tensor(0.5), scale.detach(), bias.detach() if has_bias else None)
-    given = (*scalars, *(x.detach() for x in swept), 9, torch.float32)
+    detached = [None if x is None else x.detach() for x in (*inputs[:4], *swept)]
+    given = (torch.tensor(0.5), *detached)
     torch.library.opcheck(sigmoid_pairs_backward, given)
 
 

@@ -191,9 +191,12 @@ def test_dictionary_second_derivatives_and_printing() -> None:
     image, text, scale = data(10, 10, 24, 2, torch.float32)
     loss_fn = MatryoshkaLoss(widths=[24, 8])
     assert list(loss_fn(image, text, scale, output_dict=True)) == ["contrastive_loss"]
-    (gradient,) = torch.autograd.grad(loss_fn(image, text, scale), image, create_graph=True)
+    loss = loss_fn(image, text, scale)
+    (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
-        gradient.sum().backward()
+        gradient.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss + gradient.square().sum(), image)
     assert "widths=(24, 8), weights=(1.0, 1.0), normalize=True" in repr(loss_fn)
 
 
