@@ -222,7 +222,8 @@ class ContrastiveLoss(GroupModule):
         use_horovod: bool = False,
     ) -> None:
         super().__init__(process_group)
-        check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
+        name = type(self).__name__
+        check_choices(name, backend, tile_dtype, exchange, directions, workspace_bytes)
         check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self.rank = rank
@@ -313,7 +314,8 @@ class ContrastiveLoss(GroupModule):
             guide_text: Of the texts, (n, G).
         """
         if not torch.compiler.is_compiling():
-            check_derivatives(image_features, text_features, logit_scale)
+            name = type(self).__name__
+            check_derivatives(name, image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(type(self).__name__, self.rank, self.world_size, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}

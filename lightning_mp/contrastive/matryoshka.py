@@ -163,7 +163,7 @@ class MatryoshkaLoss(nn.Module):
         options: PairOptions,
     ) -> Tensor:
         """Return the sum by one pass over all ranks."""
-        check_derivatives(image_bD, text_nD, scale)
+        check_derivatives(type(self).__name__, image_bD, text_nD, scale)
         prefixes = tuple(
             Prefix(width, float(weight), self.normalize)
             for width, weight in zip(self.widths, self.weights, strict=True)
