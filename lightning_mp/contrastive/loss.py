@@ -320,7 +320,7 @@ class ContrastiveLoss(GroupModule):
         check_ranks(type(self).__name__, self.rank, self.world_size, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
         options = (ids, weights, positives, negatives, guide_image, guide_text)
-        pairs = PairOptions(*options, **rules, statistics=statistics)
+        pairs = PairOptions(*options, **rules, statistics=statistics, is_softmax=self._is_softmax)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():

@@ -110,15 +110,18 @@ def _messages(rank: int) -> list[str]:
     for setup, call in (
         ({}, {"weights": torch.ones(3)} if rank else {}),
         ({"duplicates": "multi_positive" if rank else "mask"}, {"ids": ids}),
+        ({}, {"ids": ids}),
     ):
+        loss_class = SigmoidContrastiveLoss if rank and len(said) == 2 else ContrastiveLoss
         with pytest.raises(ValueError) as error:  # noqa: PT011
-            ContrastiveLoss(**setup)(image, text, 1.0, **call)
+            loss_class(**setup)(image, text, 1.0, **call)
         said.append(str(error.value))
     return said
 
 
 @pytest.mark.distributed
 def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
-    for weights, duplicates in run_ranks(_messages, 2):
+    for weights, duplicates, loss_class in run_ranks(_messages, 2):
+        assert "Called a loss whose class or" in loss_class
         assert "Passed `weights` on ranks [1] of 2 only" in weights
         assert "label_smoothing or false_negatives or margin differs between ranks" in duplicates

@@ -102,7 +102,7 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if reason is None:
         return None
     return (
-        f"Passed `ContrastiveLoss(backend='triton')` with features of {dtype} on {device}: "
+        f"Passed `backend='triton'` with features of {dtype} on {device}: "
         f"{reason}. Triton tiles need fp16, bf16 or fp32 features on a CUDA device of compute "
         "capability 8.0 or higher, and Triton. Leave `backend` out, and other machines get the "
         "torch tiles."
