@@ -222,7 +222,8 @@ class ContrastiveLoss(GroupModule):
         use_horovod: bool = False,
     ) -> None:
         super().__init__(process_group)
-        check_choices(backend, tile_dtype, exchange, directions, workspace_bytes)
+        name = type(self).__name__
+        check_choices(name, backend, tile_dtype, exchange, directions, workspace_bytes)
         check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
         self.rank = rank
@@ -313,12 +314,13 @@ class ContrastiveLoss(GroupModule):
             guide_text: Of the texts, (n, G).
         """
         if not torch.compiler.is_compiling():
-            check_derivatives(image_features, text_features, logit_scale)
+            name = type(self).__name__
+            check_derivatives(name, image_features, text_features, logit_scale)
         image_features, text_features = in_one_dtype(image_features, text_features)
         check_ranks(type(self).__name__, self.rank, self.world_size, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
         options = (ids, weights, positives, negatives, guide_image, guide_text)
-        pairs = PairOptions(*options, **rules, statistics=statistics)
+        pairs = PairOptions(*options, **rules, statistics=statistics, is_softmax=self._is_softmax)
         compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
         loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
         if not torch.compiler.is_compiling():
@@ -329,7 +331,7 @@ class ContrastiveLoss(GroupModule):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
         options = {**self._tiles()._asdict(), "exchange": self.exchange}
-        options |= {name: getattr(self, name) for name in RULES}
+        options |= {name: getattr(self, name) for name in RULES if self._is_softmax}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def _tiles(self) -> TileChoice:
@@ -342,9 +344,10 @@ class ContrastiveLoss(GroupModule):
             return is_compiling and pairs.is_swept
         return is_compiling or pairs.is_swept
 
-    def _problem(
+    def problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
+        """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
         return find_problem(image, text, scale, bias, pairs)
 
     def _loss_by_operator(
@@ -357,7 +360,7 @@ class ContrastiveLoss(GroupModule):
     ) -> tuple[Tensor, Tensor]:
         """Return loss and statistics by an operator that compilers take in."""
         given = (image_bD, text_bD, logit_scale, logit_bias, pairs)
-        if self._problem(*given) is not None:
+        if self.problem(*given) is not None:
             said: tuple[Tensor, Tensor] = self._loss_by_plan(*given)  # raises, on all ranks
             return said
         scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
@@ -387,7 +390,7 @@ class ContrastiveLoss(GroupModule):
         pairs: PairOptions,
     ) -> Planned:
         """Return the inputs with the plan that all ranks agree on, see `plan_for`."""
-        problem = self._problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
+        problem = self.problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
         return plan_for(
             problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
             trains_bias=not self._is_softmax, exchange=self.exchange,

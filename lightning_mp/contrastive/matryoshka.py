@@ -5,6 +5,7 @@ Shapes:
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive._call.input_checks import InputChecks
 from lightning_mp.contrastive._call.inputs import check_derivatives, in_one_dtype
 from lightning_mp.contrastive._call.pair_options import RULES, PairArguments, PairOptions
+from lightning_mp.contrastive._call.planned import refuse
 from lightning_mp.contrastive._exchange.agreement import group_size
 from lightning_mp.contrastive._sums.nested_infonce import NestedInfoNCE, Prefix
 from lightning_mp.contrastive.loss import ContrastiveLoss
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["MatryoshkaLoss"]
+
+_CALL = tuple(PairArguments.__annotations__)
 
 
 @explains_arguments(
@@ -57,8 +62,11 @@ class MatryoshkaLoss(nn.Module):
     on a GPU a product that goes on after its exponentials leaves room in registers for small tiles
     only.
 
+    **Precision** is that of the loss. Normalised prefixes are rounded to the features' dtype, as by
+    torch's `normalize`.
+
     Args:
-        loss: The loss of each prefix; `None` is `ContrastiveLoss()`.
+        loss: The loss of each prefix, or `SigmoidContrastiveLoss`; `None` is `ContrastiveLoss()`.
         widths: Prefixes, in numbers; the full width is one of them if it is named.
         weights: What each of them counts; `None` is 1 each.
         normalize: Bring prefixes to norm 1, as is done where they are used. Without it, logits of
@@ -69,8 +77,10 @@ class MatryoshkaLoss(nn.Module):
         Returns a scalar in fp32 (float64 for float64).
 
     Raises:
-        ValueError: For widths that are not positive integers, or that are wider than the features;
-            for weights that do not fit them.
+        ValueError: For widths that are not positive integers, weights that do not fit them, or a
+            loss that is none; for features that cannot be used, or are narrower than a width, on
+            all ranks at once.
+        TypeError: For arguments that a call does not take; there are no `statistics`.
 
     References:
         - Matryoshka representation learning, https://arxiv.org/abs/2205.13147
@@ -91,8 +101,9 @@ class MatryoshkaLoss(nn.Module):
         normalize: bool = True,
     ) -> None:
         super().__init__()
-        _check(widths, weights)
+        _check(widths, weights, loss)
         self.loss = ContrastiveLoss() if loss is None else loss
+        self._checks = InputChecks()
         self.widths = tuple(widths)
         self.weights = tuple(1.0 for _ in widths) if weights is None else tuple(weights)
         self.normalize = normalize
@@ -116,20 +127,25 @@ class MatryoshkaLoss(nn.Module):
             output_dict: Return a dictionary, as open_clip's losses do.
             pairs: What else the call of the loss takes, such as `ids`.
         """
-        narrowest = min(image_features.shape[-1], text_features.shape[-1])
-        if max(self.widths) > narrowest:
-            raise ValueError(
-                f"Passed features of width {narrowest} to `MatryoshkaLoss(widths="
-                f"{list(self.widths)})`. They must be as wide as the largest at least. Leave out "
-                "what is wider."
+        unknown = [name for name in pairs if name not in _CALL]
+        if unknown:
+            raise TypeError(
+                f"Passed `{unknown[0]}` to a call of `MatryoshkaLoss`. Beside features, scale and "
+                f"bias it takes {', '.join(f'`{name}`' for name in _CALL)}. Leave `{unknown[0]}` "
+                "out; rules belong to its `loss`, and statistics come from a call of that."
             )
         inputs = (image_features, text_features, logit_scale, logit_bias)
-        total = None
+        rules: Any = {name: getattr(self.loss, name) for name in RULES}
+        options = PairOptions(**pairs, **rules)
+        problem = self.loss.problem(*inputs, options) or self._width_problem(image_features)
+        if problem is not None:
+            refuse(problem, image_features, self.loss.process_group)
+        is_nested = type(self.loss) is ContrastiveLoss and options.is_swept
         # One process has no ranks to share a journey with, and each width is an operator.
         is_alone = group_size(self.loss.process_group) == 1
-        if not (is_alone and torch.compiler.is_compiling()):
-            total = self._nested(*inputs, pairs)
-        if total is None:
+        if is_nested and not (is_alone and torch.compiler.is_compiling()):
+            total = self._nested(*inputs, options)
+        else:
             total = self._one_by_one(*inputs, pairs)
         return {"contrastive_loss": total} if output_dict else total
 
@@ -144,14 +160,10 @@ class MatryoshkaLoss(nn.Module):
         text_nD: Tensor,
         scale: Tensor | float,
         bias: Tensor | float | None,
-        pairs: Any,
-    ) -> Tensor | None:
-        """Return the sum by one pass over all ranks; `None` where the loss needs more than that."""
-        rules: Any = {name: getattr(self.loss, name) for name in RULES}
-        options = PairOptions(**pairs, **rules)
-        if type(self.loss) is not ContrastiveLoss or not options.is_swept:
-            return None
-        check_derivatives(image_bD, text_nD, scale)
+        options: PairOptions,
+    ) -> Tensor:
+        """Return the sum by one pass over all ranks."""
+        check_derivatives(type(self).__name__, image_bD, text_nD, scale)
         prefixes = tuple(
             Prefix(width, float(weight), self.normalize)
             for width, weight in zip(self.widths, self.weights, strict=True)
@@ -159,6 +171,8 @@ class MatryoshkaLoss(nn.Module):
         options = dataclasses.replace(options, prefixes=prefixes)
         found = self.loss.planned(*in_one_dtype(image_bD, text_nD), scale, bias, options)
         total: Tensor = NestedInfoNCE.apply(*found[:3], found.plan, prefixes)
+        if not torch.compiler.is_compiling():
+            self._checks.look(image_bD, text_nD, scale, is_normalizing=self.normalize)
         # NaN and inf of a bias are not to vanish.
         return total if found.bias is None else total + 0.0 * found.bias.reshape(())
 
@@ -185,13 +199,27 @@ class MatryoshkaLoss(nn.Module):
             raise RuntimeError("`MatryoshkaLoss` has no widths, which its constructor refuses.")
         return total
 
+    def _width_problem(self, image_bD: Tensor) -> str | None:
+        if max(self.widths) <= image_bD.shape[1]:
+            return None
+        return (
+            f"Passed features of width {image_bD.shape[1]} to `MatryoshkaLoss(widths="
+            f"{list(self.widths)})`. They must be as wide as the largest at least. Leave out what "
+            "is wider."
+        )
+
     def _cut(self, negatives_bkD: Tensor, width: int) -> Tensor:
         part_bkd = negatives_bkD[..., :width]
         return F.normalize(part_bkd, dim=-1) if self.normalize else part_bkd
 
 
-def _check(widths: object, weights: object) -> None:
-    """Refuse widths and weights that cannot be used."""
+def _check(widths: object, weights: object, loss: object) -> None:
+    """Refuse widths, weights and a loss that cannot be used."""
+    if not (loss is None or isinstance(loss, ContrastiveLoss)):
+        raise ValueError(
+            f"Passed `MatryoshkaLoss(loss={loss!r})`. `loss` must be a `ContrastiveLoss` or a "
+            "`SigmoidContrastiveLoss`. Leave it out to get `ContrastiveLoss()`."
+        )
     is_list = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) > 0
     if not is_list or any(type(width) is not int or width < 1 for width in widths):  # type: ignore[attr-defined]
         raise ValueError(
@@ -202,7 +230,7 @@ def _check(widths: object, weights: object) -> None:
         return
     is_list = isinstance(weights, Sequence) and len(weights) == len(widths)  # type: ignore[arg-type]
     if not is_list or any(
-        not isinstance(weight, (int, float)) or not weight >= 0
+        not isinstance(weight, (int, float)) or not 0 <= weight < math.inf
         for weight in weights  # type: ignore[attr-defined]
     ):
         raise ValueError(

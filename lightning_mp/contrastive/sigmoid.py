@@ -45,7 +45,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
     **Work**: one sweep over the tiles of S, three matrix products of `2 b^2 D` FLOPs. Gradients are
     worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
-    in fp32. The bias gets its exact gradient.
+    in fp32, beside the features. The bias gets its exact gradient.
 
     **Precision**, **backends**, **several ranks**, **duplicates**, **statistics**, **more texts
     than images** and the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32
@@ -112,13 +112,14 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         )  # fmt: skip
         take_siglip(dist_impl, chunk_size)
 
-    def _problem(
+    def problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
+        """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
         for name, is_given in pairs.given().items():
             if is_given and name != "ids":
                 return (
                     f"Passed `{name}` to `SigmoidContrastiveLoss`, which knows `ids` alone. Leave "
                     f"`{name}` out, or take `ContrastiveLoss`."
                 )
-        return super()._problem(image, text, scale, bias, pairs)
+        return super().problem(image, text, scale, bias, pairs)

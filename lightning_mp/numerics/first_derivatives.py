@@ -17,15 +17,18 @@ def first_derivatives_only(message: str) -> Callable[[_Backward], _Backward]:
     """Run the backward of an autograd function without a graph, and refuse to differentiate it.
 
     Without that, a backward through a backward of ours would fail in torch's words, or be zero.
+    What the function has saved of its inputs leads back to them: `torch.autograd.grad` passes over
+    what does not reach the inputs that it is asked for.
     """
 
     def decorate(backward: _Backward) -> _Backward:
         @functools.wraps(backward)
-        def refusing(*arguments: Any) -> tuple[Any, ...]:
+        def refusing(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
             with torch.no_grad():
-                gradients = backward(*arguments)
+                gradients = backward(ctx, *cotangents)
             if torch.is_grad_enabled():  # `create_graph=True`
-                return tuple(_refusing(gradients, message))
+                inputs = [x for x in (*ctx.saved_tensors, *cotangents) if x is not None]
+                return tuple(_refusing(gradients, inputs, message))
             return gradients
 
         return refusing
@@ -33,19 +36,23 @@ def first_derivatives_only(message: str) -> Callable[[_Backward], _Backward]:
     return decorate
 
 
-def _refusing(gradients: Sequence[Tensor | None], message: str) -> list[Tensor | None]:
+def _refusing(
+    gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], message: str
+) -> list[Tensor | None]:
     """Return gradients in whose graph a backward raises an error."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not given:
         return list(gradients)
     handle = torch.zeros((), requires_grad=True, device=given[0].device)
-    refusing = iter(_Refuse.apply(message, handle, *given))
+    refusing = iter(_Refuse.apply(message, given, handle, *inputs))
     return [None if gradient is None else next(refusing) for gradient in gradients]
 
 
 class _Refuse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, message: str, handle: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, message: str, gradients: Sequence[Tensor], *_: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.message = message
         return tuple(gradient.view_as(gradient) for gradient in gradients)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp import ContrastiveLoss
+from lightning_mp import ContrastiveLoss, MatryoshkaLoss
 from lightning_mp.numerics import triton_support
 from tests.fake_cuda import FakeCuda
 
@@ -24,7 +24,7 @@ def pair(batch: int = BATCH, width: int = WIDTH, norm: float = 1.0) -> list[Tens
     return [norm * F.normalize(x, dim=1) for x in rows]
 
 
-def said(loss: ContrastiveLoss, features: list[Tensor], scale: Any, calls: int = 4) -> list[str]:
+def said(loss: torch.nn.Module, features: list[Tensor], scale: Any, calls: int = 4) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(calls):
@@ -52,6 +52,15 @@ def test_what_is_hardly_meant_is_said_once(name: str, as_tensor: bool) -> None:
     assert message in warning
     for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert len(said(other, features, scale)) == 1
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_prefixes_are_looked_at_as_features_are(name: str, normalize: bool) -> None:
+    """But for the norms of features that it normalises, which are nobody's mistake."""
+    features, scale, message = WRONG[name]
+    warned = said(MatryoshkaLoss(widths=[WIDTH, 4], normalize=normalize), features, scale)
+    assert [message in one for one in warned] == ([] if normalize and name == "norms" else [True])
 
 
 @pytest.mark.parametrize(

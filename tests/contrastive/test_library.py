@@ -87,8 +87,8 @@ def test_sigmoid_operators_pass_opcheck(trained: str, has_bias: bool) -> None:
         warnings.simplefilter("ignore")
         torch.library.opcheck(sigmoid_pairs, inputs)
     loss, *swept, _ = sigmoid_pairs(*inputs)
-    scalars = (torch.tensor(0.5), scale.detach(), bias.detach() if has_bias else None)
-    given = (*scalars, *(x.detach() for x in swept), 9, torch.float32)
+    detached = [None if x is None else x.detach() for x in (*inputs[:4], *swept)]
+    given = (torch.tensor(0.5), *detached)
     torch.library.opcheck(sigmoid_pairs_backward, given)
 
 
@@ -167,8 +167,13 @@ def test_triton_on_a_cpu_says_where_it_runs(dtype: torch.dtype, reason: str) -> 
     [
         ({"backend": "cuda"}, r"backend='cuda'.*'auto', 'triton', 'torch'"),
         ({"tile_dtype": "fp8"}, r"tile_dtype='fp8'.*'tf32', 'fp32'"),
+        ({"workspace_bytes": 2**20 - 1}, "workspace_bytes=1048575.*at least 1048576.*Pass bytes"),
+        ({"workspace_bytes": "64 MiB"}, "workspace_bytes='64 MiB'.*an integer"),
     ],
 )
-def test_unknown_choice_says_what_is_known(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContrastiveLoss(**kwargs)
+@pytest.mark.parametrize("loss_class", [ContrastiveLoss, SigmoidContrastiveLoss])
+def test_unknown_choice_says_what_is_known(
+    loss_class: type, kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"`{loss_class.__name__}\({message}"):
+        loss_class(**kwargs)

@@ -126,8 +126,11 @@ def test_forward_mode_is_refused(which: int) -> None:
 
 def _second_derivative(rank: int = 0) -> tuple[float, str]:
     image, text = features(torch.float32, torch.float32)
-    (grad,) = torch.autograd.grad(ContrastiveLoss()(image, text, 5.0), image, create_graph=True)
+    loss = ContrastiveLoss()(image, text, 5.0)
+    (grad,) = torch.autograd.grad(loss, image, create_graph=True)
     (plain,) = torch.autograd.grad(ContrastiveLoss()(image, text, 5.0), image)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss + grad.square().sum(), image)
     try:
         grad.square().sum().backward()
     except RuntimeError as error:

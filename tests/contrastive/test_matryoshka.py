@@ -1,6 +1,8 @@
 """`MatryoshkaLoss` against the sum over normalised prefixes in float64, on one rank and several."""
 
 import itertools
+import math
+import re
 from typing import Any
 
 import pytest
@@ -189,9 +191,12 @@ def test_dictionary_second_derivatives_and_printing() -> None:
     image, text, scale = data(10, 10, 24, 2, torch.float32)
     loss_fn = MatryoshkaLoss(widths=[24, 8])
     assert list(loss_fn(image, text, scale, output_dict=True)) == ["contrastive_loss"]
-    (gradient,) = torch.autograd.grad(loss_fn(image, text, scale), image, create_graph=True)
+    loss = loss_fn(image, text, scale)
+    (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
-        gradient.sum().backward()
+        gradient.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss + gradient.square().sum(), image)
     assert "widths=(24, 8), weights=(1.0, 1.0), normalize=True" in repr(loss_fn)
 
 
@@ -203,6 +208,8 @@ def test_dictionary_second_derivatives_and_printing() -> None:
         ({"widths": "8"}, "positive integers"),
         ({"widths": [8, 4], "weights": [1.0]}, "one for each width"),
         ({"widths": [8, 4], "weights": [1.0, -1.0]}, "not negative"),
+        ({"widths": [8, 4], "weights": [1.0, math.inf]}, "not negative"),
+        ({"widths": [8], "loss": "ContrastiveLoss"}, r"`loss` must be a `ContrastiveLoss` or"),
     ],
 )
 def test_unusable_widths_are_refused(arguments: dict[str, Any], said: str) -> None:
@@ -213,6 +220,53 @@ def test_unusable_widths_are_refused(arguments: dict[str, Any], said: str) -> No
 def test_widths_beyond_the_features_are_refused() -> None:
     with pytest.raises(ValueError, match=r"width 6 to `MatryoshkaLoss\(widths=\[8, 4\]\)`"):
         MatryoshkaLoss(widths=[8, 4])(torch.randn(3, 6), torch.randn(3, 6), 1.0)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "list": ({"image_features": [1.0]}, "`image_features` of type list"),
+    "vector": ({"image_features": torch.ones(8)}, r"`image_features` of shape \[8\]"),
+    "width": ({"image_features": torch.ones(3, 6), "text_features": torch.ones(3, 6)}, "width 6"),
+    "negatives": ({"negatives": torch.ones(3, 2, 9)}, r"`negatives` of shape \[3, 2, 9\]"),
+}
+
+
+@pytest.mark.parametrize("loss", [ContrastiveLoss(), ContrastiveLoss(label_smoothing=0.1)])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_used_is_refused_before_it_is_cut(name: str, loss: ContrastiveLoss) -> None:
+    wrong, said = WRONG[name]
+    call: dict[str, Any] = {x: torch.ones(3, 8) for x in ("image_features", "text_features")}
+    with pytest.raises(ValueError, match=said):
+        MatryoshkaLoss(widths=[8, 4], loss=loss)(logit_scale=1.0, **{**call, **wrong})
+
+
+def _with_one_that_is_wrong(rank: int) -> list[str]:
+    """What is said on each rank of two, of which the second passes something wrong."""
+    said = []
+    for wrong, _ in WRONG.values():
+        call: dict[str, Any] = {x: torch.ones(3, 8) for x in ("image_features", "text_features")}
+        if "negatives" in wrong:
+            call["negatives"] = torch.ones(3, 2, 8)
+        try:
+            MatryoshkaLoss(widths=[8, 4])(logit_scale=1.0, **{**call, **(wrong if rank else {})})
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.distributed
+def test_what_one_rank_cannot_use_stops_all() -> None:
+    first, second = run_ranks(_with_one_that_is_wrong, 2)
+    assert len(first) == len(WRONG)
+    assert all("Rank 1 of 2 passed arguments that" in one for one in first)
+    assert all(re.search(said, one) for one, (_, said) in zip(second, WRONG.values(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["statistics", "duplicates", "hard_negatives"])
+def test_argument_that_a_call_does_not_take_is_refused(name: str) -> None:
+    features = torch.randn(3, 8)
+    options: Any = {name: True}  # of the statistics nothing was said
+    with pytest.raises(TypeError, match=f"Passed `{name}` to a call of `MatryoshkaLoss`.*`ids`"):
+        MatryoshkaLoss(widths=[8, 4])(features, features, 1.0, **options)
 
 
 def test_loss_is_made_from_yaml() -> None:

@@ -79,6 +79,8 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
     for name in RULES[1:]:
         with pytest.raises(TypeError, match=f"no `{name}`. It belongs to a softmax"):
             SigmoidContrastiveLoss(**{name: 1})
+        assert name in repr(ContrastiveLoss())
+        assert name not in repr(SigmoidContrastiveLoss())
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,8 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
             r"false_negatives='absolute'.*label_smoothing=0.1\)`. What is left out",
         ),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5.*from 0 to 1"),
+        ({"label_smoothing": "0.1"}, r"label_smoothing='0.1'.*from 0 to 1"),
+        ({"false_negatives": "absolute", "margin": "0.1"}, "and a number"),
     ],
 )
 def test_unknown_rule_says_what_is_known(setup: dict[str, Any], said: str) -> None:
@@ -106,15 +110,18 @@ def _messages(rank: int) -> list[str]:
     for setup, call in (
         ({}, {"weights": torch.ones(3)} if rank else {}),
         ({"duplicates": "multi_positive" if rank else "mask"}, {"ids": ids}),
+        ({}, {"ids": ids}),
     ):
+        loss_class = SigmoidContrastiveLoss if rank and len(said) == 2 else ContrastiveLoss
         with pytest.raises(ValueError) as error:  # noqa: PT011
-            ContrastiveLoss(**setup)(image, text, 1.0, **call)
+            loss_class(**setup)(image, text, 1.0, **call)
         said.append(str(error.value))
     return said
 
 
 @pytest.mark.distributed
 def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
-    for weights, duplicates in run_ranks(_messages, 2):
+    for weights, duplicates, loss_class in run_ranks(_messages, 2):
+        assert "Called a loss whose class or" in loss_class
         assert "Passed `weights` on ranks [1] of 2 only" in weights
         assert "label_smoothing or false_negatives or margin differs between ranks" in duplicates

@@ -95,7 +95,7 @@ def _refused(rank: int, differs: str) -> str:
     [
         ("gradients", "as [(False, True, False), (True, True, False)] say, by rank"),
         ("width", "features of (width, dtype)"),
-        ("rules", "whose directions or"),
+        ("rules", "whose class or directions or"),
     ],
 )
 def test_compiled_ranks_that_differ_are_refused_on_all(differs: str, said: str) -> None:

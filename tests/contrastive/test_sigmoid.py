@@ -139,12 +139,16 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
     assert not SigmoidContrastiveLoss()(image, text, scale, bias).isfinite()
 
 
-def test_second_derivative_is_refused() -> None:
-    image, text, scale, bias = leaves(5, 8, torch.float32, 10.0, -10.0)
-    loss = SigmoidContrastiveLoss()(image, text, scale, bias)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_second_derivative_is_refused(is_trained: bool) -> None:
+    """Gradients wait for the backward: without a scale to train it had nothing to differentiate."""
+    image, text, *scalars = leaves(5, 8, torch.float32, 10.0, -10.0)
+    loss = SigmoidContrastiveLoss()(image, text, *(scalars if is_trained else (10.0, -10.0)))
     (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative through `SigmoidContrastiveLoss`"):
-        gradient.sum().backward()
+        (loss + gradient.square().sum()).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative through `SigmoidContrastiveLoss`"):
+        torch.autograd.grad(loss + gradient.square().sum(), image)
 
 
 def _step(rank: int, sizes: list[int], seed: int, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Options that say what belongs to what and how much, against dense targets in float64."""
 
 import math
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -204,6 +204,21 @@ def test_label_smoothing_is_that_of_torch() -> None:
     target, logits = torch.arange(9), 3 * image @ text.T
     right = sum(F.cross_entropy(x, target, label_smoothing=0.2) for x in (logits, logits.T)) / 2
     assert relative_error(ContrastiveLoss(label_smoothing=0.2)(image, text, 3.0), right) < 1e-12
+
+
+@pytest.mark.parametrize("directions", ["both", "text_to_image"])
+def test_text_that_ids_keep_from_all_images_has_a_target_of_nothing(directions: str) -> None:
+    """Smoothing spreads over no image there, and gradients were NaN."""
+    image, text = (torch.randn(x, 4, dtype=torch.float64, requires_grad=True) for x in (3, 5))
+    options: Any = {"directions": directions, "label_smoothing": 0.2}
+    loss = ContrastiveLoss(**options)(image, text, 1.0, ids=torch.tensor([7, 7, 7, 5, 7]))
+    logits = image @ text.T
+    rows = torch.stack([logits.diagonal(), logits[:, 3]], 1)  # a column has its own image alone
+    right = F.cross_entropy(rows, torch.zeros(3, dtype=torch.long), label_smoothing=0.2) / 2
+    right = right if directions == "both" else 0 * right
+    torch.testing.assert_close(loss, right)
+    found, expected = (torch.autograd.grad(x, (image, text)) for x in (loss, right))
+    torch.testing.assert_close(found, expected)
 
 
 def test_loss_is_the_ranking_loss_with_hard_negatives_of_each_anchor() -> None:

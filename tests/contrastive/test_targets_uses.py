@@ -65,9 +65,12 @@ def test_non_finite_values_propagate(name: str, value: float, place: int) -> Non
 def test_second_derivatives_are_refused(name: str) -> None:
     case = Case(name, [(9, 12)], 5)
     leaves = leaves_of(case)
-    (d_image,) = torch.autograd.grad(loss_of(case, leaves), leaves[:1], create_graph=True)
+    loss = loss_of(case, leaves)
+    (d_image,) = torch.autograd.grad(loss, leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="which has a first one only"):
-        d_image.sum().backward()
+        d_image.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="which has a first one only"):
+        torch.autograd.grad(loss + d_image.square().sum(), leaves[:1])  # a gradient penalty
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

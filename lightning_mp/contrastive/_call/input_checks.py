@@ -42,22 +42,36 @@ class InputChecks:
         return InputChecks, ()
 
     @torch.compiler.disable  # where its caller was given up as compiled too often
-    def look(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor | float) -> None:
-        """Take note of inputs that can be used; not of those that a CUDA graph is made with."""
+    def look(
+        self,
+        image_bD: Tensor,
+        text_bD: Tensor,
+        scale: Tensor | float,
+        *,
+        is_normalizing: bool = False,
+    ) -> None:
+        """Take note of inputs that can be used; not of those that a CUDA graph is made with.
+
+        Args:
+            image_bD: Images.
+            text_bD: Texts.
+            scale: One value.
+            is_normalizing: Whether the loss brings features to norm 1, so that any norm will do.
+        """
         if image_bD.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         for _, numbers, context in self._readback.ready():
-            self._judge(numbers.tolist(), *context["shape"])
+            self._judge(numbers.tolist(), *context["seen"])
         self._calls += 1
         if self._calls & (self._calls - 1):
             return
-        shape = tuple(image_bD.shape)
-        self._readback.submit(self._calls, _numbers(image_bD, text_bD, scale), shape=shape)
+        seen = (*image_bD.shape, is_normalizing)
+        self._readback.submit(self._calls, _numbers(image_bD, text_bD, scale), seen=seen)
         if image_bD.device.type == "cpu":
             for _, numbers, _ in self._readback.drain():
-                self._judge(numbers.tolist(), *shape)
+                self._judge(numbers.tolist(), *seen)
 
-    def _judge(self, numbers: list[float], rows: int, columns: int) -> None:
+    def _judge(self, numbers: list[float], rows: int, columns: int, is_normalizing: bool) -> None:
         by_rows, by_columns = numbers[:2], numbers[2:4]
         image_norm, text_norm, scale = numbers[4:]
         logit = scale * image_norm * text_norm
@@ -74,7 +88,9 @@ class InputChecks:
                 f"rows are not: {columns} pairs of width {rows}, transposed. The batch comes "
                 "first. Pass `features.T`.",
             )
-        elif max(by_rows) > _UNIT and scale >= _COLD and _LARGEST < logit < math.inf:
+            return
+        is_large = max(by_rows) > _UNIT and scale >= _COLD and _LARGEST < logit < math.inf
+        if is_large and not is_normalizing:
             self._tell(
                 "norms",
                 f"Passed features of norm {image_norm:.3g} (images) and {text_norm:.3g} (texts) "

@@ -40,14 +40,13 @@ def in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
     return image_bD.to(dtype), text_bD.to(dtype)
 
 
-def check_derivatives(*inputs: object) -> None:
-    """Refuse derivatives that would silently be zero."""
+def check_derivatives(owner: str, *inputs: object) -> None:
+    """Refuse derivatives that would silently be zero, in the name of a loss."""
     is_dual = any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     )
     if is_dual or torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "Called `ContrastiveLoss` in forward-mode AD or inside a transform of `torch.func`. It "
-            "has a plain backward only. Take its gradient with `backward()` or "
-            "`torch.autograd.grad`."
+            f"Called `{owner}` in forward-mode AD or inside a transform of `torch.func`. It has a "
+            "plain backward only. Take its gradient with `backward()` or `torch.autograd.grad`."
         )

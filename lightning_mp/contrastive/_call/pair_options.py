@@ -57,6 +57,7 @@ class PairOptions:
         pairing: What was made of the positives, once they have been read.
         statistics: Whether the call wants `LossStatistics`.
         prefixes: What `MatryoshkaLoss` cuts the features to.
+        is_softmax: Whether the loss is of softmaxes, or of sigmoids.
     """
 
     ids: Tensor | None = None
@@ -73,6 +74,7 @@ class PairOptions:
     pairing: Pairing | None = None
     statistics: bool = False
     prefixes: tuple[Any, ...] = ()
+    is_softmax: bool = True
 
     @property
     def masked_ids(self) -> Tensor | None:
@@ -131,8 +133,8 @@ class PairOptions:
 
     @property
     def rules_checksum(self) -> int:
-        """A number that is another one where ranks have other arguments of the constructor."""
-        rules = [*(getattr(self, name) for name in RULES), self.prefixes]
+        """A number that is another one where ranks have another loss or other arguments of it."""
+        rules = [*(getattr(self, name) for name in RULES), self.prefixes, self.is_softmax]
         if self.guide_text is not None:
             rules += [self.guide_text.shape[1], self.guide_text.dtype]
         return zlib.crc32(repr(rules).encode())

@@ -5,6 +5,7 @@ Shapes:
 """
 
 import math
+import numbers
 from typing import get_args
 
 import torch
@@ -40,13 +41,14 @@ def check_pair_rules(
             f"Passed `ContrastiveLoss(duplicates={duplicates!r})`. `duplicates` must be 'mask' or "
             "'multi_positive'. Leave it out, and pairs of equal `ids` are no negatives."
         )
-    if not 0 <= label_smoothing <= 1:
+    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing <= 1:
         raise ValueError(
             f"Passed `ContrastiveLoss(label_smoothing={label_smoothing!r})`. It must be a number "
             "from 0 to 1. Pass a small one, such as 0.1, or leave it out."
         )
     passed = f"Passed `ContrastiveLoss(false_negatives={false_negatives!r}, margin={margin!r})`."
-    if false_negatives not in get_args(FalseNegatives) or not -math.inf < margin < math.inf:
+    is_number = isinstance(margin, numbers.Real) and math.isfinite(margin)
+    if false_negatives not in get_args(FalseNegatives) or not is_number:
         raise ValueError(
             f"{passed} They must be 'keep', 'absolute' or 'relative', and a number. Leave both out "
             "to keep all negatives."

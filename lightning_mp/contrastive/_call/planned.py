@@ -4,8 +4,9 @@ Shapes:
     b: this rank's images. n: its texts. D: feature width.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from lightning_mp.contrastive._exchange.agreement import (
 from lightning_mp.contrastive._sums.infonce import Plan
 from lightning_mp.contrastive._tiles.backends import ExchangeName, TileChoice, triton_problem
 
-__all__ = ["Planned", "plan_for"]
+__all__ = ["Planned", "plan_for", "refuse"]
 
 
 class Planned(NamedTuple):
@@ -74,19 +75,28 @@ def plan_for(
     Raises:
         ValueError: Something cannot be used; on all ranks.
     """
-    is_one = group_size(group) == 1
     if problem is None and tiles.backend == "triton":
         problem = triton_problem(image_bD.device, image_bD.dtype)
     if problem is None:
         problem, pairs, image_bD, text_nD = pairs.paired(image_bD, text_nD)
     if problem is not None:
-        if not is_one:
-            report_unusable(image_bD, group)
-        raise ValueError(problem)
+        refuse(problem, image_bD, group)
     scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
     inputs = (image_bD, text_nD, scale, bias if trains_bias else None)
-    if is_one:
+    if group_size(group) == 1:
         plan = plan_of_one(image_bD, text_nD, pairs, tiles, trained(*inputs))
     else:
         plan = agree(*inputs, pairs, exchange=exchange, tiles=tiles, group=group)
     return Planned(image_bD, text_nD, scale, bias, pairs, plan)
+
+
+@torch.compiler.disable
+def refuse(problem: str, image_features: object, group: dist.ProcessGroup | None) -> NoReturn:
+    """Stop all ranks of a group, this one with what is wrong.
+
+    Raises:
+        ValueError: Always.
+    """
+    if group_size(group) > 1:
+        report_unusable(image_features, group)
+    raise ValueError(problem)

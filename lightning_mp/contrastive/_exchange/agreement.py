@@ -236,8 +236,9 @@ def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
             )
     if len({facts[7] for facts in by_rank}) > 1:
         raise ValueError(
-            f"Passed `ContrastiveLoss(...)` whose {' or '.join(RULES)} differs between ranks, or "
-            "the guides' width or dtype. All ranks must have the same. Configure every rank alike."
+            f"Called a loss whose class or {' or '.join(RULES)} differs between ranks, or "
+            "the guides' width or dtype, or the prefixes of `MatryoshkaLoss`. All ranks must have "
+            "the same. Configure every rank alike."
         )
     exchanges = [_NAMES[facts[3]] for facts in by_rank]
     if len(set(exchanges)) > 1:

@@ -74,7 +74,7 @@ def _loss_of_ranks(
         ValueError: Ranks differ in what they pass; on all of them.
     """
     *tiles, ids, directions, statistics, exchange = options
-    pairs = PairOptions(ids, directions=directions, statistics=statistics)
+    pairs = PairOptions(ids, directions=directions, statistics=statistics, is_softmax=is_softmax)
     plan = agree(
         image_bD, text_nD, scale, bias, pairs,
         exchange=exchange, tiles=TileChoice(*tiles), group=_group_of(group), needs_grad=needs_grad,

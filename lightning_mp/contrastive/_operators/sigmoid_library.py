@@ -98,48 +98,54 @@ sigmoid_pairs = define(
 
 def _sigmoid_pairs_backward(
     cotangent: Tensor,
+    image_bD: Tensor,
+    _: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     totals: Tensor,
     d_image_bD: Tensor,
     d_text_nD: Tensor,
-    pairs: int,
-    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return the gradients of images and texts, where they are not empty, of scale and of bias."""
+    """Return the gradients of images and texts, where they are not empty, of scale and of bias.
+
+    Features say how many there are, and of what dtype; and lead second derivatives to a refusal.
+    """
     swept = SigmoidSwept(totals, *(x if x.numel() else None for x in (d_image_bD, d_text_nD)))
-    found = differentiate(cotangent, scale, bias, swept, pairs, 1, dtype)
+    found = differentiate(cotangent, scale, bias, swept, len(image_bD), 1, image_bD.dtype)
     return [x for x in found if x is not None]
 
 
 def _fake_sigmoid_pairs_backward(
-    cotangent: Tensor, scale: Tensor, bias: Tensor | None, totals: Tensor, *rest: Any
+    cotangent: Tensor,
+    image_bD: Tensor,
+    _: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    totals: Tensor,
+    *sides: Tensor,
 ) -> list[Tensor]:
-    *sides, _, dtype = rest
-    features = [torch.empty_like(x, dtype=dtype) for x in sides if x.dim() == 2]
+    features = [torch.empty_like(x, dtype=image_bD.dtype) for x in sides if x.dim() == 2]
     return [*features, *(torch.empty_like(x) for x in (scale, bias) if x is not None)]
 
 
 sigmoid_pairs_backward = define(
     "sigmoid_pairs_backward",
-    "(Tensor cotangent, Tensor scale, Tensor? bias, Tensor totals, Tensor d_image_bD,"
-    " Tensor d_text_nD, SymInt pairs, ScalarType dtype) -> Tensor[]",
+    f"(Tensor cotangent, {FEATURES}, Tensor totals, Tensor d_image_bD, Tensor d_text_nD)"
+    " -> Tensor[]",
     _sigmoid_pairs_backward,
     _fake_sigmoid_pairs_backward,
 )
 
 
 def _save(inputs: Sequence[Any], output: Sequence[Tensor]) -> tuple[list[Tensor | None], Any]:
-    image_bD, _, scale, bias, *_ = inputs
-    return [scale, bias, *output[1:4]], (image_bD.shape[0], image_bD.dtype)
+    return [*inputs[:4], *output[1:4]], ()
 
 
 def _arguments(
     cotangent: Tensor, tensors: Sequence[Any], values: Any, needs: Sequence[bool]
 ) -> tuple[Sequence[Any], Sequence[bool]]:
-    _, bias, _, *features = tensors
-    are_there = [x.dim() == 2 for x in features]
-    return (cotangent, *tensors, *values), (*are_there, True, bias is not None)
+    are_there = [x.dim() == 2 for x in tensors[5:]]
+    return (cotangent, *tensors), (*are_there, True, tensors[3] is not None)
 
 
 derive(sigmoid_pairs, sigmoid_pairs_backward, _save, _arguments, NO_SECOND_DERIVATIVE)

@@ -68,7 +68,8 @@ class SigmoidPairs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Sweep once over all columns, for the gradients too if there is a backward to come."""
         loss, swept, statistics_5 = sweep(image_bD, text_nD, scale, bias, plan)
-        ctx.save_for_backward(scale, bias, *swept)
+        # Only the way to the features, along which second derivatives are refused, is of use.
+        ctx.save_for_backward(image_bD, text_nD, scale, bias, *swept)
         ctx.plan, ctx.dtype = plan, image_bD.dtype
         return loss, not_differentiable(ctx, statistics_5)
 
@@ -76,7 +77,7 @@ class SigmoidPairs(torch.autograd.Function):
     @first_derivatives_only(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, cotangent: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Multiply the gradients by the cotangent."""
-        scale, bias, *swept = ctx.saved_tensors
+        _, _, scale, bias, *swept = ctx.saved_tensors
         pairs, world_size = ctx.plan.global_pairs, ctx.plan.exchange.world_size
         sizes = (pairs, world_size, ctx.dtype)
         return (*differentiate(cotangent, scale, bias, SigmoidSwept(*swept), *sizes), None)

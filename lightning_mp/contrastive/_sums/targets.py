@@ -137,7 +137,9 @@ class Task(NamedTuple):
         ones = others.new_ones(len(others), 1)
         target = product(self.match, others) / product(self.match, ones).clamp_min(1)
         if self.smoothing:
-            share_n1 = self.smoothing / (product(self.field, ones) + extra_nk.shape[1])
+            # None are left for a text beyond the images' own whose id all images have.
+            count_n1 = (product(self.field, ones) + extra_nk.shape[1]).clamp_min(1)
+            share_n1 = self.smoothing / count_n1
             target = (1 - self.smoothing) * target + share_n1 * product(self.field, others)
             if extra_nk.shape[1]:
                 terms = terms - share_n1[:, 0] * extra_nk.sum(1)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from lightning_mp._arguments import check_count
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.numerics import triton_support
@@ -28,6 +29,7 @@ TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
 
 def check_choices(
+    owner: str,
     backend: str,
     tile_dtype: str,
     exchange: str,
@@ -37,7 +39,7 @@ def check_choices(
     """Refuse what no backend understands.
 
     Raises:
-        ValueError: An argument of `ContrastiveLoss` has an unknown value.
+        ValueError: An argument of the owner, a loss, has an unknown value.
     """
     for name, value, known in (
         ("backend", backend, get_args(Backend)),
@@ -47,14 +49,12 @@ def check_choices(
     ):
         if value not in known:
             raise ValueError(
-                f"Passed `ContrastiveLoss({name}={value!r})`. `{name}` must be one of "
+                f"Passed `{owner}({name}={value!r})`. `{name}` must be one of "
                 f"{', '.join(map(repr, known))}. Leave it out to get the best that there is."
             )
-    if workspace_bytes is not None and workspace_bytes < 2**20:
-        raise ValueError(
-            f"Passed `ContrastiveLoss(workspace_bytes={workspace_bytes!r})`. A tile needs at "
-            "least 1 MiB. Pass bytes, such as `64 * 2**20`, or leave it out."
-        )
+    if workspace_bytes is not None:
+        fix = "Pass bytes, such as `64 * 2**20`, or leave it out."
+        check_count(owner, "workspace_bytes", workspace_bytes, 2**20, fix=fix)
 
 
 class TileChoice(NamedTuple):
@@ -102,7 +102,7 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if reason is None:
         return None
     return (
-        f"Passed `ContrastiveLoss(backend='triton')` with features of {dtype} on {device}: "
+        f"Passed `backend='triton'` with features of {dtype} on {device}: "
         f"{reason}. Triton tiles need fp16, bf16 or fp32 features on a CUDA device of compute "
         "capability 8.0 or higher, and Triton. Leave `backend` out, and other machines get the "
         "torch tiles."

@@ -1,0 +1,70 @@
+"""The loss of two ranks on Triton's tiles, which keep products for the backward or have no room to.
+
+Shapes:
+    b: a rank's images. n: its texts.
+"""
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._tiles.tile_backend import Kept
+from tests.contrastive.test_candidates import data, ranking_loss
+from tests.contrastive.triton_tiles.interpreter import GRADIENT_ERROR, repaired_interpreter
+from tests.processes import run_ranks
+from tests.reference.contrastive import relative_error
+
+pytestmark = [pytest.mark.interpreted, pytest.mark.distributed]
+
+SIZES = [(13, 13), (7, 20)]
+WIDTH, FP32 = 24, torch.float32
+ROOM = {"all": None, "nothing": 2**20}  # by the bytes of the workspace
+CASES = list(itertools.product(("slices", "ring"), ROOM))
+
+
+def _step(rank: int, exchange: Any, keeps: str) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Loss and gradients of a rank, and of how many rows products were kept, at every visit."""
+    visits = []
+    take_rows = Kept.take_rows
+
+    def noted(self: Kept, rows: int, width: int) -> Tensor:
+        taken = take_rows(self, rows, width)
+        visits.append((rows, len(taken)))
+        return taken
+
+    leaves = data(*SIZES[rank], WIDTH, rank, FP32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "take_rows", noted)
+        options: Any = {"exchange": exchange, "workspace_bytes": ROOM[keeps]}
+        loss = ContrastiveLoss(backend="triton", **options)(*leaves)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)], visits
+
+
+def _steps(rank: int) -> list[Any]:
+    with contextlib.contextmanager(repaired_interpreter)():
+        return [_step(rank, *case) for case in CASES]
+
+
+def test_loss_of_two_ranks_that_keep_products_or_cannot_equals_float64() -> None:
+    by_rank = run_ranks(_steps, 2)
+    ranks = [data(*size, WIDTH, rank, torch.float64)[:2] for rank, size in enumerate(SIZES)]
+    image, text = (torch.cat(one) for one in zip(*ranks, strict=True))
+    scale = torch.tensor(20.0, dtype=torch.float64, requires_grad=True)
+    own = torch.cat([torch.arange(13), 13 + torch.arange(7)])
+    right = ranking_loss(image, text, scale, "both", own)
+    d_scale, *gradients = torch.autograd.grad(right, [scale, *itertools.chain(*ranks)])
+    for (rank, results), place in itertools.product(enumerate(by_rank), range(len(CASES))):
+        exchange, keeps = CASES[place]
+        (loss, d_image, d_text, own_d_scale), visits = results[place]
+        # In both sweeps: of all texts at once, or of a rank's at a time.
+        b = SIZES[rank][0]
+        assert visits == [(b, b if keeps == "all" else 0)] * (2 if exchange == "slices" else 4)
+        # A mean over ranks, as DDP takes it, makes these those of one process.
+        expected = [right.detach(), *(2 * x for x in gradients[2 * rank :][:2]), d_scale]
+        for value, other in zip((loss, d_image, d_text, own_d_scale), expected, strict=True):
+            assert relative_error(value, other) < GRADIENT_ERROR[FP32], (exchange, keeps, rank)
