@@ -20,9 +20,8 @@ from lightning_mp.callbacks._rules.adam_statistics import (
 )
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.precision._choice.module_selection import as_written
 

@@ -21,10 +21,9 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 from lightning_mp.numerics.moments import (

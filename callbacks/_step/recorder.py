@@ -15,16 +15,14 @@ from typing_extensions import override
 
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.facts import StepFacts
-from lightning_mp.callbacks._step.gradients import (
+from lightning_mp.callbacks._step.training_state import (
     NamedTensors,
     Signals,
     gradients_of,
-    measure,
-    parameter_names,
-)
-from lightning_mp.callbacks._step.training_state import (
     is_fused,
     loss_scale_of,
+    measure,
+    parameter_names,
     scaler_of,
     step_of,
 )
