@@ -107,9 +107,7 @@ class AdamStateMonitor(SamplingMonitor):
             rank_zero_warn(usage("no_adam"))
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if is_sharded(trainer):  # ranks must agree on the steps to sample
             self._judge_all(trainer, self._readback.drain())
         if not self.is_due(trainer):

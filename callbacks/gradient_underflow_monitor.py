@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -68,9 +69,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if not self.is_due(trainer):
             return
         found = self.recorder.gradients(trainer, optimizer)

@@ -75,10 +75,9 @@ class InstabilityReport(InstabilityMonitor):
         if not is_name or Path(filename).suffix not in (".html", ".htm"):
             raise ValueError(usage("filename", filename=filename))
         self._check_positive(every_n_seconds=every_n_seconds)
-        is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
-        self._check(is_fine, "to_500", max_tensors=max_tensors)
-        is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
-        self._check(alert is None or callable(alert) or is_url, "alert", alert=alert)
+        self._check("to_500", lambda v: type(v) is int and 1 <= v <= 500, max_tensors=max_tensors)
+        is_url = str(alert).startswith(("http://", "https://"))
+        self._check("alert", lambda v: v is None or callable(v) or is_url, alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds

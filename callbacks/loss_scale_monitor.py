@@ -54,7 +54,7 @@ class LossScaleMonitor(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
-        self._check(max_skip_rate < 1, "below_1", max_skip_rate=max_skip_rate)
+        self._check("below_1", lambda v: v < 1, max_skip_rate=max_skip_rate)
         self._check_at_least(1, window_steps=window_steps)
         self._check_at_least(0, calibration_steps=calibration_steps)
         self.max_skip_rate = max_skip_rate

@@ -3,8 +3,7 @@
 import fnmatch
 import io
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -81,16 +80,9 @@ class TensorCollector(SamplingMonitor):
         log: bool = False,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        names = ["patterns of names"]
-        for wanted, known, value in (
-            (names, None, {"include": include}),
-            (get_args(Kind), get_args(Kind), {"collect": collect}),
-            (REDUCTIONS, REDUCTIONS, {"reductions": reductions}),
-        ):
-            (passed,) = value.values()
-            is_list = not isinstance(passed, str) and len(passed) > 0
-            is_fine = is_list and all(known is None or each in known for each in passed)
-            self._check(is_fine, "list", {"names": ", ".join(wanted)}, **value)
+        self._check("list", _is_list, {"names": "patterns of names"}, include=include)
+        self._check_list_of(get_args(Kind), collect=collect)
+        self._check_list_of(REDUCTIONS, reductions=reductions)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -103,9 +95,12 @@ class TensorCollector(SamplingMonitor):
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._hooks = ExitStack()
-        self._is_hooked = False
-        self._outputs: dict[str, list[Tensor]] = defaultdict(list)
+        self._outputs: dict[str, list[Tensor]] = {}  # rows, by module; empty without hooks
         self._rows: dict[str, Tensor] = {}
+
+    def _check_list_of(self, known: Collection[str], **values: Any) -> None:
+        names = {"names": ", ".join(known)}
+        self._check("list", lambda v: _is_list(v) and all(e in known for e in v), names, **values)
 
     def _pattern(self, pattern: str) -> re.Pattern[str]:
         is_regex = pattern.startswith("re:")
@@ -161,9 +156,9 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "outputs" in self.collect and self.is_due(trainer) and not self._is_hooked:
-            self._is_hooked = True
+        if "outputs" in self.collect and self.is_due(trainer) and not self._outputs:
             for name, module in self._modules.items():
+                self._outputs[name] = []
                 hook = module.register_forward_hook(partial(self._look, name))
                 self._hooks.enter_context(hook)
 
@@ -173,13 +168,10 @@ class TensorCollector(SamplingMonitor):
 
     def _unhook(self) -> None:
         self._hooks.close()
-        self._is_hooked = False
         self._outputs.clear()
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if not self.is_due(trainer):
             return
         if "gradients" in self.collect:
@@ -188,7 +180,7 @@ class TensorCollector(SamplingMonitor):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
         if "weights" in self.collect and not any(key.startswith("weights/") for key in self._rows):
-            for parameter in pl_module.parameters():
+            for parameter in trainer.lightning_module.parameters():
                 if name := self._names.get(id(parameter)):
                     self._rows[f"weights/{name}"] = self._row(parameter)
         if "optimizer_state" in self.collect:
@@ -218,10 +210,10 @@ class TensorCollector(SamplingMonitor):
     def _submit_rows(self, trainer: pl.Trainer) -> None:
         root = trainer.strategy.root_device
         home = torch.device("cpu") if root.type == "mps" else root  # it has no float64
-        for name in self._modules if self._is_hooked else ():
+        for name, seen in self._outputs.items():
             # Every module has a row, called or not, as all ranks must send the same.
-            parts = self._outputs.get(name) or [self._row(torch.empty(0))]
-            parts = [part.to(home, non_blocking=True) for part in parts]
+            parts = [part.to(home, non_blocking=True) for part in seen]
+            parts = parts or [self._row(torch.empty(0, device=home))]
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
         self._unhook()
         rows, self._rows = self._rows, {}
@@ -281,3 +273,7 @@ class TensorCollector(SamplingMonitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._earlier = state_dict["folder"]
+
+
+def _is_list(value: Any) -> bool:
+    return not isinstance(value, str) and len(value) > 0

@@ -25,8 +25,6 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "can_replay", "replay"]
 
-_MISSING = object()
-
 
 @dataclass(frozen=True, eq=False)
 class Record:
@@ -204,12 +202,10 @@ def _without_steps(
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Put something in the place of a method of one object, for a while."""
     attributes = vars(owner)
-    before = attributes.get(name, _MISSING)
+    before = {key: each for key, each in attributes.items() if key == name}
     attributes[name] = value
     try:
         yield
     finally:
-        if before is _MISSING:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = before
+        del attributes[name]
+        attributes.update(before)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,11 +43,7 @@ def search(
         return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
-
-        def look(tried: float | None, record: Record = record) -> list[_Seen]:
-            seen = _look(trainer, record, tried, optimizer_steps, near_limit)
-            return gather_objects(trainer, seen)
-
+        look = partial(_look, trainer, record, optimizer_steps, near_limit)
         for rank, (finding, _, difference) in enumerate(look(scale)):
             inexact = inexact or difference
             if finding is None:
@@ -94,18 +91,16 @@ def _at_lower_scales(
 
 
 def _look(
-    trainer: pl.Trainer,
-    record: Record,
-    scale: float | None,
-    optimizer_steps: int,
-    near_limit: float,
-) -> _Seen:
-    """Replay a batch; return finding, `headroom`, and in which words the replay is not exact."""
+    trainer: pl.Trainer, record: Record, steps: int, near_limit: float, scale: float | None
+) -> list[_Seen]:
+    """Replay a batch; return every rank's finding, `headroom`, and words for what is not exact."""
     try:
-        trace = replay(trainer, record, scale, optimizer_steps)
+        trace = replay(trainer, record, scale, steps)
     except Exception as error:
         # Without memory for a second backward, say: no reason to end a run that goes on without.
         text = (str(error).splitlines() or [""])[0][:200]
         sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
-        return Finding(source="failed", name="", sentence=sentence), 0.0, ""
-    return find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)
+        seen: _Seen = Finding(source="failed", name="", sentence=sentence), 0.0, ""
+    else:
+        seen = find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)
+    return gather_objects(trainer, seen)

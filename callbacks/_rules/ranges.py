@@ -17,20 +17,9 @@ ROUNDING = 2.0**-9
 class UnderflowJudge(Learning):
     """Tells values that vanish from values that are zero by nature.
 
-    Exact zeros are usual: an embedding has them for every token that a batch lacks, a dead ReLU for
-    its row. So zeros count from the largest share of the first samples on, and only where
-    subnormals come with them: magnitudes spread over many powers of two, so a tensor that loses 5%
-    of its values to the smallest step of a format has as many again just above it.
-
-    What vanishes from the first step on has no usual share to be held against. Where there are as
-    many subnormals as zeros, or where nine in ten of all values that are not zero are subnormal,
-    the format ends inside of the distribution: that is an alarm without a baseline, at the first
-    sample or at any two in a row; so is a model none of whose gradients is left. Only gradients
-    are judged so: outputs of a GELU or a softmax are that small by nature, and nothing is lost
-    with them.
-
     An excess of zeros above `warn_excess` warns if it is rising, above `alarm_excess` in any case;
-    `is_absolute` is whether to judge without a baseline too.
+    `is_absolute` is whether to judge without a baseline too, at the first sample or at any two in a
+    row. Why so: docs/callbacks/gradient-underflow-monitor.md.
     """
 
     baseline_samples: int

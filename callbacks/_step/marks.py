@@ -46,9 +46,8 @@ class Mark:
 class MarkStore:
     """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
 
-    In memory, every rank holds its own. On disk they are in a folder that is locked while its run
-    lives, also against `kill -9`: the next run in the place of that one, or in a folder beside it,
-    removes what nobody has locked. A resumed run goes on with the folder of its marks.
+    On disk they are in a folder that is locked while its run lives: the next run in the place of
+    that one, or in a folder beside it, removes what nobody has locked.
 
     The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """

@@ -127,18 +127,14 @@ class FactsRecorder(pl.Callback):
                 self._hooks.enter_context(each.register_step_pre_hook(self._called))
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
         self.now = facts_of(trainer, batch_idx)
         if self.batches is not None:
             oldest = 0 if self.newest is None else self.newest.step - _LATE
             self.batches.hold(self.now.step, batch, oldest)
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, _: Any, loss: Tensor) -> None:
         # Lightning hands it over after the loss scale, and divided by the accumulated batches.
         scale = loss_scale_of(trainer)
         self.newest_loss = loss.detach().float().mean() / (1.0 if scale is None else scale)
@@ -146,9 +142,7 @@ class FactsRecorder(pl.Callback):
 
     @override
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if trainer.world_size > 1 and trainer.strategy.root_device.type != "cpu":
             # Callbacks act on what arrives, on all ranks at the same step. Lightning has waited for
             # the device at the start of the batch, so that nothing is waited for here.
@@ -253,8 +247,7 @@ class FactsRecorder(pl.Callback):
     def _deliver(self, arrived: list[Readback]) -> None:
         for readback in arrived:
             facts, extras = _complete(readback)
-            known = (self.highest_rates.get(facts.optimizer), facts.lr)
-            highest = max((rate for rate in known if rate is not None), default=0.0)
+            highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
             self.highest_rates[facts.optimizer] = highest
             self.newest = replace(facts, highest_lr=highest)
             for inbox in self._inboxes:

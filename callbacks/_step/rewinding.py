@@ -23,11 +23,8 @@ __all__ = ["Rewinder", "scale_rates"]
 class Rewinder:
     """Keeps checkpoints of the last steps, and goes back to one of them.
 
-    Weights, optimizer states, LR schedules, loss scale, `global_step`, random number generators
-    (each rank's own) and other callbacks (averaged weights, early stopping) go back. The data, the
-    epoch and the loggers' step go on.
-
-    The arguments are those of `SpikeGuard`; `store` keeps the checkpoints.
+    The arguments are those of `SpikeGuard`, whose page in docs/callbacks/ says what goes back and
+    what goes on; `store` keeps the checkpoints.
     """
 
     store: MarkStore

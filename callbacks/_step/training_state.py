@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,14 +56,10 @@ def is_sharded(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
 
-def gather_ranks(packed: Tensor) -> Tensor:
+def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
     """Stack the tensors of all ranks, alike in shape, in one collective: [W, *packed.shape]."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return packed[None]
-    world_size = dist.get_world_size()
-    gathered = packed.new_empty(world_size * packed.numel())  # gloo takes no further dimensions
-    dist.all_gather_into_tensor(gathered, packed.flatten())
-    return gathered.view(world_size, *packed.shape)
+    gathered: Tensor = trainer.strategy.all_gather(packed)  # as it is where there is one rank
+    return gathered.view(-1, *packed.shape)
 
 
 def learning_rate_of(trainer: pl.Trainer) -> float:
@@ -142,7 +137,7 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     device, norm = norms.device, torch.linalg.vector_norm(norms)
     has_loss = torch.full((), loss is not None, device=device)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
-    ranks = gather_ranks(torch.stack([local, norm]))
+    ranks = gather_ranks(trainer, torch.stack([local, norm]))
     sharded = is_sharded(trainer)
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
     index = norms.argmax()  # NaN is larger than all
