@@ -71,11 +71,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            baseline_samples=baseline_samples,
-            repeat_after_steps=repeat_after_steps,
-        )
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
         self._check("headroom", lambda v: 0 <= v < 16, min_headroom_bits=min_headroom_bits)
         self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)

@@ -66,11 +66,7 @@ class AdamStateMonitor(SamplingMonitor):
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            baseline_samples=baseline_samples,
-            repeat_after_steps=repeat_after_steps,
-        )
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
         limits: dict[str, Any] = {
             "max_update_rms": max_update_rms,
             "max_below_epsilon": max_below_epsilon,
@@ -124,21 +120,12 @@ class AdamStateMonitor(SamplingMonitor):
             if groups and not optimizer.state:  # no step has been made yet
                 self._until = step_of(trainer) + 1
             return
-        sums_NK = adam_statistics(
-            optimizer,
-            [found.parameters[i] for i in chosen],
-            [found.gradients[i] for i in chosen],
-            found.unscale,
-        )
-        group = groups[0]
-        self.submit(
-            trainer,
-            sums_NK,
-            gather=is_sharded(trainer),
-            names=[found.names[i] for i in chosen],
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-        )
+        gradients = [found.gradients[i] for i in chosen]
+        parameters = [found.parameters[i] for i in chosen]
+        sums_NK = adam_statistics(optimizer, parameters, gradients, found.unscale)
+        used = {"beta2": float(groups[0]["betas"][1]), "eps": float(groups[0]["eps"])}
+        names = [found.names[i] for i in chosen]
+        self.submit(trainer, sums_NK, gather=is_sharded(trainer), names=names, **used)
 
     def _name_unwatched(self, optimizer: Optimizer) -> None:
         """Say once of an optimizer that keeps its moments in 8 bits that they are not looked at."""

@@ -57,11 +57,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            baseline_samples=baseline_samples,
-            repeat_after_steps=repeat_after_steps,
-        )
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
         if not 0 < warn_share <= alarm_share < 1:
             raise ValueError(usage("shares", warn_share=warn_share, alarm_share=alarm_share))
         self.warn_share = warn_share
@@ -98,10 +94,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
-        tensors = list(stats.zero_share)
-        self.history.add_column(
-            "gradient_zero_share", facts.step, tensors, [*stats.zero_share.values()]
-        )
+        columns = {"gradient_zero_share": stats.zero_share}
         metrics = {
             "gradient_zero_share": zeros,
             "gradient_subnormal_share": subnormals,
@@ -110,9 +103,9 @@ class GradientUnderflowMonitor(SamplingMonitor):
         if _passes_through_fp16(trainer):
             headroom = stats.headroom_bits(sample.context["scale"] or 1.0)
             metrics["gradient_headroom_bits"] = min(headroom.values())
-            self.history.add_column(
-                "gradient_headroom_bits", facts.step, tensors, [*headroom.values()]
-            )
+            columns["gradient_headroom_bits"] = headroom
+        for name, column in columns.items():
+            self.history.add_column(name, facts.step, list(column), list(column.values()))
         self.record(trainer, metrics, facts)
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():

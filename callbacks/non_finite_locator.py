@@ -14,6 +14,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate.replay import Record
 from lightning_mp.callbacks._locate.search import gather_objects, search
 from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
+from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -234,26 +235,16 @@ class NonFiniteLocator(InstabilityMonitor):
         self._skips = 0
         step.located = True
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
-        index, rank, finding = search(
-            trainer,
-            records,
-            scale=None if step.scale is None else float(step.scale),
-            optimizer_steps=step.optimizer_steps,
-            near_limit=self.near_limit,
-        )
-        is_measured, plugin = bool(finding.dtype), trainer.precision_plugin
-        is_ours = isinstance(plugin, ScaledPrecision)
-        alarm = self.alarm(
-            trainer,
-            "non_finite",
-            f"{cause}: {finding.sentence}.",
-            remedy_for(finding, type(plugin).__name__ if is_ours else "BalancedAMP"),
-            facts=replace(step.facts, batch_idx=records[index].batch_idx, rank=rank),
-            severity="error",
-            tensor=finding.name or None,
-            value=finding.amax if is_measured else None,
-            threshold=finding.limit if is_measured else None,
-        )
+        scale = None if step.scale is None else float(step.scale)
+        found = search(trainer, records, scale, step.optimizer_steps, self.near_limit)
+        index, rank, finding = found
+        is_ours = isinstance(trainer.precision_plugin, ScaledPrecision)
+        plugin = type(trainer.precision_plugin).__name__ if is_ours else "BalancedAMP"
+        words = (f"{cause}: {finding.sentence}.", remedy_for(finding, plugin))
+        amax, limit = (finding.amax, finding.limit) if finding.dtype else (None, None)
+        verdict = Verdict("non_finite", amax, limit, "error", finding.name or None, words=words)
+        facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
+        alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":
             raise InstabilityError(alarm or self.alarms[-1])
         trainer.should_stop |= self.action == "stop"

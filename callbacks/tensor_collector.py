@@ -79,10 +79,10 @@ class TensorCollector(SamplingMonitor):
         dirpath: str | None = None,
         log: bool = False,
     ) -> None:
-        super().__init__(every_n_steps=every_n_steps)
-        self._check("list", _is_list, {"names": "patterns of names"}, include=include)
-        self._check_list_of(get_args(Kind), collect=collect)
-        self._check_list_of(REDUCTIONS, reductions=reductions)
+        super().__init__(every_n_steps)
+        self._check_list((), include=include)
+        self._check_list(get_args(Kind), collect=collect)
+        self._check_list(REDUCTIONS, reductions=reductions)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -98,9 +98,13 @@ class TensorCollector(SamplingMonitor):
         self._outputs: dict[str, list[Tensor]] = {}  # rows, by module; empty without hooks
         self._rows: dict[str, Tensor] = {}
 
-    def _check_list_of(self, known: Collection[str], **values: Any) -> None:
-        names = {"names": ", ".join(known)}
-        self._check("list", lambda v: _is_list(v) and all(e in known for e in v), names, **values)
+    def _check_list(self, known: Collection[str], **values: Any) -> None:
+        def is_good(value: Collection[Any]) -> bool:
+            is_list = not isinstance(value, str) and len(value) > 0
+            return is_list and (not known or all(each in known for each in value))
+
+        names = {"names": ", ".join(known) or "patterns of names"}
+        self._check("list", is_good, names, **values)
 
     def _pattern(self, pattern: str) -> re.Pattern[str]:
         is_regex = pattern.startswith("re:")
@@ -117,9 +121,8 @@ class TensorCollector(SamplingMonitor):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # broadcast: the same on all ranks
-            self._wanted = Path(self.dirpath or Path(root) / "tensors")
-            self._earlier = str(self.folder.absolute()) if self.folder else None
-            self.folder = None
+            self._wanted = Path(self.dirpath or Path(root) / "tensors").absolute()
+            self._earlier, self.folder = str(self.folder) if self.folder else None, None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -266,14 +269,9 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        folder = None if self.folder is None else str(self.folder.absolute())
-        return {**super().state_dict(), "folder": folder}
+        return {**super().state_dict(), "folder": str(self.folder) if self.folder else None}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._earlier = state_dict["folder"]
-
-
-def _is_list(value: Any) -> bool:
-    return not isinstance(value, str) and len(value) > 0

@@ -74,9 +74,12 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
 
     with ExitStack() as stack:
         stack.enter_context(_undisturbed(trainer, record.batch))
-        stack.enter_context(_without_steps(trainer, backward, optimizer_steps))
-        if isinstance(strategy.model, DistributedDataParallel):
-            stack.enter_context(_no_sync(strategy.model))
+        if not module.automatic_optimization:
+            _hold_steps(stack, trainer, backward, optimizer_steps)
+        if isinstance(model := strategy.model, DistributedDataParallel):
+            is_due = model.require_forward_param_sync
+            stack.callback(setattr, model, "require_forward_param_sync", is_due)
+            stack.enter_context(model.no_sync())
         if "torch._dynamo" in sys.modules:  # code may be compiled, and takes no hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
@@ -111,34 +114,29 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     """Put back what a step changes beside its result."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
-    rng, buffers = RngState(trainer.strategy.root_device, module), BufferState(module)
-    parameters = _parameters(trainer)
-    gradients = [(p, p.grad, p.requires_grad) for p in parameters]
-    metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]
-    names = (module._current_fx_name, connector._current_fx)
-    toggled = module._param_requires_grad_state
-    results = loop._results
-    clamped = plugin.inf_clamp.state_dict() if isinstance(plugin, ScaledPrecision) else None
-    try:
+    with ExitStack() as stack:
+        stack.callback(RngState(trainer.strategy.root_device, module).restore)
+        stack.callback(BufferState(module).restore)
+        if isinstance(plugin, ScaledPrecision):
+            stack.callback(plugin.inf_clamp.load_state_dict, plugin.inf_clamp.state_dict())
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                stack.callback(vars(metric).update, _metric_state(metric))
+        for owner, name in (
+            (loop, "_results"),
+            (connector, "_current_fx"),
+            (module, "_current_fx_name"),
+            (module, "_param_requires_grad_state"),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+        for parameter in _parameters(trainer):
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         loop._results = _ResultCollection(training=True)
         loop._results.batch = batch
         module._current_fx_name = "training_step"
-        for p in parameters:
-            p.grad = None
         yield
-    finally:
-        loop._results = results
-        module._current_fx_name, connector._current_fx = names
-        module._param_requires_grad_state = toggled
-        for p, gradient, requires_grad in gradients:
-            p.grad = gradient
-            p.requires_grad_(requires_grad)
-        for metric, state in metrics:
-            vars(metric).update(state)
-        if clamped is not None and isinstance(plugin, ScaledPrecision):
-            plugin.inf_clamp.load_state_dict(clamped)
-        buffers.restore()
-        rng.restore()
 
 
 def _parameters(trainer: pl.Trainer) -> list[Tensor]:
@@ -156,26 +154,11 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
     return state
 
 
-@contextmanager
-def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
-    before = model.require_forward_param_sync
-    try:
-        with model.no_sync():
-            yield
-    finally:
-        model.require_forward_param_sync = before
-
-
-@contextmanager
-def _without_steps(
-    trainer: pl.Trainer, backward: Callable[..., Tensor], optimizer_steps: int
-) -> Iterator[None]:
-    """Take over what `training_step` does itself in manual optimization."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    if module.automatic_optimization:
-        yield
-        return
-    steps = 0
+def _hold_steps(
+    stack: ExitStack, trainer: pl.Trainer, backward: Callable[..., Tensor], optimizer_steps: int
+) -> None:
+    """Take over what a manual `training_step` does itself, until the stack is left."""
+    module, strategy, steps = trainer.lightning_module, trainer.strategy, 0
 
     def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         nonlocal steps
@@ -188,24 +171,17 @@ def _without_steps(
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(strategy, "backward", backward))
-        stack.enter_context(_replaced(module, "clip_gradients", nothing))
-        for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
-            stack.enter_context(_replaced(optimizer, "step", step))
-        for config in strategy.lr_scheduler_configs:
-            stack.enter_context(_replaced(config.scheduler, "step", nothing))
-        yield
+    _replace(stack, strategy, "backward", backward)
+    _replace(stack, module, "clip_gradients", nothing)
+    for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
+        _replace(stack, optimizer, "step", step)
+    for config in strategy.lr_scheduler_configs:
+        _replace(stack, config.scheduler, "step", nothing)
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Put something in the place of a method of one object, for a while."""
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Put something in the place of a method of one object, until the stack is left."""
     attributes = vars(owner)
-    before = {key: each for key, each in attributes.items() if key == name}
+    stack.callback(attributes.update, {k: each for k, each in attributes.items() if k == name})
+    stack.callback(attributes.pop, name)
     attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-        attributes.update(before)

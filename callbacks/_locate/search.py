@@ -33,7 +33,6 @@ def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
 def search(
     trainer: pl.Trainer,
     records: Sequence[Record],
-    *,
     scale: float | None,
     optimizer_steps: int,
     near_limit: float,
@@ -49,7 +48,7 @@ def search(
             if finding is None:
                 continue
             if finding.source == "backward" and scale is not None:
-                rank, finding = _at_lower_scales(look, rank, finding)
+                rank, finding = _at_lower_scales(look, rank, finding, scale)
             return index, rank, replace(finding, sentence=finding.sentence + difference)
     nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
     return 0, 0, Finding(source="nowhere", name="", sentence=nowhere + inexact)
@@ -69,7 +68,7 @@ def _difference(trace: Trace, record: Record) -> str:
 
 
 def _at_lower_scales(
-    look: Callable[[float], list[_Seen]], rank: int, finding: Finding
+    look: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
 ) -> tuple[int, Finding]:
     """Return the finding at a loss scale of 1, else that of before with a scale that fits."""
     seen = look(1.0)
@@ -78,7 +77,7 @@ def _at_lower_scales(
             return other, found
     room = min(room for _, room, _ in seen)
     fitting = 1.0
-    while fitting * 2 <= room and fitting * 2 < (finding.loss_scale or 1.0):
+    while fitting * 2 <= room and fitting * 2 < scale:
         fitting *= 2
     for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
         if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:

@@ -28,7 +28,7 @@ class Alerts:
         self._alert = alert
         self._threads: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None  # of those that one thread sends in their order
-        self._error: Exception | None = None
+        self._error = ""
         self._has_warned = False
 
     def send(self, title: str, alarm: Alarm) -> None:
@@ -44,16 +44,15 @@ class Alerts:
         try:
             call(*args)
         except Exception as error:
-            self._error = error
+            self._error = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
         """Warn, once a run, of what could not be sent."""
-        if self._error is not None and not self._has_warned:
+        if self._error and not self._has_warned:
             self._has_warned = True
             # Without the URL, which may hold a secret.
             what = "a URL" if isinstance(self._alert, str) else repr(self._alert)
-            text = f"{type(self._error).__name__}: {self._error}"
-            rank_zero_warn(usage("alert_not_sent", alert=what, error=text))
+            rank_zero_warn(usage("alert_not_sent", alert=what, error=self._error))
 
     def finish(self) -> None:
         """Wait a little for what is on its way, and give up the rest."""
@@ -65,9 +64,8 @@ class Alerts:
 
 
 def _plain(alarm: Alarm) -> dict[str, object]:
-    fields = dataclasses.asdict(alarm)
-    is_odd = {k: isinstance(v, float) and not math.isfinite(v) for k, v in fields.items()}
-    return {name: str(value) if is_odd[name] else value for name, value in fields.items()}
+    fields = dataclasses.asdict(alarm).items()
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}
 
 
 def _post(url: str, body: Any) -> None:

@@ -151,16 +151,11 @@ def _bytes_of(trainer: pl.Trainer) -> int:
 
 
 def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:
-    connector = trainer._checkpoint_connector
-    users_path = connector._ckpt_path
-    accepted = inspect.signature(connector.resume_start).parameters
+    load = trainer.strategy.load_checkpoint
     # Lightning 2.6 reads weights only, unless told; before, it could not be told.
-    options = {"weights_only": False} if "weights_only" in accepted else {}
-    try:
-        connector.resume_start(path, **options)
-    finally:
-        connector._ckpt_path = users_path
-    return connector._loaded_checkpoint
+    is_told = "weights_only" in inspect.signature(load).parameters
+    checkpoint: dict[str, Any] = load(path, weights_only=False) if is_told else load(path)
+    return checkpoint
 
 
 def _locked(folder: Path) -> IO[str] | None:

@@ -156,9 +156,28 @@ class Rewinder:
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
-        """Skip at the start of this epoch what is left to be skipped."""
-        if self.to_skip > 0 and trainer.fit_loop._data_fetcher is not None:
-            _skip_at_start(self, trainer, trainer.fit_loop._data_fetcher)
+        """Have the data fetcher skip what is left to be skipped, at the start of this epoch.
+
+        No hook could skip it, as the first batch is fetched before any. An epoch of which all
+        batches are skipped ends without validation.
+        """
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        if self.to_skip <= 0 or fetcher is None:
+            return
+        rewinder, plain, loop = self, type(fetcher), trainer.fit_loop.epoch_loop
+
+        class Skipping(plain):  # type: ignore[misc, valid-type]
+            def __next__(self) -> Any:
+                self.__class__ = plain
+                if loop.batch_progress.current.ready == 0:
+                    rng = _collect_rng_states()
+                    rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
+                    _set_rng_states(rng)
+                    if loop._num_ready_batches_reached():
+                        raise StopIteration
+                return next(self)
+
+        fetcher.__class__ = Skipping
 
     def state_dict(self) -> dict[str, Any]:
         marks = [asdict(mark) for mark in self.marks]
@@ -214,25 +233,3 @@ def _pull(trainer: pl.Trainer, fetcher: _DataFetcher, to_skip: int) -> int:
         # Lightning does this after the last batch, which it did not see.
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     return to_skip
-
-
-def _skip_at_start(rewinder: Rewinder, trainer: pl.Trainer, fetcher: Any) -> None:
-    """Have a fetcher skip batches when it is asked for the first one of an epoch.
-
-    No hook could skip them, as the first is fetched before any. An epoch of which all batches are
-    skipped ends without validation.
-    """
-    plain, loop = type(fetcher), trainer.fit_loop.epoch_loop
-
-    class Skipping(plain):  # type: ignore[misc, valid-type]
-        def __next__(self) -> Any:
-            self.__class__ = plain
-            if loop.batch_progress.current.ready == 0:
-                rng = _collect_rng_states()
-                rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
-                _set_rng_states(rng)
-                if loop._num_ready_batches_reached():
-                    raise StopIteration
-            return next(self)
-
-    fetcher.__class__ = Skipping

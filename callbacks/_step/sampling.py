@@ -30,7 +30,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
     keeps: tuple[str, ...] = ("samples",)
 
     def __init__(
-        self, *, every_n_steps: int, baseline_samples: int = 10, repeat_after_steps: int = 1000
+        self, every_n_steps: int, baseline_samples: int = 10, repeat_after_steps: int = 1000
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, every_n_steps=every_n_steps, baseline_samples=baseline_samples)

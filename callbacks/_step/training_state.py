@@ -68,9 +68,6 @@ def learning_rate_of(trainer: pl.Trainer) -> float:
     return max(map(float, rates), default=0.0)
 
 
-# --- gradients, and the signals of a step: loss and norm, alike on all ranks ---------------------
-
-
 class NamedTensors(NamedTuple):
     """Tensors of an optimizer under the names of the model's parameters."""
 
