@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._locate.replay import Record
-from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
 from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers

@@ -301,20 +301,17 @@ class SpikeGuard(InstabilityMonitor):
                 count = float(self.patience)
                 run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
                 self.say(trainer, run, facts, whose=of)
-        for name, verdict in {"loss": loss, "gradient norm": norm}.items():
-            if verdict.is_new_level:
-                value, limit = verdict.value, verdict.limit
+        for name, signal in {"loss": loss, "gradient norm": norm}.items():
+            if signal.is_new_level:
+                value, limit = signal.value, signal.limit
                 shift = Verdict("level_shift", value, limit, tensor=name, numbers=numbers)
                 self.say(trainer, shift, facts, whose=of)
-        self._judge_course(trainer, facts)
-        return event
-
-    def _judge_course(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
         for verdict in course.judge(facts.step, facts.loss, facts.gradient_norm):
-            self.say(trainer, verdict, facts, whose=spike_sentences.whose(facts))
+            self.say(trainer, verdict, facts, whose=of)
+        return event
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:

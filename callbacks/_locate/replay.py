@@ -1,14 +1,17 @@
-"""Runs a training step once more with hooks, and leaves everything as it was."""
+"""Runs a training step once more with hooks, leaves all as it was, and finds what failed first."""
 
+import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -17,13 +20,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
+from lightning_mp.callbacks._locate.sentences import SAYS
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
-__all__ = ["Record", "can_replay", "replay"]
+__all__ = ["Record", "gather_objects", "replay", "search"]
+
+_LOWERINGS = 6  # of a loss scale that is tried
+_NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
+_Seen = tuple[Finding | None, float, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +49,90 @@ class _ReachedStepError(Exception):
     """Ends a replay in manual optimization, at the optimizer step that the real run stands at."""
 
 
-def can_replay(trainer: pl.Trainer) -> bool:
-    """Return whether batches are handed to `training_step`, which does not fetch them itself."""
+def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return the values of all ranks; every rank must call it."""
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def search(
+    trainer: pl.Trainer,
+    records: Sequence[Record],
+    scale: float | None,
+    optimizer_steps: int,
+    near_limit: float,
+) -> tuple[int, int, Finding]:
+    """Replay batches until one shows where it began; return index, rank, finding, on all alike."""
+    # Batches must be handed to `training_step`, which then does not fetch them itself.
     step = trainer.lightning_module.training_step
-    return not is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
+    inexact = ""
+    for index, record in enumerate(records):
+        look = partial(_look, trainer, record, optimizer_steps, near_limit)
+        for rank, (finding, _, difference) in enumerate(look(scale)):
+            inexact = inexact or difference
+            if finding is None:
+                continue
+            if finding.source == "backward" and scale is not None:
+                rank, finding = _at_lower_scales(look, rank, finding, scale)
+            return index, rank, replace(finding, sentence=finding.sentence + difference)
+    nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
+    return 0, 0, Finding(source="nowhere", name="", sentence=nowhere + inexact)
+
+
+def _difference(trace: Trace, record: Record) -> str:
+    """Return that a replay was not exact, where its loss tells."""
+    if record.loss is None or len(trace.groups["loss"]) != 1:
+        return ""
+    (loss,) = trace.groups["loss"]
+    before = abs(record.loss)
+    is_same = loss.is_finite == math.isfinite(before)
+    if is_same and loss.is_finite:
+        is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
+    now = f"{loss.amax:.4g}" if loss.is_finite else loss.kind
+    return "" if is_same else SAYS["not_exact"].format(now=now, before=before)
+
+
+def _at_lower_scales(
+    look: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
+) -> tuple[int, Finding]:
+    """Return the finding at a loss scale of 1, else that of before with a scale that fits."""
+    seen = look(1.0)
+    for other, (found, _, _) in enumerate(seen):
+        if found is not None:
+            return other, found
+    room = min(room for _, room, _ in seen)
+    fitting = 1.0
+    while fitting * 2 <= room and fitting * 2 < scale:
+        fitting *= 2
+    for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
+        if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:
+            break
+        fitting = max(fitting / 4, 1.0)
+    else:
+        fitting = 1.0
+    sentence = finding.sentence + SAYS["fitting_scale"].format(scale=fitting)
+    return rank, replace(finding, sentence=sentence, fitting_scale=fitting)
+
+
+def _look(
+    trainer: pl.Trainer, record: Record, steps: int, near_limit: float, scale: float | None
+) -> list[_Seen]:
+    """Replay a batch; return every rank's finding, `headroom`, and words for what is not exact."""
+    try:
+        trace = replay(trainer, record, scale, steps)
+    except Exception as error:
+        # Without memory for a second backward, say: no reason to end a run that goes on without.
+        text = (str(error).splitlines() or [""])[0][:200]
+        sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
+        seen: _Seen = Finding(source="failed", name="", sentence=sentence), 0.0, ""
+    else:
+        seen = find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)
+    return gather_objects(trainer, seen)
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:

@@ -1,6 +1,5 @@
 """Hands the report to loggers, and alarms to a function or a URL; none of it ends a run."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -71,8 +70,7 @@ def _plain(alarm: Alarm) -> dict[str, object]:
 def _post(url: str, body: Any) -> None:
     data = json.dumps(body, allow_nan=False).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with contextlib.closing(urllib.request.urlopen(request, timeout=_TIMEOUT_S)):
-        pass
+    urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
 
 
 def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:

@@ -65,8 +65,6 @@ class FactsRecorder(pl.Callback):
         self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of its users
         self._names: dict[int, str] = {}
         self._measures_norm = False
-        self._due: set[Optimizer] = set()
-        self._pending: list[_Pending] = []
         self._hooks = ExitStack()
         self._inboxes: list[deque[Arrived]] = []
         self._readback = AsyncReadback()
@@ -74,10 +72,10 @@ class FactsRecorder(pl.Callback):
 
     def _reset(self) -> None:
         self._hooks.close()
-        self._due.clear()
-        self._pending.clear()
         with suppress(RuntimeError):  # of a device that has failed
             self._readback.drain()
+        self._due: set[Optimizer] = set()
+        self._pending: list[_Pending] = []
         self.now: StepFacts | None = None
         self.newest: StepFacts | None = None  # of those that have arrived
         self.newest_loss: Tensor | None = None  # unscaled, of the last backward

@@ -80,13 +80,9 @@ class NamedTensors(NamedTuple):
 class Signals(NamedTuple):
     """What a step is judged by, on the device."""
 
-    packed: Tensor  # the two values; index and norm of the largest gradient; the rank to look at
+    values: Tensor  # loss and gradient norm, fp32, of shape [2]
     judged: Tensor  # which of the values there are
-
-    @property
-    def values(self) -> Tensor:
-        """Loss and gradient norm, fp32, of shape [2]."""
-        return self.packed[:2]
+    packed: Tensor  # the values; index and norm of the largest gradient; the rank to look at
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -140,10 +136,8 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     index = norms.argmax()  # NaN is larger than all
     rank = ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax()  # see `StepFacts`
     numbers = (ranks[:, 0].mean(), total_norm, index, norms.gather(0, index[None])[0], rank)
-    return Signals(
-        packed=torch.stack([each.to(norms.dtype) for each in numbers]),
-        judged=torch.stack([has_loss, torch.ones_like(has_loss)]),
-    )
+    packed = torch.stack([each.to(norms.dtype) for each in numbers])
+    return Signals(packed[:2], torch.stack([has_loss, torch.ones_like(has_loss)]), packed)
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
