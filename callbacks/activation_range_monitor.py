@@ -189,9 +189,9 @@ class ActivationRangeMonitor(SamplingMonitor):
         largest = np.array([torch.finfo(key.dtype).max for key in keys])
         with np.errstate(divide="ignore"):
             bits = np.log2(largest) - np.log2(stats.column(StatField.AMAX))
-        self.history.add_column(f"{kind}_headroom_bits", sample.step, labels, bits.tolist())
-        zeros = list(stats.zero_share.values())
-        self.history.add_column(f"{kind}_zero_share", sample.step, labels, zeros)
+        left = dict(zip(labels, bits.tolist(), strict=True))
+        self.history.add_column(f"{kind}_headroom_bits", sample.step, left)
+        self.history.add_column(f"{kind}_zero_share", sample.step, stats.zero_share)
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
@@ -247,7 +247,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         names = [sample.context["keys"][at].name for at in chosen]
         ranks, limit = sample.array[:, chosen, StatField.AMAX], self.max_attention_logit
         largest = ranks.max(axis=0)
-        self.history.add_column("attention_logit", sample.step, names, largest.tolist())
+        column = dict(zip(names, largest.tolist(), strict=True))
+        self.history.add_column("attention_logit", sample.step, column)
         for at in np.flatnonzero(largest > limit):
             verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
             self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))

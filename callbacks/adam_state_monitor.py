@@ -77,7 +77,6 @@ class AdamStateMonitor(SamplingMonitor):
         self._check_positive(**limits)
         vars(self).update(limits)
         self._first: list[str] = []  # tensors to name first
-        self._sizes: dict[str, int] = {}
         self._unwatched: set[str] = set()  # classes of optimizers that were warned of
         self._rule = AdamStateRule(baseline_samples=baseline_samples, **limits)
         self._until = 0  # the last step to sample, whatever is due
@@ -96,7 +95,6 @@ class AdamStateMonitor(SamplingMonitor):
         ]
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
         self._until = 0
-        self._sizes = {as_written(name): p.numel() for name, p in pl_module.named_parameters()}
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any(map(_is_of_adam, groups)):
@@ -115,7 +113,10 @@ class AdamStateMonitor(SamplingMonitor):
         if not is_sharded(trainer):
             # With shards a rank may hold no part of a parameter, and all must send the same rows.
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
-        self._name_unwatched(optimizer)
+        name, states = type(optimizer).__name__, quantized_states(optimizer)
+        if states and name not in self._unwatched:
+            self._unwatched.add(name)
+            rank_zero_warn(usage("quantized", states=", ".join(states), optimizer=name))
         if not chosen:
             if groups and not optimizer.state:  # no step has been made yet
                 self._until = step_of(trainer) + 1
@@ -127,14 +128,6 @@ class AdamStateMonitor(SamplingMonitor):
         names = [found.names[i] for i in chosen]
         self.submit(trainer, sums_NK, gather=is_sharded(trainer), names=names, **used)
 
-    def _name_unwatched(self, optimizer: Optimizer) -> None:
-        """Say once of an optimizer that keeps its moments in 8 bits that they are not looked at."""
-        name = type(optimizer).__name__
-        states = quantized_states(optimizer)
-        if states and name not in self._unwatched:
-            self._unwatched.add(name)
-            rank_zero_warn(usage("quantized", states=", ".join(states), optimizer=name))
-
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         names, facts = sample.context["names"], sample.context["facts"]
@@ -144,7 +137,7 @@ class AdamStateMonitor(SamplingMonitor):
             self._until = facts.step + 1
             return
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
-        self.history.add_column("update_rms", facts.step, names, [t.rms for t in tensors])
+        self.history.add_column("update_rms", facts.step, {t.name: t.rms for t in tensors})
         metrics = {
             "update_rms": max(t.rms for t in tensors),
             "below_epsilon_share": max(t.below_epsilon for t in tensors),
@@ -161,11 +154,11 @@ class AdamStateMonitor(SamplingMonitor):
         )
         if self._rule.wants_more:
             self._until, self._rule.wants_more = facts.step + 4, False
-        bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
-        if bad.size:
-            largest = max((names[i] for i in bad), key=lambda name: self._sizes.get(name, 0))
+        is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
+        if is_bad.any():
+            largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
             lost = Verdict("optimizer_state_non_finite", severity="error", tensor=largest)
-            verdicts.append(replace(lost, numbers={"count": bad.size}))
+            verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))
         for verdict in verdicts:
             self.say(trainer, verdict, facts)
 

@@ -72,9 +72,8 @@ class GradientUnderflowMonitor(SamplingMonitor):
         if not found.gradients:
             return
         scale, loss = loss_scale_of(trainer), self.recorder.newest_loss
-        held_at = (
-            (1.0 if scale is None else scale) if _passes_through_fp16(trainer) else _WIDE_SCALE
-        )
+        held_at = 1.0 if scale is None else scale
+        held_at = held_at if _passes_through_fp16(trainer) else _WIDE_SCALE
         last = torch.full((), torch.nan) if loss is None else loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
         # A number on the host is known for this step; one on the device belongs to its row.
@@ -105,7 +104,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             metrics["gradient_headroom_bits"] = min(headroom.values())
             columns["gradient_headroom_bits"] = headroom
         for name, column in columns.items():
-            self.history.add_column(name, facts.step, list(column), list(column.values()))
+            self.history.add_column(name, facts.step, column)
         self.record(trainer, metrics, facts)
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -112,7 +113,7 @@ class InstabilityReport(InstabilityMonitor):
     def _page_path(self, trainer: pl.Trainer) -> Path:
         # `log_dir` is the same on all ranks, as it is broadcast.
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        return Path(folder).absolute() / self.filename
+        return Path(os.path.abspath(folder)) / self.filename
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -95,7 +95,10 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._check("at_least", lambda v: type(v) is int and v >= least, {"least": least}, **values)
 
     def _check_positive(self, **values: Any) -> None:
-        self._check("positive", _is_positive, **values)
+        def is_good(value: object) -> bool:
+            return isinstance(value, int | float) and value is not True and value > 0
+
+        self._check("positive", is_good, **values)
 
     def _check_one_of(self, *choices: object, **values: Any) -> None:
         known, names = [(type(each), each) for each in choices], str(choices)[1:-1]
@@ -277,10 +280,6 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         for rule in self._rules():
             rule.load_state_dict(state_dict)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and value is not True and value > 0
 
 
 def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import fnmatch
 import io
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -121,7 +122,7 @@ class TensorCollector(SamplingMonitor):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # broadcast: the same on all ranks
-            self._wanted = Path(self.dirpath or Path(root) / "tensors").absolute()
+            self._wanted = Path(os.path.abspath(self.dirpath or Path(root) / "tensors"))
             self._earlier, self.folder = str(self.folder) if self.folder else None, None
 
     @override

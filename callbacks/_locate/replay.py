@@ -153,8 +153,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # it keeps gradients
         hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
         is_off |= any(hooks)  # which step parameters in the backward
-        has_backward = loss.requires_grad and not is_off
-        if not has_backward or not bool(torch.isfinite(loss).all()):
+        if is_off or not loss.requires_grad or not bool(torch.isfinite(loss).all()):
             return loss.detach()
         if scale is not None:
             loss = loss.to(accumulation_dtype(loss.dtype)) * scale
@@ -236,11 +235,9 @@ def _parameters(trainer: pl.Trainer) -> list[Tensor]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    state: dict[str, Any] = metric._copy_state_dict()
-    for name in ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced"):
-        if name in vars(metric):
-            state[name] = vars(metric)[name]
-    return state
+    names = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
+    own = {name: vars(metric)[name] for name in names if name in vars(metric)}
+    return {**metric._copy_state_dict(), **own}
 
 
 def _hold_steps(

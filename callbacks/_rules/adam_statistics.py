@@ -30,7 +30,7 @@ class AdamField(IntEnum):
     SQUARED_WEIGHT = 5
     SQUARED_GRADIENT = 6
     SECOND_MOMENT = 7  # the sum of `v`, after the step and not corrected
-    NON_FINITE = 8  # 1 where a sum is NaN or inf; all before are then 0
+    NON_FINITE = 8  # 1 where a sum is NaN or inf; all sums before are then 0
     BAD_STATE = 9  # 1 where that cannot come from gradient or weight: the optimizer's state is bad
     STEP = 10  # how many steps the optimizer will have made; of shards the largest, not the sum
 
@@ -104,7 +104,7 @@ def _row(
     sums = torch.where(is_bad, 0, sums)
     count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
     flags = [is_bad.to(wide), is_state_bad.to(wide), step.to(sums, non_blocking=True)]
-    return torch.stack([torch.where(is_bad, 0, count), *sums, *flags])
+    return torch.stack([count, *sums, *flags])
 
 
 def _block_sums(

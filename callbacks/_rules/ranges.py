@@ -62,7 +62,6 @@ class UnderflowJudge(Learning):
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
             return None
-        severity: Severity = "error"
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
@@ -72,14 +71,13 @@ class UnderflowJudge(Learning):
         has_stopped = steady == 1 > usual["highest"]
         if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
-        limit = self.alarm_excess
-        if excess <= limit:
-            if len(newest) < 4 or sum(newest[2:]) <= sum(newest[:2]):
-                return None
-            limit, severity = self.warn_excess, "warning"
+        is_bad = excess > self.alarm_excess
+        if not is_bad and (len(newest) < 4 or sum(newest[2:]) <= sum(newest[:2])):
+            return None
+        severity: Severity = "error" if is_bad else "warning"
+        limit = self.alarm_excess if is_bad else self.warn_excess
         words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
-        limit += highest
-        return Verdict("underflow", zero_share, limit, severity, name, numbers=words)
+        return Verdict("underflow", zero_share, limit + highest, severity, name, numbers=words)
 
 
 _NEWEST, _LEAST = 16, 5  # samples that a line goes through

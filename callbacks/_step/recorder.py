@@ -270,11 +270,10 @@ def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
 def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
     """Return the recorder of a Trainer; whoever comes first makes it."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, FactsRecorder):
-            return callback
-    recorder = FactsRecorder()
-    trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
+    recorder = next((c for c in callbacks if isinstance(c, FactsRecorder)), None)
+    if recorder is None:
+        recorder = FactsRecorder()
+        trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
     return recorder
 
 

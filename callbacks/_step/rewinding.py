@@ -38,9 +38,6 @@ class Rewinder:
     _has_told: bool = field(default=False, init=False)
     to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
 
-    def __post_init__(self) -> None:
-        self.most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
-
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -73,14 +70,15 @@ class Rewinder:
             lr_factor=self._total_factor,
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
-        self.store.write(trainer, mark, self.most)
+        most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
+        self.store.write(trainer, mark, most)
         for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
             size = self.store.bytes
-            rank_zero_info(usage(key, most=self.most, size=size, total=self.most * size))
+            rank_zero_info(usage(key, most=most, size=size, total=most * size))
 
     def _far_from(self, global_step: int) -> list[Mark]:
         return [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]

@@ -51,7 +51,10 @@ class StepSkipper:
         if isinstance(plugin, ScaledPrecision):
             plugin.request_skip(flag)
         elif self._takes_found_inf(optimizer):
-            self._watch(optimizer)
+            if optimizer not in self._seen:
+                self._seen.add(optimizer)
+                self._hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
+                self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
@@ -80,12 +83,6 @@ class StepSkipper:
         # Where the first step of fused SGD is skipped, torch keeps a momentum that was never set.
         has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
         return not (has_momentum and not optimizer.state)
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
-            self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:
         """Hand over the flag after a `GradScaler`, together with what that has found."""
