@@ -72,10 +72,10 @@ def test_statistics_equal_those_in_float64() -> None:
         assert row.tolist() == pytest.approx(expected, rel=1e-4)
     assert sums.dtype == torch.float64
     bad = adam_statistics(optimizer, parameters[:1], [gradients[0] * torch.nan], 1.0)
-    assert bad[0].tolist() == [0.0] * 8 + [1.0, 0.0, 5.0]
+    assert bad[0].tolist() == [35.0] + [0.0] * 7 + [1.0, 0.0, 5.0]
     optimizer.state[parameters[0]]["exp_avg_sq"][0] = torch.inf
     bad = adam_statistics(optimizer, parameters[:1], gradients[:1], 1.0)
-    assert bad[0].tolist() == [0.0] * 8 + [1.0, 1.0, 5.0]
+    assert bad[0].tolist() == [35.0] + [0.0] * 7 + [1.0, 1.0, 5.0]
     assert list(AdamField)[-1] == 10
 
 
