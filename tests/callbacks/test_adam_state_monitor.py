@@ -235,6 +235,23 @@ def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_reached", "expected"),
+    [(lambda step: step % 60 == 7, []), (lambda step: step < 300, ["zero_run"])],
+    ids=["rare", "dead"],
+)
+def test_a_rare_expert_is_held_against_how_often_it_had_a_gradient(
+    is_reached: Any, expected: list[str]
+) -> None:
+    """As one that few batches reach: runs of 59 steps without a gradient are usual for it."""
+    change = lambda g, step: torch.full_like(g, float(is_reached(step)))  # noqa: E731
+    watcher = monitor(zero_run_steps=30)
+    sabotage = hooked("network.2.weight", change)
+    watch(Watched(None, steady, steps=600, sabotage=sabotage), [watcher])
+    assert [kind for _, kind, _ in kinds(watcher) if kind == "zero_run"] == expected
+
+
+@pytest.mark.slow
 def test_non_finite_gradients_are_left_to_other_monitors() -> None:
     watcher = monitor(baseline_samples=1)
     factor = lambda step: torch.inf if step % 2 else 1.0  # noqa: E731
