@@ -114,8 +114,9 @@ class LossScaleMonitor(InstabilityMonitor):
             self.say(trainer, lowest, facts)
         elif is_dynamic and is_skipped and scale < self.min_scale:
             numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
-            low = Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers)
-            self.say(trainer, low, facts)
+            self.say(
+                trainer, Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers), facts
+            )
         if self.skip_rate > self.max_skip_rate:
             numbers = {"skipped": sum(self._window), "of": len(self._window), "scale": scale}
             numbers["window"] = self.window_steps

@@ -285,16 +285,7 @@ class SpikeGuard(InstabilityMonitor):
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
-                scene = Scene(
-                    facts=facts,
-                    first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
-                    clip_val=trainer.gradient_clip_val,
-                    action=self.action,
-                    is_spent=self.rewinds >= self.max_rewinds,
-                    window_steps=self.window_steps,
-                    z_threshold=self.z_threshold,
-                )
-                event = spike_sentences.describe(scene, loss, norm)
+                event = spike_sentences.describe(self._scene(trainer, facts), loss, norm)
                 self._newest = self.say(trainer, event, facts)
             if self._runs[key] == self.patience and kind != "spike":
                 fix = "non_finite_run_rewind" if self.action == "rewind" else ""
@@ -312,6 +303,17 @@ class SpikeGuard(InstabilityMonitor):
         for verdict in course.judge(facts.step, facts.loss, facts.gradient_norm):
             self.say(trainer, verdict, facts, whose=of)
         return event
+
+    def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> Scene:
+        return Scene(
+            facts=facts,
+            first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
+            clip_val=trainer.gradient_clip_val,
+            action=self.action,
+            is_spent=self.rewinds >= self.max_rewinds,
+            window_steps=self.window_steps,
+            z_threshold=self.z_threshold,
+        )
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:
