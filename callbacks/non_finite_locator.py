@@ -234,9 +234,8 @@ class NonFiniteLocator(InstabilityMonitor):
         self._skips = 0
         step.located = True
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
-        scale = None if step.scale is None else float(step.scale)
-        found = search(trainer, records, scale, step.optimizer_steps, self.near_limit)
-        index, rank, finding = found
+        scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
+        index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
         is_ours = isinstance(trainer.precision_plugin, ScaledPrecision)
         plugin = type(trainer.precision_plugin).__name__ if is_ours else "BalancedAMP"
         words = (f"{cause}: {finding.sentence}.", remedy_for(finding, plugin))

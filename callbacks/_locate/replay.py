@@ -236,8 +236,7 @@ def _parameters(trainer: pl.Trainer) -> list[Tensor]:
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
     names = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
-    own = {name: vars(metric)[name] for name in names if name in vars(metric)}
-    return {**metric._copy_state_dict(), **own}
+    return metric._copy_state_dict() | {n: vars(metric)[n] for n in names if n in vars(metric)}
 
 
 def _hold_steps(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,7 +59,10 @@ def is_sharded(trainer: pl.Trainer) -> bool:
 
 def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
     """Stack the tensors of all ranks, alike in shape, in one collective: [W, *packed.shape]."""
-    gathered: Tensor = trainer.strategy.all_gather(packed)  # as it is where there is one rank
+    if trainer.world_size == 1:
+        return packed[None]
+    gathered = packed.new_empty(trainer.world_size * packed.numel())  # flat, as gloo wants it
+    dist.all_gather_into_tensor(gathered, packed.flatten())
     return gathered.view(-1, *packed.shape)
 
 
