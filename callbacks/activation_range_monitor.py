@@ -17,12 +17,7 @@ from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
-from lightning_mp.callbacks._step.outputs import (
-    OutputKey,
-    OutputSampler,
-    blocks_in,
-    eager_modules,
-)
+from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.numerics.async_readback import Readback
@@ -76,13 +71,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            baseline_samples=baseline_samples,
-            repeat_after_steps=repeat_after_steps,
-        )
-        is_fine = 0 <= min_headroom_bits < 16
-        self._check(is_fine, "headroom", min_headroom_bits=min_headroom_bits)
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
+        self._check("headroom", lambda v: 0 <= v < 16, min_headroom_bits=min_headroom_bits)
         self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
@@ -93,7 +83,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         self._rule = UnderflowJudge(baseline_samples, 0.01, 0.05)
         self._growth = GrowthRule()
         self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
-        self._sampler = OutputSampler(modules={}, backward=backward, max_calls=calls_per_step)
+        self._sampler = OutputSampler({}, backward, calls_per_step)
         self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
 
     @override
@@ -112,13 +102,12 @@ class ActivationRangeMonitor(SamplingMonitor):
         else:
             norms = callers = {}
             chosen = select_modules(pl_module, self.modules)
-            chosen = {name: module for name, module in chosen.items() if name in eager}
+        modules, norms, callers = (
+            {as_written(name): module for name, module in each.items() if name in eager}
+            for each in (chosen, norms, callers)
+        )
         self._sampler = OutputSampler(
-            modules={as_written(name): module for name, module in chosen.items()},
-            backward=self.backward,
-            max_calls=self.calls_per_step,
-            norms={as_written(n): m for n, m in norms.items() if n in eager},
-            callers={as_written(n): m for n, m in callers.items()},
+            modules, self.backward, self.calls_per_step, norms=norms, callers=callers
         )
         self._clamped.clear()
 
@@ -128,24 +117,22 @@ class ActivationRangeMonitor(SamplingMonitor):
             self._sampler.start()
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         sampled = self._sampler.stop() if self._sampler.is_running else None
         if sampled is not None:
             keys, table = sampled
-            state = self._state(trainer, pl_module)
+            state = self._state(trainer)
             if state:
                 rows = pack_stats([each.detach().to(table.device) for each in state.values()])
                 keys, table = [*keys, *state], torch.cat([table, rows])
             self.submit(trainer, table, gather=True, keys=keys)
-        super().on_train_batch_end(trainer, pl_module, *args)
+        super().on_train_batch_end(trainer, *_)
 
-    def _state(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[OutputKey, Tensor]:
+    def _state(self, trainer: pl.Trainer) -> dict[OutputKey, Tensor]:
         """Return the buffers, the loss, and how many values were clamped."""
         state = {
             OutputKey(as_written(name), "buffer", buffer.dtype.to_real()): buffer
-            for name, buffer in pl_module.named_buffers()
+            for name, buffer in trainer.lightning_module.named_buffers()
             if buffer.dtype in VALUE_DTYPES and buffer.numel()
         }
         if self.recorder.newest_loss is not None:
@@ -202,9 +189,9 @@ class ActivationRangeMonitor(SamplingMonitor):
         largest = np.array([torch.finfo(key.dtype).max for key in keys])
         with np.errstate(divide="ignore"):
             bits = np.log2(largest) - np.log2(stats.column(StatField.AMAX))
-        self.history.add_column(f"{kind}_headroom_bits", sample.step, labels, bits.tolist())
-        zeros = list(stats.zero_share.values())
-        self.history.add_column(f"{kind}_zero_share", sample.step, labels, zeros)
+        left = dict(zip(labels, bits.tolist(), strict=True))
+        self.history.add_column(f"{kind}_headroom_bits", sample.step, left)
+        self.history.add_column(f"{kind}_zero_share", sample.step, stats.zero_share)
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
@@ -258,11 +245,11 @@ class ActivationRangeMonitor(SamplingMonitor):
         if not chosen:
             return {}
         names = [sample.context["keys"][at].name for at in chosen]
-        ranks = sample.array[:, chosen, StatField.AMAX]
+        ranks, limit = sample.array[:, chosen, StatField.AMAX], self.max_attention_logit
         largest = ranks.max(axis=0)
-        self.history.add_column("attention_logit", sample.step, names, largest.tolist())
-        for at in np.flatnonzero(largest > self.max_attention_logit):
-            limit = self.max_attention_logit
+        column = dict(zip(names, largest.tolist(), strict=True))
+        self.history.add_column("attention_logit", sample.step, column)
+        for at in np.flatnonzero(largest > limit):
             verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
             self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))
         return {"attention_logit": float(largest.max())}

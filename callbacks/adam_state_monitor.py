@@ -20,9 +20,8 @@ from lightning_mp.callbacks._rules.adam_statistics import (
 )
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.precision._choice.module_selection import as_written
 
@@ -67,11 +66,7 @@ class AdamStateMonitor(SamplingMonitor):
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            baseline_samples=baseline_samples,
-            repeat_after_steps=repeat_after_steps,
-        )
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
         limits: dict[str, Any] = {
             "max_update_rms": max_update_rms,
             "max_below_epsilon": max_below_epsilon,
@@ -82,7 +77,6 @@ class AdamStateMonitor(SamplingMonitor):
         self._check_positive(**limits)
         vars(self).update(limits)
         self._first: list[str] = []  # tensors to name first
-        self._sizes: dict[str, int] = {}
         self._unwatched: set[str] = set()  # classes of optimizers that were warned of
         self._rule = AdamStateRule(baseline_samples=baseline_samples, **limits)
         self._until = 0  # the last step to sample, whatever is due
@@ -101,16 +95,13 @@ class AdamStateMonitor(SamplingMonitor):
         ]
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
         self._until = 0
-        self._sizes = {as_written(name): p.numel() for name, p in pl_module.named_parameters()}
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any(map(_is_of_adam, groups)):
             rank_zero_warn(usage("no_adam"))
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if is_sharded(trainer):  # ranks must agree on the steps to sample
             self._judge_all(trainer, self._readback.drain())
         if not self.is_due(trainer):
@@ -122,34 +113,20 @@ class AdamStateMonitor(SamplingMonitor):
         if not is_sharded(trainer):
             # With shards a rank may hold no part of a parameter, and all must send the same rows.
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
-        self._name_unwatched(optimizer)
+        name, states = type(optimizer).__name__, quantized_states(optimizer)
+        if states and name not in self._unwatched:
+            self._unwatched.add(name)
+            rank_zero_warn(usage("quantized", states=", ".join(states), optimizer=name))
         if not chosen:
             if groups and not optimizer.state:  # no step has been made yet
                 self._until = step_of(trainer) + 1
             return
-        sums_NK = adam_statistics(
-            optimizer,
-            [found.parameters[i] for i in chosen],
-            [found.gradients[i] for i in chosen],
-            found.unscale,
-        )
-        group = groups[0]
-        self.submit(
-            trainer,
-            sums_NK,
-            gather=is_sharded(trainer),
-            names=[found.names[i] for i in chosen],
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-        )
-
-    def _name_unwatched(self, optimizer: Optimizer) -> None:
-        """Say once of an optimizer that keeps its moments in 8 bits that they are not looked at."""
-        name = type(optimizer).__name__
-        states = quantized_states(optimizer)
-        if states and name not in self._unwatched:
-            self._unwatched.add(name)
-            rank_zero_warn(usage("quantized", states=", ".join(states), optimizer=name))
+        gradients = [found.gradients[i] for i in chosen]
+        parameters = [found.parameters[i] for i in chosen]
+        sums_NK = adam_statistics(optimizer, parameters, gradients, found.unscale)
+        used = {"beta2": float(groups[0]["betas"][1]), "eps": float(groups[0]["eps"])}
+        names = [found.names[i] for i in chosen]
+        self.submit(trainer, sums_NK, gather=is_sharded(trainer), names=names, **used)
 
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
@@ -160,7 +137,7 @@ class AdamStateMonitor(SamplingMonitor):
             self._until = facts.step + 1
             return
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
-        self.history.add_column("update_rms", facts.step, names, [t.rms for t in tensors])
+        self.history.add_column("update_rms", facts.step, {t.name: t.rms for t in tensors})
         metrics = {
             "update_rms": max(t.rms for t in tensors),
             "below_epsilon_share": max(t.below_epsilon for t in tensors),
@@ -177,11 +154,11 @@ class AdamStateMonitor(SamplingMonitor):
         )
         if self._rule.wants_more:
             self._until, self._rule.wants_more = facts.step + 4, False
-        bad = np.flatnonzero(sums_NK[:, AdamField.BAD_STATE])
-        if bad.size:
-            largest = max((names[i] for i in bad), key=lambda name: self._sizes.get(name, 0))
+        is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
+        if is_bad.any():
+            largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
             lost = Verdict("optimizer_state_non_finite", severity="error", tensor=largest)
-            verdicts.append(replace(lost, numbers={"count": bad.size}))
+            verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))
         for verdict in verdicts:
             self.say(trainer, verdict, facts)
 

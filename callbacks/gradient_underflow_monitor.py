@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -56,11 +57,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            baseline_samples=baseline_samples,
-            repeat_after_steps=repeat_after_steps,
-        )
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
         if not 0 < warn_share <= alarm_share < 1:
             raise ValueError(usage("shares", warn_share=warn_share, alarm_share=alarm_share))
         self.warn_share = warn_share
@@ -68,18 +65,15 @@ class GradientUnderflowMonitor(SamplingMonitor):
         self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if not self.is_due(trainer):
             return
         found = self.recorder.gradients(trainer, optimizer)
         if not found.gradients:
             return
         scale, loss = loss_scale_of(trainer), self.recorder.newest_loss
-        held_at = (
-            (1.0 if scale is None else scale) if _passes_through_fp16(trainer) else _WIDE_SCALE
-        )
+        held_at = 1.0 if scale is None else scale
+        held_at = held_at if _passes_through_fp16(trainer) else _WIDE_SCALE
         last = torch.full((), torch.nan) if loss is None else loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
         # A number on the host is known for this step; one on the device belongs to its row.
@@ -99,10 +93,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
-        tensors = list(stats.zero_share)
-        self.history.add_column(
-            "gradient_zero_share", facts.step, tensors, [*stats.zero_share.values()]
-        )
+        columns = {"gradient_zero_share": stats.zero_share}
         metrics = {
             "gradient_zero_share": zeros,
             "gradient_subnormal_share": subnormals,
@@ -111,9 +102,9 @@ class GradientUnderflowMonitor(SamplingMonitor):
         if _passes_through_fp16(trainer):
             headroom = stats.headroom_bits(sample.context["scale"] or 1.0)
             metrics["gradient_headroom_bits"] = min(headroom.values())
-            self.history.add_column(
-                "gradient_headroom_bits", facts.step, tensors, [*headroom.values()]
-            )
+            columns["gradient_headroom_bits"] = headroom
+        for name, column in columns.items():
+            self.history.add_column(name, facts.step, column)
         self.record(trainer, metrics, facts)
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():

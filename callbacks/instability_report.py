@@ -75,10 +75,9 @@ class InstabilityReport(InstabilityMonitor):
         if not is_name or Path(filename).suffix not in (".html", ".htm"):
             raise ValueError(usage("filename", filename=filename))
         self._check_positive(every_n_seconds=every_n_seconds)
-        is_fine = type(max_tensors) is int and 1 <= max_tensors <= 500
-        self._check(is_fine, "to_500", max_tensors=max_tensors)
-        is_url = isinstance(alert, str) and alert.startswith(("http://", "https://"))
-        self._check(alert is None or callable(alert) or is_url, "alert", alert=alert)
+        self._check("to_500", lambda v: type(v) is int and 1 <= v <= 500, max_tensors=max_tensors)
+        is_url = str(alert).startswith(("http://", "https://"))
+        self._check("alert", lambda v: v is None or callable(v) or is_url, alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds
@@ -101,23 +100,20 @@ class InstabilityReport(InstabilityMonitor):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._earlier, self.path = self._absolute_path(), None
+        self._earlier, self.path = str(self.path) if self.path else None, None
         self._wanted = self._page_path(trainer)
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
         self.needs_gradient_norm = not samplers
-        before = [c for c in callbacks if c is not self and not isinstance(c, Checkpoint)]
-        last = [c for c in callbacks if isinstance(c, Checkpoint)]
-        trainer.callbacks = [*before, self, *last]  # type: ignore[attr-defined]
+        # Behind monitors, before checkpoints; in a new list, as Lightning goes through this one.
+        ordered = sorted(callbacks, key=lambda c: (isinstance(c, Checkpoint), c is self))
+        trainer.callbacks = ordered  # type: ignore[attr-defined]
 
     def _page_path(self, trainer: pl.Trainer) -> Path:
         # `log_dir` is the same on all ranks, as it is broadcast.
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        return Path(folder) / self.filename
-
-    def _absolute_path(self) -> str | None:
-        return None if self.path is None else os.path.abspath(self.path)
+        return Path(os.path.abspath(folder)) / self.filename
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -255,7 +251,7 @@ class InstabilityReport(InstabilityMonitor):
     def state_dict(self) -> dict[str, Any]:
         self.recorder.drain()
         self._record_steps()
-        return {**super().state_dict(), "path": self._absolute_path()}
+        return {**super().state_dict(), "path": str(self.path) if self.path else None}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,15 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.loss_scale import LossScaleRule
+from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["LossScaleMonitor"]
+
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 @explains_arguments()
@@ -38,6 +41,8 @@ class LossScaleMonitor(InstabilityMonitor):
         ValueError: An argument is out of range.
     """
 
+    keeps = ("steps", "skipped_steps", "skipped_in_a_row", "scale", "_window")
+
     def __init__(
         self,
         *,
@@ -49,25 +54,25 @@ class LossScaleMonitor(InstabilityMonitor):
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
-        self._check(max_skip_rate < 1, "below_1", max_skip_rate=max_skip_rate)
+        self._check("below_1", lambda v: v < 1, max_skip_rate=max_skip_rate)
         self._check_at_least(1, window_steps=window_steps)
         self._check_at_least(0, calibration_steps=calibration_steps)
-        limits: dict[str, Any] = {
-            "max_skip_rate": max_skip_rate,
-            "window_steps": window_steps,
-            "calibration_steps": calibration_steps,
-            "min_scale": min_scale,
-        }
-        vars(self).update(limits)
-        self._rule = LossScaleRule(**limits)
+        self.max_skip_rate = max_skip_rate
+        self.window_steps = window_steps
+        self.calibration_steps = calibration_steps
+        self.min_scale = min_scale
         self.inbox = deque()
+        self.steps = 0  # judged so far
+        self.skipped_steps = 0  # of them
+        self.skipped_in_a_row = 0  # the newest ones
+        self.scale: float | None = None  # after the last of them
+        self._window: deque[bool] = deque(maxlen=window_steps)  # whether each was skipped
         self._judged = -1  # the last step, which several optimizers may share
 
-    steps = property(lambda self: self._rule.steps, doc="Steps judged so far.")
-    skipped_steps = property(lambda self: self._rule.skipped_steps, doc="Skipped ones of them.")
-    skipped_in_a_row = property(lambda self: self._rule.skipped_in_a_row, doc="The newest ones.")
-    scale = property(lambda self: self._rule.scale, doc="The loss scale after the last of them.")
-    skip_rate = property(lambda self: self._rule.skip_rate, doc="Of the last `window_steps`.")
+    @property
+    def skip_rate(self) -> float:
+        """Skipped steps as a share of the last `window_steps` steps."""
+        return sum(self._window) / self.window_steps
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -84,8 +89,14 @@ class LossScaleMonitor(InstabilityMonitor):
     on_train_end = on_exception = on_train_batch_end  # type: ignore[assignment]
 
     def _judge(self, trainer: pl.Trainer, facts: StepFacts, scale: float) -> None:
-        verdicts = self._rule.judge(facts.loss_scale, scale, bool(facts.skipped), *_limits(trainer))
-        self.history.add_point("skipped", facts.step, float(bool(facts.skipped)))
+        is_skipped = bool(facts.skipped)
+        self.scale = scale
+        self.steps += 1
+        self.skipped_steps += is_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if self.steps > self.calibration_steps:
+            self._window.append(is_skipped)
+        self.history.add_point("skipped", facts.step, float(is_skipped))
         metrics = {
             "loss_scale": scale,
             "skipped_steps": float(self.skipped_steps),
@@ -94,8 +105,23 @@ class LossScaleMonitor(InstabilityMonitor):
         }
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.record(trainer, metrics, replace(facts, optimizer=0), every_n_steps=every)
-        for verdict in verdicts:
-            self.say(trainer, verdict, facts)
+        in_a_row = {"in_a_row": self.skipped_in_a_row}
+        before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
+        # A skip at the lowest scale is one that no lower one can cure.
+        if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
+            fix = "" if is_dynamic else "loss_scale_floor_static"
+            lowest = Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
+            self.say(trainer, lowest, facts)
+        elif is_dynamic and is_skipped and scale < self.min_scale:
+            numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
+            self.say(
+                trainer, Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers), facts
+            )
+        if self.skip_rate > self.max_skip_rate:
+            numbers = {"skipped": sum(self._window), "of": len(self._window), "scale": scale}
+            numbers["window"] = self.window_steps
+            often = Verdict("skip_rate", self.skip_rate, self.max_skip_rate, numbers=numbers)
+            self.say(trainer, often, facts)
 
 
 def _limits(trainer: pl.Trainer) -> tuple[float, bool]:

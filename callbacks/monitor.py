@@ -19,7 +19,7 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.history import Alarm, History
 from lightning_mp.callbacks._rules.sentences import words_for
-from lightning_mp.callbacks._rules.usage import accepted, usage
+from lightning_mp.callbacks._rules.usage import ACCEPTED, usage
 from lightning_mp.callbacks._rules.verdict import Learning, Severity, Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
@@ -81,28 +81,28 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
-    def _check(self, is_good: bool, key: str, words: Any = None, /, **value: object) -> None:
-        """Refuse an argument with what `accepted` says under a key."""
-        ((name, passed),) = value.items()
-        if not is_good:
-            fields = {"callback": type(self).__name__, "name": name, "value": passed}
-            raise ValueError(usage("argument", **fields, accepted=accepted(key, **words or {})))
-
-    def _check_at_least(self, least: int, **values: object) -> None:
+    def _check(
+        self, key: str, is_good: Callable[[Any], bool], words: Any = (), /, **values: Any
+    ) -> None:
+        """Refuse arguments that are not good, with what `ACCEPTED` says under a key."""
         for name, value in values.items():
-            is_good = type(value) is int and value >= least
-            self._check(is_good, "at_least", {"least": least}, **{name: value})
+            if not is_good(value):
+                fields = {"callback": type(self).__name__, "name": name, "value": value}
+                accepted = ACCEPTED[key].format(**dict(words))
+                raise ValueError(usage("argument", accepted=accepted, **fields))
 
-    def _check_positive(self, **values: object) -> None:
-        for name, value in values.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_good = is_number and value > 0  # type: ignore[operator]
-            self._check(is_good, "positive", **{name: value})
+    def _check_at_least(self, least: int, **values: Any) -> None:
+        self._check("at_least", lambda v: type(v) is int and v >= least, {"least": least}, **values)
 
-    def _check_one_of(self, *choices: object, **values: object) -> None:
-        for name, value in values.items():
-            is_good = any(type(value) is type(each) and value == each for each in choices)
-            self._check(is_good, "one_of", {"names": str(choices)[1:-1]}, **{name: value})
+    def _check_positive(self, **values: Any) -> None:
+        def is_good(value: object) -> bool:
+            return isinstance(value, int | float) and value is not True and value > 0
+
+        self._check("positive", is_good, **values)
+
+    def _check_one_of(self, *choices: object, **values: Any) -> None:
+        known, names = [(type(each), each) for each in choices], str(choices)[1:-1]
+        self._check("one_of", lambda v: (type(v), v) in known, {"names": names}, **values)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -246,9 +246,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         return [c for c in trainer.callbacks if type(c) is type(self)]  # type: ignore[attr-defined]
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         # Lightning finds a state of its own key. Where an argument has changed since, it is the one
         # state of its class that none claims, if it is the one monitor of its class without.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)

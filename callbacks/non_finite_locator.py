@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._locate.replay import Record
-from lightning_mp.callbacks._locate.search import gather_objects, search
+from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
 from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
+from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
@@ -85,7 +85,7 @@ class NonFiniteLocator(InstabilityMonitor):
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, repeated=repeated, max_replays=max_replays)
         self._check_positive(near_limit=near_limit)
-        self._check(near_limit < 1, "below_1", near_limit=near_limit)
+        self._check("below_1", lambda v: v < 1, near_limit=near_limit)
         self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
         self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
@@ -99,7 +99,6 @@ class NonFiniteLocator(InstabilityMonitor):
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
         self._losses, self._norms = AsyncReadback(), AsyncReadback()
-        self._is_replaying = False
         self._skipper = StepSkipper()
         self._generators: list[Any] = []
 
@@ -113,13 +112,11 @@ class NonFiniteLocator(InstabilityMonitor):
             self._skipper.attach(trainer)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
         if self.replays >= self.max_replays:
             self._forget()
             return
-        facts, is_manual = facts_of(trainer, batch_idx), not pl_module.automatic_optimization
+        facts, is_manual = facts_of(trainer, batch_idx), _is_manual(trainer)
         if self._step is None or self._step.facts.step != facts.step or is_manual:
             scale = loss_scale_of(trainer)
             scale = scale.clone() if isinstance(scale, Tensor) else scale
@@ -128,11 +125,9 @@ class NonFiniteLocator(InstabilityMonitor):
         self._step.records.append(Record(copy_containers(batch), batch_idx, rng))
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, *_: Any) -> None:
         step, seen = self._step, self.recorder.newest_loss
-        if step is None or seen is None or self._is_replaying:
+        if step is None or seen is None:
             return
         step.backwards += 1
         is_bad = torch.isfinite(seen).logical_not().float()
@@ -141,11 +136,9 @@ class NonFiniteLocator(InstabilityMonitor):
         self._losses.submit(len(step.records) - 1, torch.stack([is_bad, seen]))
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         step = self._step
-        if step is None or self._is_replaying:
+        if step is None:
             return
         self._judge_late(trainer)
         step.optimizer_steps += 1
@@ -154,7 +147,7 @@ class NonFiniteLocator(InstabilityMonitor):
         elif self._has_bad_gradient(trainer, step, optimizer):
             self._locate(trainer, step, [], SAYS["bad_gradients"])
         if trainer.should_stop and step.located:
-            self._skipper.skip(pl_module, optimizer)
+            self._skipper.skip(trainer, optimizer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -162,8 +155,7 @@ class NonFiniteLocator(InstabilityMonitor):
         if step is None:
             return
         if step.optimizer_steps == 0:
-            is_manual = not trainer.lightning_module.automatic_optimization
-            if is_manual and self._has_bad_loss(trainer, step):
+            if _is_manual(trainer) and self._has_bad_loss(trainer, step):
                 self._locate(trainer, step, step.bad, SAYS["bad_loss"])
             return  # batches are being accumulated
         self._step = None
@@ -240,31 +232,21 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         self.replays += 1
         self._skips = 0
-        step.located = self._is_replaying = True
+        step.located = True
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
-        try:
-            index, rank, finding = search(
-                trainer,
-                records,
-                scale=None if step.scale is None else float(step.scale),
-                optimizer_steps=step.optimizer_steps,
-                near_limit=self.near_limit,
-            )
-        finally:
-            self._is_replaying = False
-        is_measured, plugin = bool(finding.dtype), trainer.precision_plugin
-        is_ours = isinstance(plugin, ScaledPrecision)
-        alarm = self.alarm(
-            trainer,
-            "non_finite",
-            f"{cause}: {finding.sentence}.",
-            remedy_for(finding, type(plugin).__name__ if is_ours else "BalancedAMP"),
-            facts=replace(step.facts, batch_idx=records[index].batch_idx, rank=rank),
-            severity="error",
-            tensor=finding.name or None,
-            value=finding.amax if is_measured else None,
-            threshold=finding.limit if is_measured else None,
-        )
+        scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
+        index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
+        is_ours = isinstance(trainer.precision_plugin, ScaledPrecision)
+        plugin = type(trainer.precision_plugin).__name__ if is_ours else "BalancedAMP"
+        words = (f"{cause}: {finding.sentence}.", remedy_for(finding, plugin))
+        amax, limit = (finding.amax, finding.limit) if finding.dtype else (None, None)
+        verdict = Verdict("non_finite", amax, limit, "error", finding.name or None, words=words)
+        facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
+        alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":
             raise InstabilityError(alarm or self.alarms[-1])
         trainer.should_stop |= self.action == "stop"
+
+
+def _is_manual(trainer: pl.Trainer) -> bool:
+    return not trainer.lightning_module.automatic_optimization

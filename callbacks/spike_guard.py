@@ -103,8 +103,8 @@ class SpikeGuard(InstabilityMonitor):
             rewind_memory_gb=rewind_memory_gb,
             rewind_lr_factor=rewind_lr_factor,
         )
-        self._check(z_threshold < math.inf, "finite", z_threshold=z_threshold)
-        self._check(rewind_lr_factor <= 1, "at_most_1", rewind_lr_factor=rewind_lr_factor)
+        self._check("finite", math.isfinite, z_threshold=z_threshold)
+        self._check("at_most_1", lambda v: v <= 1, rewind_lr_factor=rewind_lr_factor)
         self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
         self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
         self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
@@ -167,9 +167,7 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         signals, now = self.recorder.signals, self.recorder.now
         if signals is None or now is None:
             return  # `training_step` returned None
@@ -179,22 +177,20 @@ class SpikeGuard(InstabilityMonitor):
         self.recorder.send_along(self, torch.cat([part.float() for part in verdict]))
         is_bad = verdict.is_spike | ~verdict.is_finite
         if self.action == "skip":
-            self._skipper.skip(pl_module, optimizer, is_bad.any().float())
+            self._skipper.skip(trainer, optimizer, is_bad.any().float())
         elif self.action in ("stop", "raise"):
             if loss_scale_of(trainer) is not None:  # an overflow is left to the scaler
                 is_bad[1] &= verdict.is_finite[1]
             self._is_ending |= bool(is_bad.any())  # the host waits
             if self._is_ending:
-                self._end(trainer, pl_module, optimizer)
+                self._end(trainer, optimizer)
 
-    def _end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def _end(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Raise, or keep an optimizer from its step, the last one of training."""
         self._runs.clear()  # a resumed run is to end again, and to say so
         self._raised.clear()
         if self.action == "stop":
-            self._skipper.skip(pl_module, optimizer)
+            self._skipper.skip(trainer, optimizer)
             return
         self.recorder.give_up(trainer)
         self._report_all(trainer)
@@ -296,12 +292,16 @@ class SpikeGuard(InstabilityMonitor):
                 count = float(self.patience)
                 run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
                 self.say(trainer, run, facts, whose=of)
-        for name, verdict in {"loss": loss, "gradient norm": norm}.items():
-            if verdict.is_new_level:
-                value, limit = verdict.value, verdict.limit
+        for name, signal in {"loss": loss, "gradient norm": norm}.items():
+            if signal.is_new_level:
+                value, limit = signal.value, signal.limit
                 shift = Verdict("level_shift", value, limit, tensor=name, numbers=numbers)
                 self.say(trainer, shift, facts, whose=of)
-        self._judge_course(trainer, facts)
+        course = self._courses[facts.optimizer]
+        used = self._courses[: len(trainer.optimizers)]
+        course.rivals = [other for other in used if other is not course]
+        for verdict in course.judge(facts.step, facts.loss, facts.gradient_norm):
+            self.say(trainer, verdict, facts, whose=of)
         return event
 
     def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> Scene:
@@ -314,13 +314,6 @@ class SpikeGuard(InstabilityMonitor):
             window_steps=self.window_steps,
             z_threshold=self.z_threshold,
         )
-
-    def _judge_course(self, trainer: pl.Trainer, facts: StepFacts) -> None:
-        course = self._courses[facts.optimizer]
-        used = self._courses[: len(trainer.optimizers)]
-        course.rivals = [other for other in used if other is not course]
-        for verdict in course.judge(facts.step, facts.loss, facts.gradient_norm):
-            self.say(trainer, verdict, facts, whose=spike_sentences.whose(facts))
 
     def _rewind(self, trainer: pl.Trainer, facts: StepFacts) -> None:
         if self.rewinds >= self.max_rewinds:

@@ -2,9 +2,9 @@
 
 import fnmatch
 import io
+import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,9 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
 from lightning_mp.callbacks._rules.usage import usage
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.gradients import parameter_names
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, step_of
+from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.numerics.moments import (
@@ -81,17 +80,10 @@ class TensorCollector(SamplingMonitor):
         dirpath: str | None = None,
         log: bool = False,
     ) -> None:
-        super().__init__(every_n_steps=every_n_steps)
-        names = ["patterns of names"]
-        for wanted, known, value in (
-            (names, None, {"include": include}),
-            (get_args(Kind), get_args(Kind), {"collect": collect}),
-            (REDUCTIONS, REDUCTIONS, {"reductions": reductions}),
-        ):
-            (passed,) = value.values()
-            is_list = not isinstance(passed, str) and len(passed) > 0
-            is_fine = is_list and all(known is None or each in known for each in passed)
-            self._check(is_fine, "list", {"names": ", ".join(wanted)}, **value)
+        super().__init__(every_n_steps)
+        self._check_list((), include=include)
+        self._check_list(get_args(Kind), collect=collect)
+        self._check_list(REDUCTIONS, reductions=reductions)
         self._patterns = {each: self._pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
@@ -104,9 +96,16 @@ class TensorCollector(SamplingMonitor):
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._hooks = ExitStack()
-        self._is_hooked = False
-        self._outputs: dict[str, list[Tensor]] = defaultdict(list)
+        self._outputs: dict[str, list[Tensor]] = {}  # rows, by module; empty without hooks
         self._rows: dict[str, Tensor] = {}
+
+    def _check_list(self, known: Collection[str], **values: Any) -> None:
+        def is_good(value: Collection[Any]) -> bool:
+            is_list = not isinstance(value, str) and len(value) > 0
+            return is_list and (not known or all(each in known for each in value))
+
+        names = {"names": ", ".join(known) or "patterns of names"}
+        self._check("list", is_good, names, **values)
 
     def _pattern(self, pattern: str) -> re.Pattern[str]:
         is_regex = pattern.startswith("re:")
@@ -123,9 +122,8 @@ class TensorCollector(SamplingMonitor):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # broadcast: the same on all ranks
-            self._wanted = Path(self.dirpath or Path(root) / "tensors")
-            self._earlier = str(self.folder.absolute()) if self.folder else None
-            self.folder = None
+            self._wanted = Path(os.path.abspath(self.dirpath or Path(root) / "tensors"))
+            self._earlier, self.folder = str(self.folder) if self.folder else None, None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -162,9 +160,9 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "outputs" in self.collect and self.is_due(trainer) and not self._is_hooked:
-            self._is_hooked = True
+        if "outputs" in self.collect and self.is_due(trainer) and not self._outputs:
             for name, module in self._modules.items():
+                self._outputs[name] = []
                 hook = module.register_forward_hook(partial(self._look, name))
                 self._hooks.enter_context(hook)
 
@@ -174,13 +172,10 @@ class TensorCollector(SamplingMonitor):
 
     def _unhook(self) -> None:
         self._hooks.close()
-        self._is_hooked = False
         self._outputs.clear()
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if not self.is_due(trainer):
             return
         if "gradients" in self.collect:
@@ -189,7 +184,7 @@ class TensorCollector(SamplingMonitor):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
         if "weights" in self.collect and not any(key.startswith("weights/") for key in self._rows):
-            for parameter in pl_module.parameters():
+            for parameter in trainer.lightning_module.parameters():
                 if name := self._names.get(id(parameter)):
                     self._rows[f"weights/{name}"] = self._row(parameter)
         if "optimizer_state" in self.collect:
@@ -219,10 +214,10 @@ class TensorCollector(SamplingMonitor):
     def _submit_rows(self, trainer: pl.Trainer) -> None:
         root = trainer.strategy.root_device
         home = torch.device("cpu") if root.type == "mps" else root  # it has no float64
-        for name in self._modules if self._is_hooked else ():
+        for name, seen in self._outputs.items():
             # Every module has a row, called or not, as all ranks must send the same.
-            parts = self._outputs.get(name) or [self._row(torch.empty(0))]
-            parts = [part.to(home, non_blocking=True) for part in parts]
+            parts = [part.to(home, non_blocking=True) for part in seen]
+            parts = parts or [self._row(torch.empty(0, device=home))]
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
         self._unhook()
         rows, self._rows = self._rows, {}
@@ -275,8 +270,7 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        folder = None if self.folder is None else str(self.folder.absolute())
-        return {**super().state_dict(), "folder": folder}
+        return {**super().state_dict(), "folder": str(self.folder) if self.folder else None}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

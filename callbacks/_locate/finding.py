@@ -29,8 +29,7 @@ class Finding:
     limit: float = 0.0  # the largest number of the dtype
     suspects: tuple[str, ...] = ()  # modules near the limit before it, the nearest first
     is_root: bool = False  # whether no submodule made it, but code of the LightningModule
-    loss_scale: float | None = None  # what the backward ran at
-    fitting_scale: float | None = None  # at which the replayed backward was finite
+    fitting_scale: float | None = None  # loss scale at which the replayed backward was finite
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
@@ -175,7 +174,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     finding = _found("backward", name or root, sentence, came, bad, suspects, is_root=not name)
     # Autocast hands the gradients of fp32 weights on in fp32, after they have overflowed in fp16.
     narrow = min((*came, bad), key=lambda s: s.limit)
-    return replace(finding, loss_scale=scale, dtype=narrow.dtype_name, limit=narrow.limit)
+    return replace(finding, dtype=narrow.dtype_name, limit=narrow.limit)
 
 
 def _makes_gradient(trace: Trace, call: Call) -> bool:

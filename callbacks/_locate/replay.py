@@ -1,14 +1,17 @@
-"""Runs a training step once more with hooks, and leaves everything as it was."""
+"""Runs a training step once more with hooks, leaves all as it was, and finds what failed first."""
 
+import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -17,15 +20,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
+from lightning_mp.callbacks._locate.sentences import SAYS
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
-__all__ = ["Record", "can_replay", "replay"]
+__all__ = ["Record", "gather_objects", "replay", "search"]
 
-_MISSING = object()
+_LOWERINGS = 6  # of a loss scale that is tried
+_NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
+_Seen = tuple[Finding | None, float, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +49,90 @@ class _ReachedStepError(Exception):
     """Ends a replay in manual optimization, at the optimizer step that the real run stands at."""
 
 
-def can_replay(trainer: pl.Trainer) -> bool:
-    """Return whether batches are handed to `training_step`, which does not fetch them itself."""
+def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return the values of all ranks; every rank must call it."""
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def search(
+    trainer: pl.Trainer,
+    records: Sequence[Record],
+    scale: float | None,
+    optimizer_steps: int,
+    near_limit: float,
+) -> tuple[int, int, Finding]:
+    """Replay batches until one shows where it began; return index, rank, finding, on all alike."""
+    # Batches must be handed to `training_step`, which then does not fetch them itself.
     step = trainer.lightning_module.training_step
-    return not is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
+    inexact = ""
+    for index, record in enumerate(records):
+        look = partial(_look, trainer, record, optimizer_steps, near_limit)
+        for rank, (finding, _, difference) in enumerate(look(scale)):
+            inexact = inexact or difference
+            if finding is None:
+                continue
+            if finding.source == "backward" and scale is not None:
+                rank, finding = _at_lower_scales(look, rank, finding, scale)
+            return index, rank, replace(finding, sentence=finding.sentence + difference)
+    nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
+    return 0, 0, Finding(source="nowhere", name="", sentence=nowhere + inexact)
+
+
+def _difference(trace: Trace, record: Record) -> str:
+    """Return that a replay was not exact, where its loss tells."""
+    if record.loss is None or len(trace.groups["loss"]) != 1:
+        return ""
+    (loss,) = trace.groups["loss"]
+    before = abs(record.loss)
+    is_same = loss.is_finite == math.isfinite(before)
+    if is_same and loss.is_finite:
+        is_same = abs(loss.amax - before) <= _NEAR * max(loss.amax, before)
+    now = f"{loss.amax:.4g}" if loss.is_finite else loss.kind
+    return "" if is_same else SAYS["not_exact"].format(now=now, before=before)
+
+
+def _at_lower_scales(
+    look: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
+) -> tuple[int, Finding]:
+    """Return the finding at a loss scale of 1, else that of before with a scale that fits."""
+    seen = look(1.0)
+    for other, (found, _, _) in enumerate(seen):
+        if found is not None:
+            return other, found
+    room = min(room for _, room, _ in seen)
+    fitting = 1.0
+    while fitting * 2 <= room and fitting * 2 < scale:
+        fitting *= 2
+    for _ in range(_LOWERINGS):  # sums inside a kernel can overflow before their result does
+        if fitting <= 1 or min(room for _, room, _ in look(fitting)) > 0:
+            break
+        fitting = max(fitting / 4, 1.0)
+    else:
+        fitting = 1.0
+    sentence = finding.sentence + SAYS["fitting_scale"].format(scale=fitting)
+    return rank, replace(finding, sentence=sentence, fitting_scale=fitting)
+
+
+def _look(
+    trainer: pl.Trainer, record: Record, steps: int, near_limit: float, scale: float | None
+) -> list[_Seen]:
+    """Replay a batch; return every rank's finding, `headroom`, and words for what is not exact."""
+    try:
+        trace = replay(trainer, record, scale, steps)
+    except Exception as error:
+        # Without memory for a second backward, say: no reason to end a run that goes on without.
+        text = (str(error).splitlines() or [""])[0][:200]
+        sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
+        seen: _Seen = Finding(source="failed", name="", sentence=sentence), 0.0, ""
+    else:
+        seen = find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)
+    return gather_objects(trainer, seen)
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:
@@ -66,8 +153,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         is_off = isinstance(trainer.precision_plugin, DeepSpeedPrecision)  # it keeps gradients
         hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
         is_off |= any(hooks)  # which step parameters in the backward
-        has_backward = loss.requires_grad and not is_off
-        if not has_backward or not bool(torch.isfinite(loss).all()):
+        if is_off or not loss.requires_grad or not bool(torch.isfinite(loss).all()):
             return loss.detach()
         if scale is not None:
             loss = loss.to(accumulation_dtype(loss.dtype)) * scale
@@ -76,9 +162,12 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
 
     with ExitStack() as stack:
         stack.enter_context(_undisturbed(trainer, record.batch))
-        stack.enter_context(_without_steps(trainer, backward, optimizer_steps))
-        if isinstance(strategy.model, DistributedDataParallel):
-            stack.enter_context(_no_sync(strategy.model))
+        if not module.automatic_optimization:
+            _hold_steps(stack, trainer, backward, optimizer_steps)
+        if isinstance(model := strategy.model, DistributedDataParallel):
+            is_due = model.require_forward_param_sync
+            stack.callback(setattr, model, "require_forward_param_sync", is_due)
+            stack.enter_context(model.no_sync())
         if "torch._dynamo" in sys.modules:  # code may be compiled, and takes no hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
@@ -113,34 +202,29 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     """Put back what a step changes beside its result."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
-    rng, buffers = RngState(trainer.strategy.root_device, module), BufferState(module)
-    parameters = _parameters(trainer)
-    gradients = [(p, p.grad, p.requires_grad) for p in parameters]
-    metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]
-    names = (module._current_fx_name, connector._current_fx)
-    toggled = module._param_requires_grad_state
-    results = loop._results
-    clamped = plugin.inf_clamp.state_dict() if isinstance(plugin, ScaledPrecision) else None
-    try:
+    with ExitStack() as stack:
+        stack.callback(RngState(trainer.strategy.root_device, module).restore)
+        stack.callback(BufferState(module).restore)
+        if isinstance(plugin, ScaledPrecision):
+            stack.callback(plugin.inf_clamp.load_state_dict, plugin.inf_clamp.state_dict())
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                stack.callback(vars(metric).update, _metric_state(metric))
+        for owner, name in (
+            (loop, "_results"),
+            (connector, "_current_fx"),
+            (module, "_current_fx_name"),
+            (module, "_param_requires_grad_state"),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+        for parameter in _parameters(trainer):
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         loop._results = _ResultCollection(training=True)
         loop._results.batch = batch
         module._current_fx_name = "training_step"
-        for p in parameters:
-            p.grad = None
         yield
-    finally:
-        loop._results = results
-        module._current_fx_name, connector._current_fx = names
-        module._param_requires_grad_state = toggled
-        for p, gradient, requires_grad in gradients:
-            p.grad = gradient
-            p.requires_grad_(requires_grad)
-        for metric, state in metrics:
-            vars(metric).update(state)
-        if clamped is not None and isinstance(plugin, ScaledPrecision):
-            plugin.inf_clamp.load_state_dict(clamped)
-        buffers.restore()
-        rng.restore()
 
 
 def _parameters(trainer: pl.Trainer) -> list[Tensor]:
@@ -151,33 +235,15 @@ def _parameters(trainer: pl.Trainer) -> list[Tensor]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    state: dict[str, Any] = metric._copy_state_dict()
-    for name in ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced"):
-        if name in vars(metric):
-            state[name] = vars(metric)[name]
-    return state
+    names = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
+    return metric._copy_state_dict() | {n: vars(metric)[n] for n in names if n in vars(metric)}
 
 
-@contextmanager
-def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
-    before = model.require_forward_param_sync
-    try:
-        with model.no_sync():
-            yield
-    finally:
-        model.require_forward_param_sync = before
-
-
-@contextmanager
-def _without_steps(
-    trainer: pl.Trainer, backward: Callable[..., Tensor], optimizer_steps: int
-) -> Iterator[None]:
-    """Take over what `training_step` does itself in manual optimization."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    if module.automatic_optimization:
-        yield
-        return
-    steps = 0
+def _hold_steps(
+    stack: ExitStack, trainer: pl.Trainer, backward: Callable[..., Tensor], optimizer_steps: int
+) -> None:
+    """Take over what a manual `training_step` does itself, until the stack is left."""
+    module, strategy, steps = trainer.lightning_module, trainer.strategy, 0
 
     def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         nonlocal steps
@@ -190,26 +256,17 @@ def _without_steps(
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(strategy, "backward", backward))
-        stack.enter_context(_replaced(module, "clip_gradients", nothing))
-        for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
-            stack.enter_context(_replaced(optimizer, "step", step))
-        for config in strategy.lr_scheduler_configs:
-            stack.enter_context(_replaced(config.scheduler, "step", nothing))
-        yield
+    _replace(stack, strategy, "backward", backward)
+    _replace(stack, module, "clip_gradients", nothing)
+    for optimizer in (*strategy._lightning_optimizers, *strategy.optimizers):
+        _replace(stack, optimizer, "step", step)
+    for config in strategy.lr_scheduler_configs:
+        _replace(stack, config.scheduler, "step", nothing)
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Put something in the place of a method of one object, for a while."""
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Put something in the place of a method of one object, until the stack is left."""
     attributes = vars(owner)
-    before = attributes.get(name, _MISSING)
+    stack.callback(attributes.update, {k: each for k, each in attributes.items() if k == name})
+    stack.callback(attributes.pop, name)
     attributes[name] = value
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = before

@@ -61,8 +61,7 @@ def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> 
 
     What the run that is resumed wrote to is taken again if it is in the same folder.
     """
-    is_here = earlier and os.path.dirname(earlier) == os.path.abspath(path.parent)
-    if earlier and is_here and os.path.exists(earlier):
+    if earlier and Path(earlier).parent == path.parent and Path(earlier).exists():
         return Path(earlier)
     path.parent.mkdir(parents=True, exist_ok=True)
     numbered = (path.with_name(f"{path.stem}-v{n}{path.suffix}") for n in itertools.count(1))

@@ -1,6 +1,5 @@
 """Hands the report to loggers, and alarms to a function or a URL; none of it ends a run."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -27,57 +26,51 @@ class Alerts:
     def __init__(self, alert: Callable[[Alarm], object] | str | None) -> None:
         self._alert = alert
         self._threads: ThreadPoolExecutor | None = None
-        self._sent: list[Future[None]] = []
+        self._last: Future[None] | None = None  # of those that one thread sends in their order
+        self._error = ""
         self._has_warned = False
 
     def send(self, title: str, alarm: Alarm) -> None:
         if isinstance(self._alert, str):
             self._threads = self._threads or ThreadPoolExecutor(1, "alerts")
             body = {"text": f"{title}: {alarm.message}", "alarm": _plain(alarm)}
-            self._sent.append(self._threads.submit(_post, self._alert, body))
+            self._last = self._threads.submit(self._try, _post, self._alert, body)
         elif self._alert is not None:
-            try:
-                self._alert(alarm)
-            except Exception as error:
-                self._warn(error)
+            self._try(self._alert, alarm)
+            self.check()
+
+    def _try(self, call: Callable[..., object], *args: object) -> None:
+        try:
+            call(*args)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
         """Warn, once a run, of what could not be sent."""
-        done = {each for each in self._sent if each.done()}
-        self._sent = [each for each in self._sent if each not in done]
-        for each in done:
-            if not each.cancelled() and (error := each.exception()):
-                self._warn(error)
-
-    def finish(self) -> None:
-        """Wait a little for what is on its way, and give up the rest."""
-        if self._threads is not None:
-            wait(self._sent, timeout=2 * _TIMEOUT_S)
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
-        self.check()
-        self._sent.clear()
-
-    def _warn(self, error: BaseException) -> None:
-        if not self._has_warned:
+        if self._error and not self._has_warned:
             self._has_warned = True
             # Without the URL, which may hold a secret.
             what = "a URL" if isinstance(self._alert, str) else repr(self._alert)
-            text = f"{type(error).__name__}: {error}"
-            rank_zero_warn(usage("alert_not_sent", alert=what, error=text))
+            rank_zero_warn(usage("alert_not_sent", alert=what, error=self._error))
+
+    def finish(self) -> None:
+        """Wait a little for what is on its way, and give up the rest."""
+        if self._threads is not None and self._last is not None:
+            wait([self._last], timeout=2 * _TIMEOUT_S)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        self.check()
 
 
 def _plain(alarm: Alarm) -> dict[str, object]:
-    fields = dataclasses.asdict(alarm)
-    is_odd = {k: isinstance(v, float) and not math.isfinite(v) for k, v in fields.items()}
-    return {name: str(value) if is_odd[name] else value for name, value in fields.items()}
+    fields = dataclasses.asdict(alarm).items()
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}
 
 
 def _post(url: str, body: Any) -> None:
     data = json.dumps(body, allow_nan=False).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with contextlib.closing(urllib.request.urlopen(request, timeout=_TIMEOUT_S)):
-        pass
+    urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
 
 
 def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 __all__ = ["MAP_TITLES", "report_page"]
 
-# Name of a curve -> title, how the numbers are written, and the axis.
+# Name of a curve -> title and axis.
 _TIME_LINES = {
-    "loss": ("Loss", "number", "auto"),
-    "gradient_norm": ("Gradient norm, before clipping", "number", "log"),
-    "loss_scale": ("Loss scale", "number", "log2"),
-    "skipped": ("Skipped steps, in all", "number", "count"),
+    "loss": ("Loss", "auto"),
+    "gradient_norm": ("Gradient norm, before clipping", "log"),
+    "loss_scale": ("Loss scale", "log2"),
+    "skipped": ("Skipped steps, in all", "count"),
 }
 # Name of a heat map -> title.
 MAP_TITLES = {
@@ -113,12 +113,9 @@ def _facts(run: dict[str, Any]) -> str:
 def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     started, *resumed = run["starts"] or [{"step": 0, "time": "not yet"}]
     end = run["end"]
-    ended = {
-        "running": f"No: still running or killed; this is from {run['written']}",
-        "finished": f"Finished, {end.get('time')}",
-        "interrupted": f"Interrupted, {end.get('time')}",
-        "failed": f"Failed, {end.get('time')}",
-    }[end["how"]]
+    ended = f"No: still running or killed; this is from {run['written']}"
+    if end["how"] != "running":
+        ended = f"{end['how'].capitalize()}, {end['time']}"
     times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
     times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]
     return [*times, ("Ended", ended)]
@@ -198,10 +195,8 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _line(
-    name: str, curve: Any, title: str, unit: str = "number", axis: str = "auto"
-) -> dict[str, Any]:
-    unit = "share" if name.endswith("share") else unit
+def _line(name: str, curve: Any, title: str, axis: str = "auto") -> dict[str, Any]:
+    unit = "share" if name.endswith("share") else "number"
     return {"title": title, "unit": unit, "axis": axis, "curve": curve, "name": name}
 
 

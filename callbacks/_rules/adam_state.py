@@ -61,15 +61,7 @@ class AdamNumbers:
 class AdamStateRule(Learning):
     """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
 
-    Without a baseline, from the first sample on: a tensor all of whose `sqrt(v_hat)` are below
-    epsilon, and updates that are too small to move a weight. What has a gradient in a share q of
-    the samples only has a second moment q times as large, so that an RMS of 1 / sqrt(q) is usual.
-    A run without gradient is too long where it is as long as `zero_run_steps` and the tensor always
-    had one before, or where it is unlikely: `exp(-c n / T) < 1e-4` for n of T steps, if before it
-    the second moment has grown between c pairs of samples. Where no tensor has a gradient, as for a
-    loss of exactly 0, a run counts when it makes the next step `max_update_rms` times as long.
-
-    The arguments are those of `AdamStateMonitor`.
+    The arguments are those of `AdamStateMonitor`; why so: docs/callbacks/adam-state-monitor.md.
     """
 
     baseline_samples: int

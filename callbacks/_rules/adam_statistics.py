@@ -24,24 +24,16 @@ class AdamField(IntEnum):
     """The columns of `adam_statistics`; sums, so that those of shards add up."""
 
     NUMEL = 0
-    NON_ZERO = 1
-    """How many gradients are not exactly 0."""
-    SQUARED_RATIO = 2
-    r"""The sum of `g^2 / max(v_hat, eps^2)`."""
-    BELOW_EPSILON = 3
-    """Where the gradient is not 0: how many `sqrt(v_hat)` are below epsilon."""
-    SQUARED_UPDATE = 4
-    r"""The sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`."""
+    NON_ZERO = 1  # how many gradients are not exactly 0
+    SQUARED_RATIO = 2  # the sum of `g^2 / max(v_hat, eps^2)`
+    BELOW_EPSILON = 3  # where the gradient is not 0: how many `sqrt(v_hat)` are below epsilon
+    SQUARED_UPDATE = 4  # the sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`
     SQUARED_WEIGHT = 5
     SQUARED_GRADIENT = 6
-    SECOND_MOMENT = 7
-    r"""The sum of `v`, after the step and not corrected."""
-    NON_FINITE = 8
-    """1 where a sum is NaN or inf; all before are then 0."""
-    BAD_STATE = 9
-    """1 where that cannot come from the gradient or the weight: the optimizer's state is bad."""
-    STEP = 10
-    """How many steps the optimizer will have made; of shards the largest counts, not the sum."""
+    SECOND_MOMENT = 7  # the sum of `v`, after the step and not corrected
+    NON_FINITE = 8  # 1 where a sum is NaN or inf; all sums before are then 0
+    BAD_STATE = 9  # 1 where that cannot come from gradient or weight: the optimizer's state is bad
+    STEP = 10  # how many steps the optimizer will have made; of shards the largest, not the sum
 
 
 def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -114,7 +106,7 @@ def _row(
     sums = torch.where(is_bad, 0, sums)
     count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
     flags = [is_bad.to(wide), is_state_bad.to(wide), step.to(sums, non_blocking=True)]
-    return torch.stack([torch.where(is_bad, 0, count), *sums, *flags])
+    return torch.stack([count, *sums, *flags])
 
 
 def _block_sums(

@@ -42,22 +42,15 @@ def noise_of(values: Sequence[float]) -> float:
 class CourseRule(Learning):
     """Judges the course of one optimizer's loss and gradient norm, in units of the loss's noise.
 
-    A window of the newest steps cannot see a steady rise, as it rises with it. So levels (medians
-    of 32 steps) are held against the best level so far, or the start where no level was below it:
+    Levels are medians of 32 steps. The best is the start where no level was below it, `recovered`
+    the largest rise so far after which a new best came. For 32 steps, a divergence is
 
         level - best > max(6 noise at the best, 3 noise now, 3 recovered, (start - best) / 2)
 
-    for 32 steps is a divergence. No ratios: losses may be negative, cross zero, or go to 0.
-    `recovered` is the largest rise so far after which a new best came, so that a loss that swings
-    by nature is judged by its swings. A loss that has risen by 6 noises at its start and is not
-    below it `stalled_steps` later has stalled. A gradient norm ten times above its lowest level,
-    rising over each quarter of 128 steps while the loss is not at its best, is a trend.
+    Why so, what is a stall, and what a trend: docs/callbacks/spike-guard.md.
 
     Args:
-        rivals: Rules of the run's other optimizers, which may train against this one (a GAN), so
-            that its loss rises where they succeed. It is then a divergence only where it is ten
-            times as far up, and those of all rivals as well; and it never stalls. An optimizer
-            without a loss of its own, as the second of one backward, is no rival.
+        rivals: Rules of the run's other optimizers, which may train against this one (a GAN).
         stalled_steps: Steps without a loss below its start that are too many.
         horizon_steps: The same where the loss has not risen either, which is only noted.
     """

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +88,7 @@ class History:
                 del points[1::2]
                 self._strides["curve " + name] *= 2
 
-    def add_column(
-        self, name: str, step: int, tensors: Sequence[str], values: Sequence[float]
-    ) -> None:
+    def add_column(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Add one step, or to that step, of a heat map; tensors that are new to it get a row."""
         heat = self.maps.setdefault(name, {"names": [], "columns": []})
         names: list[str] = heat["names"]
@@ -104,7 +102,7 @@ class History:
         before = columns.pop()[1] if is_other_part else []
         known = dict.fromkeys(names, math.nan)
         known.update(zip(names, before, strict=False))
-        known.update(zip(tensors, map(float, values), strict=True))
+        known.update({tensor: float(value) for tensor, value in values.items()})
         names[:] = list(known)
         columns.append((step, list(known.values())))
         if len(columns) >= _MAX_COLUMNS:

@@ -17,20 +17,9 @@ ROUNDING = 2.0**-9
 class UnderflowJudge(Learning):
     """Tells values that vanish from values that are zero by nature.
 
-    Exact zeros are usual: an embedding has them for every token that a batch lacks, a dead ReLU for
-    its row. So zeros count from the largest share of the first samples on, and only where
-    subnormals come with them: magnitudes spread over many powers of two, so a tensor that loses 5%
-    of its values to the smallest step of a format has as many again just above it.
-
-    What vanishes from the first step on has no usual share to be held against. Where there are as
-    many subnormals as zeros, or where nine in ten of all values that are not zero are subnormal,
-    the format ends inside of the distribution: that is an alarm without a baseline, at the first
-    sample or at any two in a row; so is a model none of whose gradients is left. Only gradients
-    are judged so: outputs of a GELU or a softmax are that small by nature, and nothing is lost
-    with them.
-
     An excess of zeros above `warn_excess` warns if it is rising, above `alarm_excess` in any case;
-    `is_absolute` is whether to judge without a baseline too.
+    `is_absolute` is whether to judge without a baseline too, at the first sample or at any two in a
+    row. Why so: docs/callbacks/gradient-underflow-monitor.md.
     """
 
     baseline_samples: int
@@ -73,7 +62,6 @@ class UnderflowJudge(Learning):
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
             return None
-        severity: Severity = "error"
         newest = usual["newest"] = [*usual["newest"], zero_share][-4:]
         if len(newest) < 2:
             return None
@@ -83,14 +71,13 @@ class UnderflowJudge(Learning):
         has_stopped = steady == 1 > usual["highest"]
         if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
-        limit = self.alarm_excess
-        if excess <= limit:
-            if len(newest) < 4 or sum(newest[2:]) <= sum(newest[:2]):
-                return None
-            limit, severity = self.warn_excess, "warning"
+        is_bad = excess > self.alarm_excess
+        if not is_bad and (len(newest) < 4 or sum(newest[2:]) <= sum(newest[:2])):
+            return None
+        severity: Severity = "error" if is_bad else "warning"
+        limit = self.alarm_excess if is_bad else self.warn_excess
         words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
-        limit += highest
-        return Verdict("underflow", zero_share, limit, severity, name, numbers=words)
+        return Verdict("underflow", zero_share, limit + highest, severity, name, numbers=words)
 
 
 _NEWEST, _LEAST = 16, 5  # samples that a line goes through

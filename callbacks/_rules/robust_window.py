@@ -33,20 +33,13 @@ class SignalVerdict(NamedTuple):
 class RobustWindow:
     """Tells spikes from noise, one-sided, by median and MAD of the last healthy values.
 
-    z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold. In logarithms
-    a loss of a few samples, which is skewed to the right, has a short upper tail, and noise in
-    proportion to the level is the same early and late. By the reach, 2 / z_threshold times the
-    distance from the median to the highest value, a window with outliers or with a steep start asks
-    for more. Where the window holds a value that is not positive, the same is done without
-    logarithms, unless MAD is zero: then nothing is a spike.
+    z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold, where the
+    reach is 2 / z_threshold times the distance from the median to the highest value. Where the
+    window holds a value that is not positive, the same is done without logarithms, unless MAD is
+    zero: then nothing is a spike. Why so: docs/callbacks/spike-guard.md.
 
-    A value of exactly 0 is no measurement (no sample of the batch violates its margin): it is not
-    judged, and does not enter. A smaller batch may be as much noisier as its `spread` says.
-
-    Neither spikes nor non-finite values enter the window, so one NaN cannot poison it. After
-    `patience` spikes in a row the level has shifted: the window is emptied, and judges again when
-    it has `min_values`. All of this is done on the device, without a host sync. `floors` are the
-    least standard deviations of signals, relative.
+    All of this is done on the device, without a host sync. `floors` are the least standard
+    deviations of signals, relative.
     """
 
     def __init__(
@@ -62,24 +55,27 @@ class RobustWindow:
         self.z_threshold = z_threshold
         self.patience = patience
         self._floors_k = torch.tensor(floors)
-        self._values_kn = torch.full((len(floors), size), torch.nan)
+        self._values_kn = torch.full((len(floors), size), torch.nan)  # the newest last
+        self._streak_k = torch.zeros(len(floors), dtype=torch.long)  # spikes in a row
         self.highest_k = torch.full((len(floors),), -torch.inf)  # of all medians so far
-        # Per signal: where the next value goes, how many there are, spikes in a row.
-        self._next_k, self._count_k, self._streak_k = torch.zeros(
-            3, len(floors), dtype=torch.long
-        ).unbind()
 
     def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
         """Judge the signals of a step, fp32, and take in what is healthy, as what is not judged."""
         self._to(values_k.device)
         judged_k = judged_k & (values_k != 0)
         verdict = self._look(values_k, judged_k, spread)
-        self._take(judged_k, verdict)
+        is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
+        is_healthy_k = verdict.is_finite & ~is_spike_k & judged_k
+        moved_kn = torch.cat([self._values_kn[:, 1:], values_k[:, None]], dim=1)
+        values_kn = torch.where(is_healthy_k[:, None], moved_kn, self._values_kn)
+        self._values_kn = torch.where(is_new_k[:, None], torch.nan, values_kn)
+        self._streak_k = (self._streak_k + is_spike_k) * ~(is_healthy_k | is_new_k)
         return verdict
 
     def _look(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
         sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
-        last_k1 = (self._count_k - 1).clamp(min=0)[:, None]
+        count_k = self._values_kn.isfinite().sum(dim=1)
+        last_k1 = (count_k - 1).clamp(min=0)[:, None]
         is_positive_k = sorted_kn[:, 0] > 0
         to_log_kn = torch.where(is_positive_k[:, None], sorted_kn.log(), sorted_kn)
         center_k1 = to_log_kn.gather(1, last_k1 // 2)
@@ -95,7 +91,7 @@ class RobustWindow:
         center_k, sigma_k = center_k1[:, 0], sigma_k1[:, 0]
         # A loss that is mostly zero (a hinge) has no deviation to measure by.
         is_spread_k = is_positive_k | (mad_k1[:, 0] > 0)
-        is_known_k = (self._count_k >= self.min_values) & is_spread_k & judged_k
+        is_known_k = (count_k >= self.min_values) & is_spread_k & judged_k
         z_k = ((x_k - center_k) / sigma_k).clamp(-_MAX_Z, _MAX_Z)
         is_finite_k = values_k.isfinite() | ~judged_k
         is_spike_k = is_known_k & is_finite_k & (z_k > self.z_threshold)
@@ -114,48 +110,30 @@ class RobustWindow:
             is_new_level=is_spike_k & (self._streak_k + 1 >= self.patience),
         )
 
-    def _take(self, judged_k: Tensor, verdict: SignalVerdict) -> None:
-        is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
-        is_healthy_k = verdict.is_finite & ~is_spike_k & judged_k
-        at_k1 = self._next_k[:, None]
-        kept_k1 = self._values_kn.gather(1, at_k1)
-        values_kn = self._values_kn.scatter(
-            1, at_k1, torch.where(is_healthy_k[:, None], verdict.value[:, None], kept_k1)
-        )
-        size = values_kn.shape[1]
-        self._values_kn = torch.where(is_new_k[:, None], torch.nan, values_kn)
-        self._next_k = torch.where(is_new_k, 0, (self._next_k + is_healthy_k) % size)
-        self._count_k = torch.where(is_new_k, 0, (self._count_k + is_healthy_k).clamp(max=size))
-        streak_k = torch.where(is_healthy_k, 0, self._streak_k + is_spike_k)
-        self._streak_k = torch.where(is_new_k, 0, streak_k)
-
     def _to(self, device: torch.device) -> None:
         if self._values_kn.device != device:
-            names = ("_floors_k", "_values_kn", "_next_k", "_count_k", "_streak_k", "highest_k")
-            for name in names:
+            for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
                 setattr(self, name, getattr(self, name).to(device))
 
     def state_dict(self) -> dict[str, Any]:
-        counts_3k = torch.stack([self._next_k, self._count_k, self._streak_k])
-        values_kn, highest_k = self._values_kn.cpu(), self.highest_k.cpu()
-        return {"values": values_kn, "counts": counts_3k.cpu(), "highest": highest_k}
+        known = {"values": self._values_kn, "streak": self._streak_k, "highest": self.highest_k}
+        return {name: tensor.cpu() for name, tensor in known.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with another window; one of another size is left alone, and fills anew."""
-        if state_dict["values"].shape == self._values_kn.shape:
-            self._values_kn = state_dict["values"].clone()
-            self._next_k, self._count_k, self._streak_k = state_dict["counts"].clone().unbind()
-            self.highest_k = state_dict.get("highest", self.highest_k.cpu()).clone()
-            self._floors_k = self._floors_k.cpu()
+        device = self._values_kn.device
+        state = {name: tensor.to(device, copy=True) for name, tensor in state_dict.items()}
+        if state["values"].shape == self._values_kn.shape:
+            self._values_kn = state["values"]
+            self._streak_k = state.get("streak", self._streak_k)
+            self.highest_k = state.get("highest", self.highest_k)
 
 
 def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
     """Return whether a loss spike is of no account, as of a few odd samples at a loss close to 0.
 
-    Where a loss has come down to a thousandth, one sample of a batch of 32 that is told wrongly is
-    30 times the median, and nothing is wrong. So a spike that takes back less than a tenth of what
-    was gained since the highest median is none where the gradient norm, which such a sample leaves
-    as it is, is as usual.
+    It takes back less than a tenth of what was gained since the highest median, and the gradient
+    norm, which such a sample leaves as it is, is as usual.
     """
     median = verdict.median[0]
     is_usual: Tensor = ~verdict.is_spike[1] & verdict.is_finite[1]

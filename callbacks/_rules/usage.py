@@ -5,7 +5,7 @@
 
 from typing import Any
 
-__all__ = ["ACCEPTED", "USAGE", "accepted", "usage"]
+__all__ = ["ACCEPTED", "USAGE", "usage"]
 
 _WRITTEN_BY = "It is written by the callback `InstabilityReport`, as `instability.json`."
 _ALIVE = "{error}. Training goes on."
@@ -88,7 +88,3 @@ ACCEPTED = {
 
 def usage(key: str, **fields: Any) -> str:
     return USAGE[key].format(**fields)
-
-
-def accepted(key: str, **fields: Any) -> str:
-    return ACCEPTED[key].format(**fields)

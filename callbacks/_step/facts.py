@@ -35,6 +35,5 @@ class StepFacts:
     @property
     def is_rate_ending(self) -> bool:
         """Whether a schedule has lowered the learning rate to less than a tenth."""
-        return (
-            self.lr is not None and self.highest_lr is not None and self.lr < 0.1 * self.highest_lr
-        )
+        lr, highest = self.lr, self.highest_lr
+        return lr is not None and highest is not None and lr < 0.1 * highest

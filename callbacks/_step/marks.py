@@ -46,9 +46,8 @@ class Mark:
 class MarkStore:
     """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
 
-    In memory, every rank holds its own. On disk they are in a folder that is locked while its run
-    lives, also against `kill -9`: the next run in the place of that one, or in a folder beside it,
-    removes what nobody has locked. A resumed run goes on with the folder of its marks.
+    On disk they are in a folder that is locked while its run lives: the next run in the place of
+    that one, or in a folder beside it, removes what nobody has locked.
 
     The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
@@ -152,16 +151,11 @@ def _bytes_of(trainer: pl.Trainer) -> int:
 
 
 def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:
-    connector = trainer._checkpoint_connector
-    users_path = connector._ckpt_path
-    accepted = inspect.signature(connector.resume_start).parameters
+    load = trainer.strategy.load_checkpoint
     # Lightning 2.6 reads weights only, unless told; before, it could not be told.
-    options = {"weights_only": False} if "weights_only" in accepted else {}
-    try:
-        connector.resume_start(path, **options)
-    finally:
-        connector._ckpt_path = users_path
-    return connector._loaded_checkpoint
+    is_told = "weights_only" in inspect.signature(load).parameters
+    checkpoint: dict[str, Any] = load(path, weights_only=False) if is_told else load(path)
+    return checkpoint
 
 
 def _locked(folder: Path) -> IO[str] | None:

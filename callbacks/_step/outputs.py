@@ -26,7 +26,7 @@ class OutputKey(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class OutputSampler:
     """Gathers statistics of modules over one training step: one row for all calls of a module."""
 
@@ -47,12 +47,12 @@ class OutputSampler:
         for name, module in self.modules.items():
             hook = module.register_forward_hook(partial(self._look, name))
             self._hooks.enter_context(hook)
-        for name, module in self.norms.items():
-            # Before a precision plugin casts what comes in.
+        for name, module in self.norms.items():  # before a precision plugin casts what comes in
             look = partial(self._look_ahead, name)
             self._hooks.enter_context(module.register_forward_pre_hook(look, prepend=True))
         if self.callers and self.is_running:
-            self._hooks.enter_context(AttentionMode(self.callers, self._look_at_logits))
+            mode = AttentionMode(self.callers, lambda n, x: self._add(n, "attention_logit", x))
+            self._hooks.enter_context(mode)
 
     def stop(self) -> tuple[list[OutputKey], Tensor] | None:
         """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
@@ -74,9 +74,6 @@ class OutputSampler:
 
     def _look_ahead(self, name: str, _: nn.Module, inputs: Any) -> None:
         self._add(name, "norm_input", inputs[:1])
-
-    def _look_at_logits(self, name: str, logits: Tensor) -> None:
-        self._add(name, "attention_logit", logits)
 
     def _add(self, name: str, kind: str, value: Any) -> list[Tensor]:
         """Take in the tensors of a call, and return them; nothing of calls that are too many."""

@@ -15,16 +15,14 @@ from typing_extensions import override
 
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.facts import StepFacts
-from lightning_mp.callbacks._step.gradients import (
+from lightning_mp.callbacks._step.training_state import (
     NamedTensors,
     Signals,
     gradients_of,
-    measure,
-    parameter_names,
-)
-from lightning_mp.callbacks._step.training_state import (
     is_fused,
     loss_scale_of,
+    measure,
+    parameter_names,
     scaler_of,
     step_of,
 )
@@ -67,8 +65,6 @@ class FactsRecorder(pl.Callback):
         self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of its users
         self._names: dict[int, str] = {}
         self._measures_norm = False
-        self._due: set[Optimizer] = set()
-        self._pending: list[_Pending] = []
         self._hooks = ExitStack()
         self._inboxes: list[deque[Arrived]] = []
         self._readback = AsyncReadback()
@@ -76,10 +72,10 @@ class FactsRecorder(pl.Callback):
 
     def _reset(self) -> None:
         self._hooks.close()
-        self._due.clear()
-        self._pending.clear()
         with suppress(RuntimeError):  # of a device that has failed
             self._readback.drain()
+        self._due: set[Optimizer] = set()
+        self._pending: list[_Pending] = []
         self.now: StepFacts | None = None
         self.newest: StepFacts | None = None  # of those that have arrived
         self.newest_loss: Tensor | None = None  # unscaled, of the last backward
@@ -129,18 +125,14 @@ class FactsRecorder(pl.Callback):
                 self._hooks.enter_context(each.register_step_pre_hook(self._called))
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
         self.now = facts_of(trainer, batch_idx)
         if self.batches is not None:
             oldest = 0 if self.newest is None else self.newest.step - _LATE
             self.batches.hold(self.now.step, batch, oldest)
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, _: Any, loss: Tensor) -> None:
         # Lightning hands it over after the loss scale, and divided by the accumulated batches.
         scale = loss_scale_of(trainer)
         self.newest_loss = loss.detach().float().mean() / (1.0 if scale is None else scale)
@@ -148,9 +140,7 @@ class FactsRecorder(pl.Callback):
 
     @override
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
         if trainer.world_size > 1 and trainer.strategy.root_device.type != "cpu":
             # Callbacks act on what arrives, on all ranks at the same step. Lightning has waited for
             # the device at the start of the batch, so that nothing is waited for here.
@@ -256,8 +246,7 @@ class FactsRecorder(pl.Callback):
     def _deliver(self, arrived: list[Readback]) -> None:
         for readback in arrived:
             facts, extras = _complete(readback)
-            known = (self.highest_rates.get(facts.optimizer), facts.lr)
-            highest = max((rate for rate in known if rate is not None), default=0.0)
+            highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
             self.highest_rates[facts.optimizer] = highest
             self.newest = replace(facts, highest_lr=highest)
             for inbox in self._inboxes:
@@ -282,11 +271,10 @@ def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
 def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
     """Return the recorder of a Trainer; whoever comes first makes it."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, FactsRecorder):
-            return callback
-    recorder = FactsRecorder()
-    trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
+    recorder = next((c for c in callbacks if isinstance(c, FactsRecorder)), None)
+    if recorder is None:
+        recorder = FactsRecorder()
+        trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
     return recorder
 
 

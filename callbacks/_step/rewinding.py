@@ -23,11 +23,8 @@ __all__ = ["Rewinder", "scale_rates"]
 class Rewinder:
     """Keeps checkpoints of the last steps, and goes back to one of them.
 
-    Weights, optimizer states, LR schedules, loss scale, `global_step`, random number generators
-    (each rank's own) and other callbacks (averaged weights, early stopping) go back. The data, the
-    epoch and the loggers' step go on.
-
-    The arguments are those of `SpikeGuard`; `store` keeps the checkpoints.
+    The arguments are those of `SpikeGuard`, whose page in docs/callbacks/ says what goes back and
+    what goes on; `store` keeps the checkpoints.
     """
 
     store: MarkStore
@@ -40,9 +37,6 @@ class Rewinder:
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
     to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
-
-    def __post_init__(self) -> None:
-        self.most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
 
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
@@ -76,14 +70,15 @@ class Rewinder:
             lr_factor=self._total_factor,
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
-        self.store.write(trainer, mark, self.most)
+        most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
+        self.store.write(trainer, mark, most)
         for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
             size = self.store.bytes
-            rank_zero_info(usage(key, most=self.most, size=size, total=self.most * size))
+            rank_zero_info(usage(key, most=most, size=size, total=most * size))
 
     def _far_from(self, global_step: int) -> list[Mark]:
         return [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
@@ -159,9 +154,28 @@ class Rewinder:
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
-        """Skip at the start of this epoch what is left to be skipped."""
-        if self.to_skip > 0 and trainer.fit_loop._data_fetcher is not None:
-            _skip_at_start(self, trainer, trainer.fit_loop._data_fetcher)
+        """Have the data fetcher skip what is left to be skipped, at the start of this epoch.
+
+        No hook could skip it, as the first batch is fetched before any. An epoch of which all
+        batches are skipped ends without validation.
+        """
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        if self.to_skip <= 0 or fetcher is None:
+            return
+        rewinder, plain, loop = self, type(fetcher), trainer.fit_loop.epoch_loop
+
+        class Skipping(plain):  # type: ignore[misc, valid-type]
+            def __next__(self) -> Any:
+                self.__class__ = plain
+                if loop.batch_progress.current.ready == 0:
+                    rng = _collect_rng_states()
+                    rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
+                    _set_rng_states(rng)
+                    if loop._num_ready_batches_reached():
+                        raise StopIteration
+                return next(self)
+
+        fetcher.__class__ = Skipping
 
     def state_dict(self) -> dict[str, Any]:
         marks = [asdict(mark) for mark in self.marks]
@@ -217,25 +231,3 @@ def _pull(trainer: pl.Trainer, fetcher: _DataFetcher, to_skip: int) -> int:
         # Lightning does this after the last batch, which it did not see.
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     return to_skip
-
-
-def _skip_at_start(rewinder: Rewinder, trainer: pl.Trainer, fetcher: Any) -> None:
-    """Have a fetcher skip batches when it is asked for the first one of an epoch.
-
-    No hook could skip them, as the first is fetched before any. An epoch of which all batches are
-    skipped ends without validation.
-    """
-    plain, loop = type(fetcher), trainer.fit_loop.epoch_loop
-
-    class Skipping(plain):  # type: ignore[misc, valid-type]
-        def __next__(self) -> Any:
-            self.__class__ = plain
-            if loop.batch_progress.current.ready == 0:
-                rng = _collect_rng_states()
-                rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
-                _set_rng_states(rng)
-                if loop._num_ready_batches_reached():
-                    raise StopIteration
-            return next(self)
-
-    fetcher.__class__ = Skipping

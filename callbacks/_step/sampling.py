@@ -15,12 +15,7 @@ from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.training_state import gather_ranks, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.numerics.async_readback import AsyncReadback, Readback
-from lightning_mp.numerics.tensor_stats import (
-    StatField,
-    TensorStats,
-    stored_numels,
-    tensor_stats,
-)
+from lightning_mp.numerics.tensor_stats import StatField, TensorStats, stored_numels, tensor_stats
 
 __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
@@ -35,11 +30,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
     keeps: tuple[str, ...] = ("samples",)
 
     def __init__(
-        self,
-        *,
-        every_n_steps: int = 50,
-        baseline_samples: int = 10,
-        repeat_after_steps: int = 1000,
+        self, every_n_steps: int, baseline_samples: int = 10, repeat_after_steps: int = 1000
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
         self._check_at_least(1, every_n_steps=every_n_steps, baseline_samples=baseline_samples)
@@ -61,7 +52,7 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         `judge` is handed `context` with it, and the step as `facts`.
         """
         self._taken += 1
-        sample = gather_ranks(packed) if gather else packed[None]
+        sample = gather_ranks(trainer, packed) if gather else packed[None]
         facts = self.recorder.now or facts_of(trainer)
         self._readback.submit(facts.step, sample, facts=facts, **context)
 

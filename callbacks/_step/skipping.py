@@ -20,12 +20,8 @@ __all__ = ["StepSkipper"]
 class StepSkipper:
     """Skips steps in the cheapest way that plugin and optimizer allow.
 
-    1. A plugin of this package decides in the sync that it makes anyway, and holds `global_step`
-       and step-wise LR schedules.
-    2. Optimizers that take torch's `found_inf` (`fused=True`, `SafeAdamW`) skip on the device.
-       The host does not learn of it in time, so `global_step` and the LR schedule go on.
-    3. For all others the host reads the flag, one sync a step, and takes the gradients away, so
-       that nothing moves; `global_step` and step-wise LR schedules are held.
+    The plugin, else the optimizer by torch's `found_inf`, else the host, which takes the gradients
+    away: docs/callbacks/spike-guard.md, under `"skip"`.
     """
 
     def __init__(self) -> None:
@@ -42,29 +38,29 @@ class StepSkipper:
                 strategy.lr_scheduler_configs, lambda: self._held
             )
 
-    def skip(
-        self, pl_module: pl.LightningModule, optimizer: Optimizer, flag: Tensor | None = None
-    ) -> None:
+    def skip(self, trainer: pl.Trainer, optimizer: Optimizer, flag: Tensor | None = None) -> None:
         """Have the step to come skipped; call it in `on_before_optimizer_step`.
 
         The flag is 1 to skip and 0 to step: fp32, of shape [], on the device; `None` where the host
         knows that it is to be skipped, so that nothing goes on.
         """
-        trainer, is_certain = pl_module.trainer, flag is None
-        plugin = trainer.precision_plugin
+        plugin, is_certain = trainer.precision_plugin, flag is None
         self._held = False
         if flag is None:
             flag = torch.ones((), device=trainer.strategy.root_device)
         if isinstance(plugin, ScaledPrecision):
             plugin.request_skip(flag)
         elif self._takes_found_inf(optimizer):
-            self._watch(optimizer)
+            if optimizer not in self._seen:
+                self._seen.add(optimizer)
+                self._hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
+                self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
             if is_certain:
-                self._hold(pl_module)
+                self._hold(trainer)
         else:
             if not is_certain and optimizer not in self._seen and not is_fused(optimizer):
                 self._seen.add(optimizer)
@@ -73,11 +69,11 @@ class StepSkipper:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
-                self._hold(pl_module)
+                self._hold(trainer)
 
-    def _hold(self, pl_module: pl.LightningModule) -> None:
+    def _hold(self, trainer: pl.Trainer) -> None:
         self._held = True
-        hold_global_step(pl_module)
+        hold_global_step(trainer.lightning_module)
 
     def _takes_found_inf(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, SafeAdamW):
@@ -87,12 +83,6 @@ class StepSkipper:
         # Where the first step of fused SGD is skipped, torch keeps a momentum that was never set.
         has_momentum = isinstance(optimizer, SGD) and optimizer.defaults["momentum"] != 0
         return not (has_momentum and not optimizer.state)
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._hooks.enter_context(optimizer.register_step_pre_hook(self._merge))
-            self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
 
     def _merge(self, optimizer: Optimizer, *_: object) -> None:
         """Hand over the flag after a `GradScaler`, together with what that has found."""

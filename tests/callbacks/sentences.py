@@ -23,7 +23,7 @@ from lightning_mp.callbacks._rules.sentences import (
     words_for,
 )
 from lightning_mp.callbacks._rules.spike_sentences import Scene
-from lightning_mp.callbacks._rules.usage import ACCEPTED, USAGE, accepted, usage
+from lightning_mp.callbacks._rules.usage import ACCEPTED, USAGE, usage
 from lightning_mp.callbacks._rules.verdict import Verdict
 from lightning_mp.callbacks._step.facts import StepFacts
 
@@ -212,7 +212,8 @@ USES: dict[str, Any] = {
 def usages() -> Iterator[str]:
     """Yield errors and warnings of how callbacks are used."""
     for key in ACCEPTED:
-        yield f"[argument, {key}]\n{usage('argument', **USES, accepted=accepted(key, **USES))}\n"
+        accepted = ACCEPTED[key].format(**USES)
+        yield f"[argument, {key}]\n{usage('argument', **USES, accepted=accepted)}\n"
     for key in USAGE:
         if key != "argument":
             yield f"[{key}]\n{usage(key, **USES)}\n"

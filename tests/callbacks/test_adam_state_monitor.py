@@ -72,10 +72,10 @@ def test_statistics_equal_those_in_float64() -> None:
         assert row.tolist() == pytest.approx(expected, rel=1e-4)
     assert sums.dtype == torch.float64
     bad = adam_statistics(optimizer, parameters[:1], [gradients[0] * torch.nan], 1.0)
-    assert bad[0].tolist() == [0.0] * 8 + [1.0, 0.0, 5.0]
+    assert bad[0].tolist() == [35.0] + [0.0] * 7 + [1.0, 0.0, 5.0]
     optimizer.state[parameters[0]]["exp_avg_sq"][0] = torch.inf
     bad = adam_statistics(optimizer, parameters[:1], gradients[:1], 1.0)
-    assert bad[0].tolist() == [0.0] * 8 + [1.0, 1.0, 5.0]
+    assert bad[0].tolist() == [35.0] + [0.0] * 7 + [1.0, 1.0, 5.0]
     assert list(AdamField)[-1] == 10
 
 
@@ -248,6 +248,23 @@ def test_masters_of_half_weights_are_reported_under_the_names_of_weights() -> No
     model = Watched(None, steady, steps=40, sabotage=hooked("network.2.weight", change))
     watch(model, [watcher], PureFP16(loss_scale=1.0))
     assert kinds(watcher) == [(30, "zero_run", "network.2.weight")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_reached", "expected"),
+    [(lambda step: step % 60 == 7, []), (lambda step: step < 300, ["zero_run"])],
+    ids=["rare", "dead"],
+)
+def test_a_rare_expert_is_held_against_how_often_it_had_a_gradient(
+    is_reached: Any, expected: list[str]
+) -> None:
+    """As one that few batches reach: runs of 59 steps without a gradient are usual for it."""
+    change = lambda g, step: torch.full_like(g, float(is_reached(step)))  # noqa: E731
+    watcher = monitor(zero_run_steps=30)
+    sabotage = hooked("network.2.weight", change)
+    watch(Watched(None, steady, steps=600, sabotage=sabotage), [watcher])
+    assert [kind for _, kind, _ in kinds(watcher) if kind == "zero_run"] == expected
 
 
 @pytest.mark.slow

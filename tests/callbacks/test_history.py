@@ -35,8 +35,8 @@ def test_long_curves_are_thinned_evenly_and_keep_their_first_point() -> None:
 
 def test_heat_maps_take_tensors_that_come_late_and_leave_others_empty() -> None:
     history = History()
-    history.add_column("share", 0, ["a", "b"], [0.1, 0.2])
-    history.add_column("share", 5, ["c", "a"], [0.3, 0.4])
+    history.add_column("share", 0, {"a": 0.1, "b": 0.2})
+    history.add_column("share", 5, {"c": 0.3, "a": 0.4})
     heat = history.maps["share"]
     assert heat["names"] == ["a", "b", "c"]
     (first, second) = heat["columns"]
@@ -46,15 +46,15 @@ def test_heat_maps_take_tensors_that_come_late_and_leave_others_empty() -> None:
     assert second[1][2] == 0.3
     assert math.isnan(second[1][1])
     for step in range(2000):
-        history.add_column("share", step, ["a"], [0.0])
+        history.add_column("share", step, {"a": 0.0})
     assert 128 <= len(heat["columns"]) <= 256
 
 
 def test_two_optimizers_share_the_column_of_a_step() -> None:
     history = History()
     for step in range(600):
-        history.add_column("m", step, ["a"], [step])
-        history.add_column("m", step, ["b"], [-step])
+        history.add_column("m", step, {"a": step})
+        history.add_column("m", step, {"b": -step})
     heat = history.maps["m"]
     assert heat["names"] == ["a", "b"]
     assert 128 <= len(heat["columns"]) <= 256
@@ -65,11 +65,11 @@ def test_what_a_run_records_anew_is_forgotten() -> None:
     history = History()
     for step in (0, 5, 9):
         history.add_point("norm", step, float(step))
-        history.add_column("m", step, ["a"], [float(step)])
+        history.add_column("m", step, {"a": float(step)})
     history.forget_from(5)
     assert history.curves["norm"] == [(0, 0.0)]
     history.add_point("norm", 5, 7.0)
-    history.add_column("m", 9, ["a"], [8.0])  # no part of the column that was forgotten
+    history.add_column("m", 9, {"a": 8.0})  # no part of the column that was forgotten
     assert history.curves["norm"] == [(0, 0.0), (5, 7.0)]
     assert history.maps["m"]["columns"] == [(0, [0.0]), (9, [8.0])]
 
@@ -103,13 +103,13 @@ def test_a_history_goes_on_after_a_checkpoint() -> None:
     whole, half = History(), History()
     for step in range(6000):
         whole.add_point("x", step, step)
-        whole.add_column("m", step, ["a"], [step])
+        whole.add_column("m", step, {"a": step})
         if step == 3500:
             whole.add_alarm(alarm(step))
             half = History.from_dict(through_checkpoint(whole.to_dict()))
         elif step > 3500:
             half.add_point("x", step, step)
-            half.add_column("m", step, ["a"], [step])
+            half.add_column("m", step, {"a": step})
     assert half == whole
 
 

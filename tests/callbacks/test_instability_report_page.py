@@ -77,7 +77,7 @@ def test_page_asks_for_nothing_from_outside() -> None:
 def test_page_escapes_all_that_comes_from_users() -> None:
     history = _with_alarms(_alarm(1, text=EVIL, tensor=EVIL, remedy=EVIL))
     history.add_point(EVIL, 1, 1.0)
-    history.add_column(EVIL, 1, [EVIL], [1.0])
+    history.add_column(EVIL, 1, {EVIL: 1.0})
     failed = {"how": "failed", "time": EVIL, "exception": EVIL}
     page = report_page(
         _data(
@@ -150,7 +150,7 @@ def test_data_and_page_of_the_largest_run_take_at_most_five_megabytes() -> None:
         history = History()
         names = [f"{row}{'n' * 300}" for row in range(1500)]
         for step in range(40):
-            history.add_column(name, 1000 * step, names, [1 / 3 + row for row in range(1500)])
+            history.add_column(name, 1000 * step, {n: 1 / 3 + row for row, n in enumerate(names)})
         for curve in range(6):
             history.curves[f"{name}{curve}"] = [(s, math.sin(s)) for s in range(4000)]
         for step in range(200):
@@ -197,9 +197,9 @@ def test_data_takes_its_own_loss_and_the_densest_gradient_norm() -> None:
 
 def test_data_of_a_map_merges_optimizers_and_tells_what_is_missing() -> None:
     monitor = History()
-    monitor.add_column("gradient_headroom_bits", 0, ["a", "b"], [3.14159, math.inf])
-    monitor.add_column("gradient_headroom_bits", 0, ["c"], [5.0])
-    monitor.add_column("gradient_headroom_bits", 4, ["c"], [math.nan])
+    monitor.add_column("gradient_headroom_bits", 0, {"a": 3.14159, "b": math.inf})
+    monitor.add_column("gradient_headroom_bits", 0, {"c": 5.0})
+    monitor.add_column("gradient_headroom_bits", 4, {"c": math.nan})
     (heat,) = _data(None, monitor)["maps"]
     rows = dict(zip(heat["rows"], heat["cells"], strict=True))
     assert heat["steps"] == [0, 4]
@@ -225,8 +225,7 @@ def test_data_of_a_map_has_the_most_notable_rows_first(
     others = {f"other{i}": [0.5, 0.5] if "head" not in name else [10.0, 10.0] for i in range(5)}
     rows = {**others, **values}
     for step in range(12):
-        column = [pair[step > 7] for pair in rows.values()]
-        monitor.add_column(name, step, list(rows), column)
+        monitor.add_column(name, step, {row: pair[step > 7] for row, pair in rows.items()})
     (heat,) = _data(None, monitor, tensors=3)["maps"]
     assert heat["rows"][0] == first
     assert heat["positions"][0] == list(rows).index(first)

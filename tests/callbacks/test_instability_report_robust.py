@@ -1,5 +1,6 @@
 """Reports of runs that share a folder, are killed, or go on; loggers; who is told of alarms."""
 
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_mp import BalancedAMP, GradientUnderflowMonitor, LossScaleMonitor, SpikeGuard
 from lightning_mp.callbacks import Alarm
+from lightning_mp.callbacks._report.outlets import Alerts
 from lightning_mp.callbacks.instability_report import InstabilityReport, _Pace
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.models import Watched, watch
@@ -265,6 +267,16 @@ def test_alert_posts_json_to_a_url(tmp_path: Path, server: tuple[str, list[Any]]
     assert posted[0]["text"] == "Watched: Step 1, epoch 0, batch 1, rank 0: It is odd. Look."
     assert posted[0]["alarm"]["value"] == "inf"
     assert posted[0]["alarm"]["remedy"] == "Look."
+
+
+def test_alerts_on_their_way_when_training_ends_arrive(server: tuple[str, list[Any]]) -> None:
+    url, posted = server
+    alerts = Alerts(url)
+    alarm = Alarm(step=0, monitor="A", kind="odd", severity="warning", message="Odd.", remedy="Go.")
+    for step in range(8):
+        alerts.send("Watched", dataclasses.replace(alarm, step=step))
+    alerts.finish()
+    assert [each["alarm"]["step"] for each in posted] == [*range(8)]
 
 
 @pytest.mark.parametrize("target", ["answers-500", "nobody"])

@@ -41,8 +41,8 @@ def _history() -> History:
     ]
     for step in range(0, STEPS, 10):
         zeros = [row / 100 + step / 1e4 for row in range(len(names))]
-        history.add_column("gradient_zero_share", step, names, zeros)
-        history.add_column("gradient_headroom_bits", step, names[:9], [16 - step / 40] * 9)
+        history.add_column("gradient_zero_share", step, dict(zip(names, zeros, strict=True)))
+        history.add_column("gradient_headroom_bits", step, dict.fromkeys(names[:9], 16 - step / 40))
     for step, level in ALARMS.items():
         tensor = names[11]
         message, remedy = f"`{tensor}` has 7% zeros.", "Pass `init_scale=65536`."
