@@ -64,9 +64,8 @@ def _settings(plugin: object) -> str:
 
 
 def _optimizer(optimizer: Any) -> str:
-    groups = optimizer.param_groups
-    texts = [_join((key, group[key]) for key in _GROUP_KEYS if key in group) for group in groups]
-    texts = list(dict.fromkeys(texts))
+    kinds = (_join((k, g[k]) for k in _GROUP_KEYS if k in g) for g in optimizer.param_groups)
+    texts = list(dict.fromkeys(kinds))
     more = f"; {len(texts) - _MAX_GROUPS} more kinds" if len(texts) > _MAX_GROUPS else ""
     return f"{type(optimizer).__name__}({'; '.join(texts[:_MAX_GROUPS])}{more})"
 

@@ -90,13 +90,12 @@ def _row(
     wide = torch.float32 if parameter.device.type == "mps" else torch.float64
     if "exp_avg_sq" not in state or not local_shard(gradient).numel():
         return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
-    tensors = [local_shard(t) for t in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-    if tensors[1].is_sparse:
-        tensors[1] = tensors[1].to_dense()
+    held = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
+    # Of complex ones the parts, as torch steps them.
+    tensors = [stored_values(t.to_dense() if t.is_sparse else t) for t in held]
     step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
     # On a CPU the dozen passes over a block find it in the cache.
     size = _BLOCK if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
-    tensors = [stored_values(t) for t in tensors]  # of complex ones the parts, as torch steps them
     blocks = zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)
     parts = [_block_sums(group, step, unscale, *block) for block in blocks]
     sums = torch.stack(parts).sum(dim=0, dtype=wide)

@@ -146,8 +146,7 @@ class FactsRecorder(pl.Callback):
             # the device at the start of the batch, so that nothing is waited for here.
             self.drain()
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
-        # Of a module without an optimizer, Lightning's stand-in has no groups.
-        lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        lr = next((group.get("lr") for group in optimizer.param_groups), None)
         self.now = replace(
             self.now or facts_of(trainer),
             global_step=trainer.global_step,
