@@ -12,14 +12,13 @@ import faulthandler
 import itertools
 import os
 import platform
-import re
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import lightning
@@ -47,11 +46,10 @@ Found = TypeVar("Found")
 
 def take_turns(
     runs: Mapping[str, Callable[[], Found]],
-    *,
-    rounds: int,
-    seconds_of: Callable[[Any], float] = float,
+    rounds: int = 1,
     max_seconds: float | None = None,
-    title: str = "",
+    title: str = "in turn",
+    seconds_of: Callable[[Any], float] = float,
 ) -> tuple[dict[str, list[Found]], dict[str, str]]:
     """Run all in turn; return what was found, round by round, and why others failed.
 
@@ -77,21 +75,20 @@ def take_turns(
 
 
 def time_in_turn(
-    steps: Mapping[str, Callable[[], object]], *, device: torch.device, rounds: int, **limits: Any
+    steps: Mapping[str, Callable[[], object]], device: torch.device, *limits: Any
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Return the seconds of all steps, taken in turn after two rounds that do not count.
 
     A round is a call by the clock of torch's benchmarks, which waits for the device; of a step that
     takes a GPU less than 20 ms it is Triton's `do_bench`, which repeats it for that long and clears
-    the cache in between. The arguments are those of `take_turns`, as is what is returned.
+    the cache in between. The limits are those of `take_turns`, as is what is returned.
     """
     calls = {name: partial(_seconds_of_call, step) for name, step in steps.items()}
     warm, failures = take_turns(calls, rounds=2)
     for name, seconds in warm.items():
         if device.type == "cuda" and min(seconds) < _LONG_ENOUGH:
             calls[name] = partial(_seconds_of_many, steps[name])
-    calls = {name: calls[name] for name in warm}
-    spreads, later = take_turns(calls, rounds=rounds, **limits)
+    spreads, later = take_turns({name: calls[name] for name in warm}, *limits)
     return spreads, failures | later
 
 
@@ -107,17 +104,13 @@ def _seconds_of_many(step: Callable[[], object]) -> float:
 
 def time_columns(seconds: Sequence[float]) -> dict[str, float]:
     """Return the columns of a CSV file that tell the times of a step."""
-    times = {
-        "ms_median": statistics.median(seconds),
-        "ms_min": min(seconds),
-        "ms_max": max(seconds),
-    }
-    return {"rounds": len(seconds)} | {name: 1e3 * t for name, t in times.items()}
+    ms = [1e3 * each for each in seconds]
+    return {"rounds": len(ms), "ms_median": median(ms), "ms_min": min(ms), "ms_max": max(ms)}
 
 
 def median_ratio(above: Sequence[float] | None, below: Sequence[float]) -> Any:
     """Return the median of ratios within common rounds; `None` where there is nothing above."""
-    return above and statistics.median(a / b for a, b in zip(above, below, strict=False))
+    return above and median(a / b for a, b in zip(above, below, strict=False))
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
@@ -136,12 +129,11 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Return what a figure depends on: chip, threads, versions. No names of machines or people."""
-    packages = (torch, triton, lightning, lightning_mp)
     return {
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
-        **{package.__name__: str(package.__version__) for package in packages},
+        **{p.__name__: str(p.__version__) for p in (torch, triton, lightning, lightning_mp)},
     }
 
 
@@ -155,10 +147,8 @@ def append_rows(
 
     Of rows that differ by the date and by what was `measured` alone, the last one stays.
     """
-    old: list[dict[str, str]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            old = list(csv.DictReader(file))
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    old = list(csv.DictReader(lines))
     new = [{n: "" if v is None else str(v) for n, v in row.items()} for row in rows]
     columns = list(dict.fromkeys([*(old[0] if old else ()), *columns]))
     key = [name for name in columns if name not in {"date", *measured}]
@@ -170,12 +160,6 @@ def append_rows(
         writer.writeheader()
         writer.writerows(by_key.values())
     part.replace(path)
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows under a header in columns: the first to the left, figures to the right."""
-    first, *others = aligned([header, *rows])
-    return "\n".join([first, "-" * max(map(len, (first, *others))), *others])
 
 
 @dataclass
@@ -196,7 +180,7 @@ class Benchmark:
     name: str
     doc: str | None
     measure: Callable[[argparse.Namespace], Iterable[Report]]
-    # For argparse; `toy` is the default of a rehearsal.
+    # For argparse, positive whole numbers if they are nothing else; `toy` is that of a rehearsal.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -208,10 +192,10 @@ class Benchmark:
         add = parser.add_argument
         is_quick = "--quick" in (sys.argv[1:] if argv is None else argv)
         for name, option in self.options.items():
-            kept = {key: value for key, value in option.items() if key != "toy"}
-            if is_quick and "toy" in option:
-                kept["default"] = option["toy"]
-            add(f"--{name}", **{"help": " ", **kept})
+            kept = {"type": str if "choices" in option else positive, "default": None, **option}
+            toy = kept.pop("toy", kept["default"])
+            kept["default"] = toy if is_quick else kept["default"]
+            add(f"--{name}", nargs="+" if isinstance(toy, list) else None, **kept)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         add("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
         add("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
@@ -220,7 +204,7 @@ class Benchmark:
         add("--quick", action="store_true", help="rehearse at toy size; only a given --csv is kept")
         return parser.parse_args(argv)
 
-    def main(self, argv: Sequence[str] | None = None) -> int:
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the benchmark; the exit status is 1 if something of ours failed or was wrong."""
         if argv is None:  # what is interrupted inside of a kernel says where, too
             faulthandler.register(signal.SIGINT, chain=True)
@@ -235,8 +219,8 @@ class Benchmark:
             date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             rows = [{"date": date, **what, **found, **facts} for what, found in report.rows]
             if rows:
-                lines = [[cell(form, row) for form in report.table.values()] for row in rows]
-                print(f"\n{format_table(list(report.table), lines)}\n")
+                cells = [[cell(form, row) for form in report.table.values()] for row in rows]
+                print("", *aligned([list(report.table), *cells]), "", sep="\n")
                 if args.csv is not None:
                     append_rows(args.csv, list(rows[0]), rows, report.rows[0][1])
             missing = [f"Left out: {name}: {why}." for name, why in report.left_out.items()]
@@ -247,8 +231,10 @@ class Benchmark:
 
 def cell(form: str, row: Mapping[str, Any]) -> str:
     """Return a row in a form, a dash if it has no value for it."""
-    fields = re.findall(r"{(\w+)", form)
-    return "-" if any(row[name] is None for name in fields) else form.format(**row)
+    try:
+        return form.format(**row)
+    except TypeError:  # of `None`, which has no digits
+        return "-"
 
 
 def verdict(figure: str, target: str, met: bool) -> str:

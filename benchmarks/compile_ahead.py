@@ -2,11 +2,11 @@
 
     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 
-The launchers of the package run as on a device, on CPU tensors and up to the launch. Triton's key
-is made of its own files, the source of the kernel and of all that it calls, the specialisation, the
-options, the assembler's version and the architecture, and of no path and no device; so the same
-wheels on the GPU's machine find what lies here. Only the cache itself notes where its files lay: a
-folder that was moved is put right first, or all of it would be compiled again.
+The package runs as on a device, up to each launch. Triton's key is made of its own files, the
+source of the kernel and of all that it calls, the specialisation, the options, the assembler's
+version and the architecture, and of no path and no device; so the same wheels on the GPU's machine
+find what lies here. Only the cache notes where its files lay: a folder that was moved is put right
+first, or all of it would be compiled again.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import JITFunction, driver  # noqa: E402
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
 
-from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits  # noqa: E402
-from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles  # noqa: E402
-from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS  # noqa: E402
-from lightning_mp.numerics.fused_stats import fused_stats  # noqa: E402
-from lightning_mp.numerics.row_dots import fused_row_dots  # noqa: E402
-from lightning_mp.optim._adamw.foreach import AdamWOptions  # noqa: E402
-from lightning_mp.optim._adamw.fused import fused_adamw_step  # noqa: E402
+from lightning_mp.contrastive._exchange.ring import Ring
+from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS
+from lightning_mp.numerics.fused_stats import fused_stats
+from lightning_mp.numerics.row_dots import fused_row_dots
+from lightning_mp.optim.safe_adamw import SafeAdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Counts of tiles are multiples of 16, as at all larger batches of the suite; and shards are not so
@@ -76,51 +76,38 @@ def pretend(arch: int) -> Iterator[list[bool]]:
 
 
 def sweeps(arch: int) -> None:
-    """Launch both sweeps of the loss, for the dtypes and widths of the suite."""
+    """Launch losses of one process and their backwards, for the dtypes and widths of the suite."""
     tiles = TritonTiles(arch=_ARCHS.get(divmod(arch, 10), 80))
-    for dtype in (BF16, FP16, FP32):
-        for width in WIDTHS:
-            rows, columns = (torch.zeros(ROWS, width, dtype=dtype) for _ in range(2))
-            scale, lses = torch.tensor(100.0), torch.zeros(2, ROWS, dtype=torch.float64)
-            prepared = tiles.prepare(rows, columns, scale)
-            logits = Logits(rows, columns, scale, 0)
-            kept = torch.empty(tiles.kept_values(ROWS, ROWS, dtype, rows.device))
-            for memory in (kept[:0], kept)[: 1 + len(kept)]:
-                keeping = logits._replace(kept=Kept(memory))
-                tiles.lse_sweep(keeping, *lses, prepared=prepared)
-            for wanted in ((True, True), (True, False), (False, True)):
-                terms = tiles.pair_terms(lses[0], lses[1:], prepared.pos_b, wanted, ROWS)
-            # The gradient products are cuBLAS'.
-            for memory in (kept[:0], kept)[: 1 + len(kept)]:
-                tiles.grad_sweep(logits._replace(kept=Kept(memory)), *lses, None, None)
-            gradients = torch.zeros(2, ROWS, width)
-            for d_rows, d_columns in (gradients, (gradients[0], None), (None, gradients[1])):
-                tiles.finish(
-                    rows, columns, d_rows, d_columns, terms.weight_b, scale, scale, ROWS, 1, True
-                )  # fmt: skip
-            for other in {dtype, FP32}:  # the same for the sigmoid loss
+    losses = ("both", True, True), ("image_to_text", True, False), ("text_to_image", False, True)
+    for dtype, width, loss in itertools.product((BF16, FP16, FP32), WIDTHS, losses):
+        directions, *sides = loss
+        # The gradient products are cuBLAS': they take no time here.
+        with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
+            rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
+            inputs = rows, columns, torch.empty(()), None
+            infonce.sweep(*inputs, infonce.Plan(Ring([ROWS]), tiles, False, False, False))
+            plan = infonce.Plan(Ring([ROWS]), tiles, *sides, True, directions=directions)
+            swept = infonce.sweep(*inputs, plan)
+            for kept in (swept.kept, swept.kept[:0]):
+                infonce.differentiate(inputs[2], *inputs, swept._replace(kept=kept), plan)
+            for other in {dtype, FP32}:  # the sigmoid loss
                 fused_row_dots(rows, columns.to(other))
 
 
 def optimizer(arch: int) -> None:
-    """Launch the fused AdamW as SafeAdamW does, for fp32 and half weights."""
-    for dtype, write_back in ((FP32, "nearest"), (FP16, "kahan"), (BF16, "kahan")):
-        for clip in (None, 1.0):
-            params, grads, residuals = ([torch.zeros(64, dtype=dtype)] * 7 for _ in range(3))
-            moments, steps = [[torch.zeros(64)] * 7] * 2, [torch.ones(())] * 7
-            fused_adamw_step(
-                params, grads, *moments, residuals if write_back == "kahan" else None, steps,
-                AdamWOptions(
-                    lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False,
-                    rule="adam", write_back=write_back, seed=0, clip_update_rms=clip,
-                    grad_scale=None, found_inf=None,
-                ),
-            )  # fmt: skip
+    """Launch a step of SafeAdamW's fused kernel, for fp32 and half weights."""
+    for dtype, clip in itertools.product((FP32, FP16, BF16), (None, 1.0)):
+        params = [torch.zeros(64, dtype=dtype, requires_grad=True) for _ in range(7)]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        adamw = SafeAdamW(params, lr=1e-3, clip_update_rms=clip)
+        adamw.param_groups[0]["fused"] = True  # its constructor would look for the GPU
+        adamw.step()
 
 
 def statistics(arch: int) -> None:
     """Launch the monitors' statistics of tensors."""
-    values: Sequence[Tensor] = [torch.zeros(2**16, dtype=dtype) for dtype in (FP32, FP16, BF16)]
+    values = [torch.zeros(2**16, dtype=dtype) for dtype in (FP32, FP16, BF16)]
     fused_stats(values, (torch.tensor(2.0**-14), torch.tensor(2.0**-25)))
 
 
@@ -153,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for group in args.groups:
         with pretend(arch) as hits:
             GROUPS[group](arch)
-        counts = f"{sum(hits)} in the cache, {len(hits) - sum(hits)} compiled"
-        print(f"sm{arch}, {group}: {counts}", flush=True)
+        compiled = hits.count(False)
+        print(f"sm{arch}, {group}: {sum(hits)} in the cache, {compiled} compiled", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Count what the host of one rank launches, sends and waits for in one loss, by exchange and ranks.
 
 Forward and backward run through the Triton launchers on tensors without memory and in a process
-group without peers: every operation, kernel, product and collective is counted, none is done. So
-the counts are exact and need no GPU. Seconds are computed from them by a stated model, not
-measured: they say which side of a step waits for the other. A second table computes what it saves a
-GPU to keep tiles of the first sweep for the second, as torch's tiles do for all features and
-Triton's for those of fp32.
+group without peers: all are counted, none is done, so the counts are exact and need no GPU. Seconds
+are computed from them by a stated model, and say which side of a step waits for the other. A second
+table computes what it saves a GPU to keep tiles of the first sweep for the second, as torch's tiles
+do for all features and Triton's for those of fp32.
 
     python benchmarks/exchange.py
 """
@@ -14,29 +13,26 @@ import argparse
 import itertools
 import math
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime import KernelInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._common import Benchmark, Report, format_table, positive  # noqa: E402
-from lightning_mp.contrastive._exchange.agreement import make_plan  # noqa: E402
-from lightning_mp.contrastive._sums import infonce  # noqa: E402
-from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace  # noqa: E402
-from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES  # noqa: E402
+from benchmarks._common import Benchmark, Report
+from lightning_mp.contrastive._exchange.agreement import make_plan
+from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace
+from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.plan.table import aligned
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
 
@@ -77,14 +73,11 @@ class Counts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops = 0  # of torch that work on the device
-        self.kernels = 0  # launches of Triton
-        self.products = 0  # of gradients, for cuBLAS
-        self.waits = 0  # operations that bring a value to the host
-        self.peak_bytes = 0  # the most that tensors made inside have taken at a time
+        # `"op"` of torch that works on the device, `"kernel"` of Triton, `"product"` of a gradient,
+        # for cuBLAS, and `"wait"`, which brings a value to the host.
+        self.of: Counter[str] = Counter()
         # By the names of c10d's operators; the one for the facts is not among them.
         self.collectives: Counter[str] = Counter()
-        self._live: dict[int, int] = {}  # bytes of storages
 
     @property
     def sent(self) -> int:
@@ -94,8 +87,8 @@ class Counts(TorchDispatchMode):
     @property
     def host_seconds(self) -> float:
         """The host's time by the model."""
-        counts = {"op": self.ops, "kernel": self.kernels, "product": self.products}
-        return sum(SECONDS[name] * n for name, n in {**counts, "collective": self.sent}.items())
+        counts = self.of | Counter(collective=self.sent)
+        return sum(cost * counts[name] for name, cost in SECONDS.items())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         result = function(*args, **(kwargs or {}))
@@ -103,16 +96,9 @@ class Counts(TorchDispatchMode):
         if function.namespace == "c10d":
             self.collectives[name] += 1
         elif name in _WAITS:
-            self.waits += 1
+            self.of["wait"] += 1
         elif function.namespace == "aten" and not function.is_view:
-            self.ops += not any(free in name for free in _FREE)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._live:
-                    self._live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self._live.pop, storage._cdata)
-        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+            self.of["op"] += not any(free in name for free in _FREE)
         return result
 
 
@@ -122,33 +108,31 @@ def count(
     exchange: str,
     workspace_bytes: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    counting: type[Counts] = Counts,
 ) -> Counts:
     """Return what rank 0 does for a loss with `sizes` pairs on the ranks; none is there."""
-    counts = Counts()
+    counts = counting()
 
-    def product(*args: Any) -> None:
-        counts.products += 1
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        counts.kernels += 1
+    def counted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: counts.of.update([name])
 
     dist.init_process_group("fake", rank=0, world_size=len(sizes), store=FakeStore())
     try:
         with (
-            mock.patch.object(KernelInterface, "__getitem__", return_value=launch),
-            mock.patch.object(workspace, "add_product", product),
+            mock.patch.object(KernelInterface, "__getitem__", return_value=counted("kernel")),
+            mock.patch.object(workspace, "add_product", counted("product")),
             mock.patch.object(FakeTensor, "data_ptr", return_value=4096),
             FakeTensorMode(),
         ):
             features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
-            scale = torch.empty(())
+            inputs = (*features, torch.empty(()), None)
             plan = make_plan(
                 sizes, features[0], exchange, [True] * 3,
                 lambda left: TritonTiles(left, arch=90), workspace_bytes,
             )  # fmt: skip
             with counts:
-                swept = infonce.sweep(*features, scale, None, plan)
-                infonce.differentiate(torch.empty(()), *features, scale, None, swept, plan)
+                swept = infonce.sweep(*inputs, plan)
+                infonce.differentiate(torch.empty(()), *inputs, swept, plan)
     finally:
         dist.destroy_process_group()
     return counts
@@ -166,22 +150,20 @@ def saved_by_keeping(kept_bytes: int, products: int, width: int) -> float:
 
 def largest_kept(kept_bytes: int, budget: int) -> int:
     """Return the largest batch of one process whose kept tiles, in rows by 16, fit a budget."""
-    b = math.isqrt(budget // kept_bytes)
-    while b * -(-b // 16) * 16 * kept_bytes > budget:
-        b -= 1
-    return b
+    most = math.isqrt(budget // kept_bytes)
+    return next(b for b in range(most, 0, -1) if b * -(-b // 16) * 16 * kept_bytes <= budget)
 
 
 def _kept_table() -> str:
     widths = (512, 768, 1024)
-    header = ["tiles kept", *(f"D = {width}" for width in widths)]
+    header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
+    # Half of the workspace; and where it holds a quarter.
+    sizes = (DEFAULT_WORKSPACE_BYTES // 2, 2 * DEFAULT_WORKSPACE_BYTES)
     rows = []
     for name, kept in KEPT.items():
         saved = [f"{saved_by_keeping(*kept, width):.0%}" for width in widths]
-        # Half of the workspace; and where it holds a quarter.
-        sizes = (DEFAULT_WORKSPACE_BYTES // 2, 2 * DEFAULT_WORKSPACE_BYTES)
         rows.append([name, *saved, *(f"{largest_kept(kept[0], size):,}" for size in sizes)])
-    return format_table([*header, "all fit up to b =", "a quarter up to b ="], rows)
+    return "\n".join(aligned([[*header, "a quarter up to b ="], *rows]))
 
 
 def measure(args: argparse.Namespace) -> Iterator[Report]:
@@ -192,11 +174,11 @@ def measure(args: argparse.Namespace) -> Iterator[Report]:
         n = count([batch] * world_size, args.width, exchange)
         what = {"ranks": world_size, "pairs": batch, "exchange": exchange, "width": args.width}
         found = {
-            "torch_operations": n.ops,
-            "triton_launches": n.kernels,
-            "products": n.products,
+            "torch_operations": n.of["op"],
+            "triton_launches": n.of["kernel"],
+            "products": n.of["product"],
             "collectives": n.sent,
-            "device_waits": n.waits,
+            "device_waits": n.of["wait"],
             "host_ms_computed": 1e3 * n.host_seconds,
             "products_ms_computed": 1e3 * flop / FLOP_A_SECOND,
         }
@@ -211,9 +193,7 @@ def measure(args: argparse.Namespace) -> Iterator[Report]:
     yield Report(rows, TABLE, said)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"width": dict(type=positive, default=768, help="D")}
-BENCHMARK = Benchmark("exchange", __doc__, measure, OPTIONS)
-main, parse = BENCHMARK.main, BENCHMARK.parse
+main = Benchmark("exchange", __doc__, measure, {"width": dict(default=768, help="D")})
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -11,10 +11,10 @@ what the host spends; the comparison says what the device does.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import _common as common  # noqa: E402
-from lightning_mp import BalancedAMP, callbacks  # noqa: E402
-from lightning_mp.callbacks._step.outputs import OutputSampler  # noqa: E402
-from lightning_mp.reproduce import _fit  # noqa: E402
+from benchmarks import _common as common
+from lightning_mp import BalancedAMP, callbacks
+from lightning_mp.callbacks._step.outputs import OutputSampler
+from lightning_mp.reproduce import _fit
 
 WARM_UP = 20  # steps
 INSIDE, COMPARED = "all, inside", "all, on against off"
@@ -124,11 +124,11 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     if failures:
         raise RuntimeError(f"A training did not finish: {failures}.")
     off, on = ([run.seconds for run in found[kind]] for kind in runs)
-    step = statistics.median(off) / args.steps
+    step = median(off) / args.steps
     shares = {type(monitor).__name__: 0.0 for monitor in monitors()}
     for action, seconds in (item for run in found["on"] for item in run.inside.items()):
         for name in shares:
-            shares[name] += (f"]{name}" in action) * seconds / len(on) / statistics.median(off)
+            shares[name] += (f"]{name}" in action) * seconds / len(on) / median(off)
     shares[INSIDE] = sum(shares.values())
     shares[COMPARED] = common.median_ratio(on, off) - 1
     asked = {
@@ -148,14 +148,13 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     yield common.Report(rows, TABLE, [common.verdict(figure, f"{goal:.0%}", shares[kind] <= goal)])
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "batch": dict(type=common.positive, default=8, help="sequences a step"),
-    "tokens": dict(type=common.positive, default=128, toy=8, help="of a sequence"),
-    "steps": dict(type=common.positive, default=100, toy=10, help="of a training that count"),
-    "pairs": dict(type=common.positive, default=2, help="trainings without and with monitors"),
+OPTIONS = {
+    "batch": dict(default=8, help="sequences a step"),
+    "tokens": dict(default=128, toy=8, help="of a sequence"),
+    "steps": dict(default=100, toy=10, help="of a training that count"),
+    "pairs": dict(default=2, help="trainings without and with monitors"),
 }
-BENCHMARK = common.Benchmark("monitor_overhead", __doc__, measure, OPTIONS)
-main, parse = BENCHMARK.main, BENCHMARK.parse
+main = common.Benchmark("monitor_overhead", __doc__, measure, OPTIONS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -9,27 +9,26 @@ is less to move, and not the same arithmetic. torch's AdamW on fp16 weights give
 **Bytes**: what a step has to move if it reads and writes each of its tensors once: weights, both
 moments and residuals twice, gradients once; the clip reads gradients and second moments once more.
 `of copy` holds that, by the time, against the bandwidth of `Tensor.copy_` of fp32 values in the
-same rounds. A copy does nothing else, so its bandwidth is the bound in practice. `error` is the
-largest difference from AdamW in float64 after three steps on few weights, relative to the largest
-change; who is further off than 5% is left out.
+same rounds, the bound in practice. `error` is the largest difference from AdamW in float64 after
+three steps on few weights, relative to the largest change; who is further off than 5% is left out.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from benchmarks import _common as common  # noqa: E402
-from lightning_mp.optim.safe_adamw import SafeAdamW  # noqa: E402
-from lightning_mp.reproduce._vit import SIZES, ViT  # noqa: E402
+from benchmarks import _common as common
+from lightning_mp.optim.safe_adamw import SafeAdamW
+from lightning_mp.reproduce._vit import SIZES, ViT
 
 BASE, COPY = "torch fused fp32", "copy"
 TARGET_FRACTION = 0.85  # of the bandwidth of a copy, on CUDA
@@ -91,9 +90,7 @@ def shapes_of(size: str) -> list[torch.Size]:
 def error_of(contender: Contender, device: torch.device, steps: int = 3) -> float:
     """Return how far a contender is from AdamW in float64, relative to the largest change."""
     generator = torch.Generator().manual_seed(0)
-    weight, *gradients = (
-        torch.randn(10_007, generator=generator).to(contender.dtype) for _ in range(1 + steps)
-    )
+    weight, *gradients = torch.randn(1 + steps, 10_007, generator=generator).to(contender.dtype)
     mine = weight.to(device, copy=True).requires_grad_()
     exact = weight.double().requires_grad_()
     optimizers = contender.make([mine]), torch.optim.AdamW([exact], foreach=False, **_OPTIONS)
@@ -135,31 +132,32 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
             for dtype in {CONTENDERS[name].dtype for name in args.contenders}
         }
         makers = {name: partial(prepare, name, gradients, args.device) for name in args.contenders}
-        prepared, left_out = common.take_turns(makers, rounds=1)
+        prepared, left_out = common.take_turns(makers)
         steps = {name: step for name, ((step, _),) in prepared.items()}
         target, source = torch.zeros(2, count, device=args.device)
         steps[COPY] = partial(target.copy_, source)
-        limits = {"rounds": args.rounds, "max_seconds": args.max_seconds}
-        spreads, later = common.time_in_turn(steps, device=args.device, title=size, **limits)
+        limits = args.device, args.rounds, args.max_seconds, size
+        spreads, later = common.time_in_turn(steps, *limits)
         copy, base = spreads.pop(COPY), spreads.get(BASE)
-        rows = []
-        for name, seconds in sorted(spreads.items(), key=lambda item: statistics.median(item[1])):
+        rows, said = [], []
+        for name, seconds in sorted(spreads.items(), key=lambda item: median(item[1])):
             moved, ((_, error),) = CONTENDERS[name].bytes_per_element, prepared[name]
             what = {"contender": name, "size": size, "parameters": count, "tensors": len(shapes)}
             found = {
                 **common.time_columns(seconds),
                 "speedup": common.median_ratio(base, seconds),
-                "gb_per_second": moved * count / statistics.median(seconds) / 1e9,
-                "copy_gb_per_second": 8 * count / statistics.median(copy) / 1e9,
+                "gb_per_second": moved * count / median(seconds) / 1e9,
+                "copy_gb_per_second": 8 * count / median(copy) / 1e9,
                 "copy_fraction": moved / 8 * common.median_ratio(copy, seconds),
                 "error": error,
             }
             rows.append(({**what, "device": args.device, "bytes_per_element": moved}, found))
-        shares = {what["contender"]: found["copy_fraction"] for what, found in rows}
-        said = [verdict_of(name, shares[name]) for name in shares if CONTENDERS[name].needs_gpu]
-        failed = [name for name, why in (left_out | later).items() if why.startswith("failed")]
-        sound = not any(name.startswith("SafeAdamW") for name in failed)
-        yield common.Report(rows, TABLE, said, left_out | later, sound)
+            if CONTENDERS[name].needs_gpu:
+                said.append(verdict_of(name, found["copy_fraction"]))
+        left_out |= later
+        ours = [why for name, why in left_out.items() if name.startswith("SafeAdamW")]
+        sound = not any(why.startswith("failed") for why in ours)
+        yield common.Report(rows, TABLE, said, left_out, sound)
 
 
 def verdict_of(name: str, share: float) -> str:
@@ -168,14 +166,13 @@ def verdict_of(name: str, share: float) -> str:
     return common.verdict(f"{name}: {share:.0%} of a copy", target, share >= TARGET_FRACTION)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "size": dict(choices=SIZES, nargs="+", default=["B16"], toy=["tiny"], help="a table each"),
-    "contenders": dict(choices=CONTENDERS, nargs="+", default=[*CONTENDERS], help="who is timed"),
-    "rounds": dict(type=common.positive, default=20, toy=2, help="rounds that count"),
+OPTIONS = {
+    "size": dict(choices=SIZES, default=["B16"], toy=["tiny"], help="a table each"),
+    "contenders": dict(choices=CONTENDERS, default=[*CONTENDERS], help="who is timed"),
+    "rounds": dict(default=20, toy=2, help="rounds that count"),
     "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
 }
-BENCHMARK = common.Benchmark("optimizer_step", __doc__, measure, OPTIONS)
-main, parse = BENCHMARK.main, BENCHMARK.parse
+main = common.Benchmark("optimizer_step", __doc__, measure, OPTIONS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -3,15 +3,14 @@
     python benchmarks/precision.py --size B16 L16 --batch 128
 
 **Contenders**: `32-true` (without TF32), Lightning's `16-mixed` and `bf16-mixed`, BalancedAMP with
-full weights (O1) and with half copies of fp32 weights (O2), and PureFP16 (pure); each with AdamW as
-fused and as foreach kernels, and with SafeAdamW (safe). On a CPU, `Trainer(precision="16-mixed")`
-would silently be bf16, so plugins are passed as objects.
+full weights (O1) and with half copies of fp32 weights (O2), and PureFP16 (pure); each with AdamW's
+fused and foreach kernels, and SafeAdamW (safe). All are plugins: `precision="16-mixed"` of a
+Trainer would silently be bf16 on a CPU.
 
 A round is one `Trainer.fit`, so that no two contenders share the memory; its time is the median
-step, which ends when the device is idle and lasts from the end of the one before: what Lightning
-does in between counts. Steps that the loss scale skipped do not. `x 16-mixed` is against 16-mixed
-with the same optimizer, above 1 where faster. Peak memory is the allocator's, data and model
-included; on a CPU there is none.
+step, from the end of the one before until the device is idle, of those that the loss scale did not
+skip. `x 16-mixed` is against 16-mixed with the same optimizer, above 1 where faster. Peak memory is
+the allocator's, data and model included; on a CPU there is none.
 
 Every contender starts from the same weights and sees one batch, again and again. One whose final
 loss is not finite, or further than 5% from that of 32-true after as many updates, is left out.
@@ -19,22 +18,22 @@ loss is not finite, or further than 5% from that of 32-true after as many update
 
 import argparse
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision  # noqa: E402
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from benchmarks import _common as common  # noqa: E402
-from lightning_mp import BalancedAMP, PureFP16  # noqa: E402
-from lightning_mp.reproduce._fit import OPTIMIZERS, Classifier, Outcome, fit  # noqa: E402
-from lightning_mp.reproduce._vit import LAYOUTS, POOLS, SIZES, ViT  # noqa: E402
+from benchmarks import _common as common
+from lightning_mp import BalancedAMP, PureFP16
+from lightning_mp.reproduce._fit import OPTIMIZERS, Classifier, Outcome, fit
+from lightning_mp.reproduce._vit import LAYOUTS, POOLS, SIZES, ViT
 
 PRECISIONS: dict[str, Callable[[str], Precision]] = {
     "32-true": lambda device: Precision(),
@@ -77,22 +76,17 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
     labels = torch.randint(_CLASSES, shape[:1], generator=random, device=args.device)
     torch.manual_seed(0)
     with args.device:
-        kinds = {"pool": args.pool, "layout": args.layout}
-        model = ViT(SIZES[size], image=args.image, classes=_CLASSES, **kinds)
+        kind = {"pool": args.pool, "layout": args.layout, "image": args.image}
+        model = ViT(SIZES[size], classes=_CLASSES, **kind)
     lr = _STEP_NORM / math.sqrt(sum(p.numel() for p in model.parameters()))
-    return fit(
-        Classifier(model, lr=lr, optimizer=optimizer),
-        [(images, labels)] * (args.warm_up + args.steps),
-        device=args.device,
-        plugin=PRECISIONS[precision](args.device.type),
-        warm_up=args.warm_up,
-    )
+    classifier, plugin = Classifier(model, lr=lr, optimizer=optimizer), PRECISIONS[precision]
+    steps = [(images, labels)] * (args.warm_up + args.steps)
+    options = {"device": args.device, "warm_up": args.warm_up}
+    return fit(classifier, steps, plugin=plugin(args.device.type), **options)
 
 
-def judged(
-    fits: Sequence[Outcome], reference: Sequence[float] | None
-) -> tuple[float | None, str | None]:
-    """Return how far final losses are from 32-true's, and why fits are left out, if they are.
+def judged(fits: Sequence[Outcome], reference: Sequence[float] | None) -> float | None:
+    """Return how far final losses are from 32-true's, or raise why fits are left out.
 
     Losses are compared after as many updates. Kernels of AdamW differ by rounding only, so there is
     one reference for all, if any.
@@ -100,12 +94,13 @@ def judged(
     losses = [fit.losses[-1] for fit in fits]
     gap = reference and max(abs(fit.losses[-1] / reference[fit.updates] - 1) for fit in fits)
     if not all(map(math.isfinite, losses)):
-        return gap, f"diverged: its final losses are {', '.join(f'{loss:.4g}' for loss in losses)}"
+        said = ", ".join(f"{loss:.4g}" for loss in losses)
+        raise common.LeftOut(f"diverged: its final losses are {said}")
     if gap is not None and gap > LOSS_TOLERANCE:
-        return gap, f"diverged: its final loss is {gap:.0%} off that of {REFERENCE}"
+        raise common.LeftOut(f"diverged: its final loss is {gap:.0%} off that of {REFERENCE}")
     if not all(fit.step_seconds for fit in fits):
-        return gap, "took no timed step: all were skipped; give it a longer --warm-up"
-    return gap, None
+        raise common.LeftOut("took no timed step: all were skipped; give it a longer --warm-up")
+    return gap
 
 
 def measure(args: argparse.Namespace) -> Iterator[common.Report]:
@@ -122,35 +117,30 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         )
         references = (fits[0].losses for name, fits in outcomes.items() if REFERENCE in name)
         reference = next((losses for losses in references if all(map(math.isfinite, losses))), None)
-        found = {name: judged(fits, reference) for name, fits in outcomes.items()}
-        left_out |= {name: why for name, (_, why) in found.items() if why is not None}
-        medians = {
-            name: [statistics.median(fit.step_seconds) for fit in fits]
-            for name, fits in outcomes.items()
-            if name not in left_out
-        }
+        judge = {name: partial(judged, fits, reference) for name, fits in outcomes.items()}
+        gaps, diverged = common.take_turns(judge)
+        medians = {name: [median(fit.step_seconds) for fit in outcomes[name]] for name in gaps}
         rows = []
-        for name, seconds in sorted(medians.items(), key=lambda item: statistics.median(item[1])):
+        for name, seconds in sorted(medians.items(), key=lambda item: median(item[1])):
             (precision, optimizer), fits = kinds[name], outcomes[name]
             base = medians.get(f"{BASE}, {optimizer}")
             figures = {
                 **common.time_columns(seconds),
                 "parameters": fits[-1].parameters,
                 "speedup": common.median_ratio(base, seconds),
-                "images_per_second": args.batch / statistics.median(seconds),
+                "images_per_second": args.batch / median(seconds),
                 "peak_bytes": max(fit.peak_bytes or 0 for fit in fits) or None,
                 "final_loss": fits[-1].losses[-1],
-                "loss_difference": found[name][0],
+                "loss_difference": gaps[name][0],
                 "loss_scale": fits[-1].loss_scale,
                 "skipped_steps": max(fit.skipped_steps for fit in fits),
             }
             what = {"precision": precision, "optimizer": optimizer, "size": size}
             rows.append(({**what, **asked}, figures))
-        sound = all(
-            why == common.OUT_OF_MEMORY or kinds[name][0] in PEERS for name, why in left_out.items()
-        )
+        left_out |= diverged
+        ours = {why for name, why in left_out.items() if kinds[name][0] not in PEERS}
         said = [*verdict_of([what | figures for what, figures in rows])]
-        yield common.Report(rows, TABLE, said, left_out, sound)
+        yield common.Report(rows, TABLE, said, left_out, ours <= {common.OUT_OF_MEMORY})
 
 
 def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -173,23 +163,20 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 ASKED = "image", "batch", "pool", "layout", "device", "warm_up", "steps"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "size": dict(choices=SIZES, nargs="+", default=["B16"], toy=["tiny"], help="a table each"),
-    "image": dict(type=common.positive, default=224, toy=32, help="edge of the images in pixels"),
-    "batch": dict(type=common.positive, default=64, toy=8, help="images a step"),
+OPTIONS = {
+    "size": dict(choices=SIZES, default=["B16"], toy=["tiny"], help="a table each"),
+    "image": dict(default=224, toy=32, help="edge of the images in pixels"),
+    "batch": dict(default=64, toy=8, help="images a step"),
     "pool": dict(choices=POOLS, default="cls", help="what the head reads"),
     "layout": dict(choices=LAYOUTS, default="nld", help="lnd has the batch second"),
-    "precisions": dict(choices=PRECISIONS, nargs="+", default=[*PRECISIONS], help="contenders"),
-    "optimizers": dict(choices=OPTIMIZERS, nargs="+", default=[*OPTIMIZERS], help="of each"),
-    "rounds": dict(type=common.positive, default=3, toy=2, help="fits of each contender"),
-    "warm-up": dict(
-        type=common.positive, default=5, toy=1, help="steps of a fit that do not count"
-    ),
-    "steps": dict(type=common.positive, default=10, toy=3, help="timed steps of a fit"),
+    "precisions": dict(choices=PRECISIONS, default=[*PRECISIONS], help="contenders"),
+    "optimizers": dict(choices=OPTIMIZERS, default=[*OPTIMIZERS], help="of each"),
+    "rounds": dict(default=3, toy=2, help="fits of each contender"),
+    "warm-up": dict(default=5, toy=1, help="steps of a fit that do not count"),
+    "steps": dict(default=10, toy=3, help="timed steps of a fit"),
     "max-seconds": dict(type=float, help="bounds the timed steps of one contender together"),
 }
-BENCHMARK = common.Benchmark("precision", __doc__, measure, OPTIONS)
-main, parse = BENCHMARK.main, BENCHMARK.parse
+main = common.Benchmark("precision", __doc__, measure, OPTIONS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._common import MIB, cell  # noqa: E402
+from benchmarks._common import MIB, cell
 
 NAMES = {
     "ours, torch tiles": "`ContrastiveLoss`",

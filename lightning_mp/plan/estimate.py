@@ -6,9 +6,14 @@ micro-batch.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
-from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
+import torch
+
+from lightning_mp.contrastive._exchange.agreement import share_workspace
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
 from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
 from lightning_mp.plan.subject import Subject
@@ -23,7 +28,27 @@ __all__ = [
     "exchanged",
     "largest",
     "memory",
+    "products",
+    "tiles_on",
+    "workspace_on",
 ]
+
+
+def tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
+    """Return what multiplies our loss's tiles on a `"cuda"` or `"cpu"` device, which need not be.
+
+    Triton is there on Linux only; where a plan is made without it, torch's tiles stand in.
+    """
+    if device == "cpu" or importlib.util.find_spec("triton") is None:
+        return TorchTiles(workspace_bytes)
+    from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+
+    return TritonTiles(workspace_bytes)
+
+
+def workspace_on(device: str) -> int:
+    """Return the bytes of our loss's workspace there."""
+    return tiles_on(device).budget(torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -45,7 +70,7 @@ class Machine:
     @property
     def workspace_bytes(self) -> int:
         """Of `ContrastiveLoss`."""
-        return DEFAULT_WORKSPACE_BYTES[self.device]
+        return workspace_on(self.device)
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,7 @@ class Method:
 
     name: str  # for tables
     loss: str  # whose bytes it takes; see `formulas.loss_bytes`
-    products: int  # matrix products of `2 b B D` FLOPs
+    products: int  # matrix products of `2 b B D` FLOPs, at the most
     cached: bool = True  # whether towers see micro-batches
 
 
@@ -146,6 +171,25 @@ def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, in
     )
 
 
+def products(method: Method, batch: int, subject: Subject, machine: Machine) -> float:
+    """Return the matrix products of `2 b B D` FLOPs of a loss and its backward.
+
+    Ours does without a part of one: what tiles it keeps from the first sweep for the second, here
+    as if the texts of all ranks came at once.
+    """
+    if method.loss != OURS:
+        return method.products
+    dtype, device = getattr(torch, subject.static.activations), torch.device(machine.device)
+    rows = -(-batch // machine.gpus)
+    left = machine.workspace_bytes
+    if machine.gpus > 1:
+        _, left = share_workspace([rows] * machine.gpus, subject.width, dtype, left)
+    tiles = tiles_on(machine.device, left)
+    kept = tiles.kept_values(rows, batch, dtype, device)
+    again = tiles.multiplied_twice(rows, batch, subject.width, dtype, device, kept)
+    return method.products - 1 + again / (rows * batch)
+
+
 def exchanged(
     method: Method, batch: int, subject: Subject, machine: Machine
 ) -> tuple[float, float]:
@@ -155,7 +199,7 @@ def exchanged(
     shared = 1 if method.loss == DENSE else ranks
     return (
         formulas.exchange_bytes(batch / ranks, ranks, width, subject.feature_itemsize),
-        formulas.loss_flops(batch, shared, width, method.products),
+        formulas.loss_flops(batch, shared, width, products(method, batch, subject, machine)),
     )
 
 

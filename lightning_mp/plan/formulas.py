@@ -45,7 +45,8 @@ CROSS_GPU = "cross-GPU"
 FP64 = 8
 
 # Matrix products of `2 b B D` FLOPs that a loss takes with its backward. CLIP's code makes the
-# logits of both directions; Inf-CL's kernels recompute them for each gradient; ours swaps none.
+# logits of both directions; Inf-CL's kernels recompute them for each gradient; ours makes them
+# once, and once more what tiles its workspace cannot keep.
 CLIP_PRODUCTS = 6
 INF_CL_PRODUCTS = 10
 OUR_PRODUCTS = 4
@@ -142,7 +143,7 @@ def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int
     return fits * step
 
 
-def loss_flops(batch: int, ranks: int, width: int, products: int) -> float:
+def loss_flops(batch: int, ranks: int, width: int, products: float) -> float:
     """Return the FLOPs of a rank in a loss of so many products of `2 b B D`, and its backward."""
     return 2.0 * products * batch * batch / ranks * width
 

@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any
 
 from lightning_mp.plan import formulas
+from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import GIB
 
 __all__ = ["FITTED", "SLIPS", "Cell", "all_cells", "figures", "loss_gib", "peak_gib"]
@@ -84,7 +85,8 @@ def figures() -> dict[str, Any]:
 
 def loss_gib(method: str, batch: int, ranks: int, width: int) -> float:
     """Return M_loss of a method as the paper names it, or of lightning-mp, in GiB."""
-    return formulas.loss_bytes(NAMES.get(method, method), batch, ranks, width, 2**29) / GIB
+    name, workspace = NAMES.get(method, method), workspace_on("cuda")
+    return formulas.loss_bytes(name, batch, ranks, width, workspace) / GIB
 
 
 def counted_backbone_gib(parameters: int, saved_per_pair: int, micro_batch: int) -> float:

@@ -235,12 +235,11 @@ def ladder(out: Output) -> None:
         for name, (times, hours) in _METAS_LADDER.items()
     ]
     verdict = "no verdict on speed: this is a CPU" if on_cpu else "measured on one chip"
-    out.table(
-        "ladder",
-        [*rows, *printed],
-        f"The ladder, {scene.steps} steps of {scene.batch} images; {verdict}",
-    )
-    with out.picture("ladder", 2, f"Meta's ladder; {verdict}") as (left, right):
+    before, after = scene.edges
+    sizes = f"images of {before} px, {after} from the rung `256 px` on"
+    title = f"The ladder, {scene.steps} steps of {scene.batch} {sizes}; {verdict}"
+    out.table("ladder", [*rows, *printed], title)
+    with out.picture("ladder", 2, f"Meta's ladder: {sizes}; {verdict}") as (left, right):
         names = [str(row["rung"]) for row in rows]
         column = "peak_mib" if on_cpu else "images_a_second"
         left.barh(names[::-1], [float(row[column]) for row in rows[::-1]])  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def timed(monkeypatch) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_only_short_steps_on_a_gpu_are_repeated(timed, device):
     steps = {"long": lambda: ("long", 0.03), "short": lambda: ("short", 0.001)}
-    spreads, _ = time_in_turn(steps, rounds=1, device=device)
+    spreads, _ = time_in_turn(steps, device, 1)
     # Two rounds do not count; the first may compile.
     assert timed[:4] == [("long", True), ("short", True)] * 2
     assert timed[4:] == [("long", True), ("short", device == CPU)]
@@ -71,7 +71,7 @@ def test_only_short_steps_on_a_gpu_are_repeated(timed, device):
 
 def test_a_call_is_timed():
     calls: list[int] = []
-    spreads, _ = time_in_turn({"a": lambda: calls.append(1)}, rounds=2, device=CPU)
+    spreads, _ = time_in_turn({"a": lambda: calls.append(1)}, CPU, 2)
     assert len(calls) == 4
     assert 0 < sum(spreads["a"]) < 1
 

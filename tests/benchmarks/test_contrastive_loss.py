@@ -15,7 +15,6 @@ from benchmarks._contenders import (
     dense_formula,
     find_contenders,
     sigmoid_formula,
-    unit_pairs,
 )
 from benchmarks.contrastive_loss import check, main, too_slow, verdict_of, weigh
 from tests.benchmarks.rehearsing import QUICK, read
@@ -107,7 +106,7 @@ def test_slow_contender_is_left_out_with_its_prediction(tmp_path, capsys):
 def test_time_is_predicted_by_the_square_of_the_batch(monkeypatch):
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(
-        common, "time_in_turn", lambda steps, **_: asked.append(steps) or ({"": [0.5]}, {})
+        common, "time_in_turn", lambda steps, *_: asked.append(steps) or ({"": [0.5]}, {})
     )
     case = replace(CASE, batch=4096)
     assert too_slow(DENSE, case, 32.1) is None
@@ -164,7 +163,7 @@ def test_ours_that_fails_makes_way_for_ours_that_runs():
 
 
 def test_features_are_units_with_their_cosine():
-    image, text = unit_pairs(1000, 256, torch.float32, CPU)
+    image, text, _ = Case(1000, 256, "fp32", 1.0, CPU).inputs().leaves
     for features in (image, text):
         torch.testing.assert_close(features.norm(dim=1), torch.ones(1000))
         assert len(features.unique(dim=0)) == 1000
@@ -212,7 +211,7 @@ def test_loss_that_is_off_float64_fails_the_run(monkeypatch, capsys):
 
 
 OURS = {"contender": "ours", "dtype": "bf16", "device": torch.device("cuda"), "time_ratio": 1.0}
-OURS |= {"gemm_fraction": 0.75, "peak_features": 6.5}
+OURS |= {"gemm_fraction": 0.75, "peak_features": 6.5, "objective": "softmax"}
 
 
 def test_verdict_on_cuda_has_three_targets():

@@ -1,14 +1,17 @@
 """Launches, collectives, waits and memory of one rank's loss, counted without a device or peers."""
 
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.exchange import (
     CASES,
     FLOP_A_SECOND,
+    Counts,
     count,
     largest_kept,
     main,
@@ -18,6 +21,28 @@ from benchmarks.tables import read
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 
 WIDTH = 768
+
+
+class Weighed(Counts):
+    """Counts, and the most bytes that tensors made inside have taken at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live: dict[int, int] = {}  # bytes of storages
+
+    def __torch_dispatch__(self, *call):  # noqa: ANN002, ANN204
+        result = super().__torch_dispatch__(*call)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live:
+                    self._live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, storage._cdata)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return result
+
+
 DEFAULT_BYTES = 544 * 2**20
 
 
@@ -36,17 +61,17 @@ def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -
     assert counts.collectives == {
         "_allgather_base_": 2, "alltoall_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 1,
     }  # fmt: skip
-    assert counts.waits == 0
+    assert counts.of["wait"] == 0
     # A block of a sweep is 2 launches forward, 2 and 2 products backward; 1 backward in the small
     # one. 65,536 columns by 1,024 or 256 rows are one block of bf16; by 8,192 they are 2^30 bytes:
     # at most 4 of what is left. Before each sweep and after it the pairs or the softmax's factors
     # take a launch.
     blocks, is_small = 4 if batch == 8192 else 1, batch == 256
-    assert counts.kernels <= 4 * blocks + 4 - is_small
-    assert counts.products <= 2 * blocks
+    assert counts.of["kernel"] <= 4 * blocks + 4 - is_small
+    assert counts.of["product"] <= 2 * blocks
     # Starts of two sets of peaks, of one for a small block; sums of the loss in programs and ranks,
     # and of the scale's gradient; log-sum-exps of all ranks in a row; loss and gradient rounded.
-    assert counts.ops <= 8 - is_small
+    assert counts.of["op"] <= 8 - is_small
     # By the model the host is done before twice the time of the products.
     assert counts.host_seconds < 2 * 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
 
@@ -55,21 +80,21 @@ def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -
 def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
     counts = count([batch], WIDTH, "ring")
     # Pairs prepared, logits summed and merged, terms; factors, the wide twin, gradients.
-    assert (counts.kernels, counts.products) == (7, 2)
+    assert (counts.of["kernel"], counts.of["product"]) == (7, 2)
     # As with ranks, but for what brings theirs together.
-    assert counts.ops <= 5
-    assert counts.waits == counts.collectives.total() == 0
+    assert counts.of["op"] <= 5
+    assert counts.of["wait"] == counts.collectives.total() == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "batch"), [(8, 1024), (16, 256)])
 def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
     counts = count([batch] * world_size, WIDTH, "ring")
-    assert counts.kernels == 4 * world_size + 3  # turns are small
+    assert counts.of["kernel"] == 4 * world_size + 3  # turns are small
     # Texts and column sums; texts, log-sum-exps and dT: each sent and received.
     sent = 2 * (3 * (world_size - 1) + 2 * world_size)
     assert counts.collectives == {"send": sent / 2, "recv_": sent / 2, "allreduce_": 2}
-    assert counts.waits == 0
+    assert counts.of["wait"] == 0
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -93,7 +118,7 @@ SWEEP = {"marks": pytest.mark.sweep}
 def test_slices_take_the_workspace_and_eight_batches(
     sizes: list[int], workspace_bytes: int, dtype: torch.dtype
 ) -> None:
-    counts = count(sizes, WIDTH, "slices", workspace_bytes, dtype)
+    counts = count(sizes, WIDTH, "slices", workspace_bytes, dtype, Weighed)
     assert counts.peak_bytes <= workspace_bytes + 8 * sizes[0] * WIDTH * 4
     # Texts come twice unless they came at once; log-sum-exps always do.
     slices = counts.collectives["alltoall_base_"]
@@ -107,13 +132,13 @@ def test_slices_take_the_workspace_and_eight_batches(
 def test_loss_that_keeps_products_takes_the_workspace_and_eight_batches(
     batch: int, is_all: bool
 ) -> None:
-    counts = count([batch], WIDTH, "ring", DEFAULT_BYTES, torch.float32)
+    counts = count([batch], WIDTH, "ring", DEFAULT_BYTES, torch.float32, Weighed)
     assert counts.peak_bytes <= DEFAULT_BYTES + 8 * batch * WIDTH * 4
     # Blocks take three products a side and are one kernel in the second sweep where all is kept:
     # with the first sweep's two, and the five of every loss, of which no flag chooses a twin.
-    blocks = counts.products // 6
+    blocks = counts.of["product"] // 6
     assert blocks >= 2
-    assert (counts.kernels == 2 + blocks + 4) == is_all
+    assert (counts.of["kernel"] == 2 + blocks + 4) == is_all
 
 
 def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:

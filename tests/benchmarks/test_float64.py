@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks._contenders import Case, Inputs, find_contenders
-from benchmarks._float64 import errors_of, log_sum_exps, problems_of, sampled_errors
+from benchmarks.contrastive_loss import errors_of, log_sum_exps, problems_of, sampled_errors
 
 CASE = Case(batch=97, width=24, dtype="fp32", scale=20.0, device=torch.device("cpu"))
 
@@ -25,7 +25,7 @@ def toy_pass() -> Pass:
 
 def test_float64_agrees_with_a_right_pass(toy_pass):
     assert max(errors_of(*toy_pass, CASE.batch).values()) < 5e-6
-    again = sampled_errors(CASE.inputs(), find_contenders(CASE)[0][0].loss, 16)
+    again = sampled_errors(CASE, find_contenders(CASE)[0][0])
     assert problems_of(again, "fp32") == []
 
 

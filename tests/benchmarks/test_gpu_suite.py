@@ -65,7 +65,7 @@ def test_benchmarks_know_the_arguments_that_they_are_called_with(tmp_path):
         script, _, arguments = command.partition(".py ")
         if script.startswith("benchmarks/") and name != "kernels":
             module = importlib.import_module(script.replace("/", "."))
-            module.parse(arguments.replace("--device cuda", "--device cpu").split())
+            module.main.parse(arguments.replace("--device cuda", "--device cpu").split())
             called.add(script.removeprefix("benchmarks/"))
     assert called == {"contrastive_loss", "precision", "optimizer_step", "monitor_overhead"}
 
@@ -77,7 +77,7 @@ def test_make_bench_calls_benchmarks_with_arguments_that_they_know():
     assert {"contrastive_loss", "precision", "monitor_overhead"} < set(names)
     assert names[-1] == "tables"
     for name, arguments in calls[:-1]:
-        args = importlib.import_module(f"benchmarks.{name}").parse(arguments.split())
+        args = importlib.import_module(f"benchmarks.{name}").main.parse(arguments.split())
         assert args.device.type == "cpu"
 
 

@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks._common import append_rows, format_table
+from benchmarks._common import append_rows
 from lightning_mp.callbacks import Alarm
+from lightning_mp.plan.table import aligned
 from tests.monitors.healthy_models import MODELS, PRECISIONS, healthy_run
 
 Row = tuple[str, str, int, int | None]  # model, precision, steps, how often monitors sample
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for p in options.precision
     ]
     results = _run(rows, options.jobs)
-    print(format_table(HEADER, [_cells(result) for result in results]))
+    print("\n".join(aligned([HEADER, *map(_cells, results)])))
     total = sum(len(result.alarms) for result in results)
     steps = sum(result.steps for result in results)
     above = sum(1000 * len(result.alarms) > result.steps for result in results)

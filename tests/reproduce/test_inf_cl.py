@@ -14,7 +14,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.cli import main
 from lightning_mp.plan import formulas
 from lightning_mp.reproduce.inf_cl import PARTS, cost, levels, memory
-from lightning_mp.reproduce.inf_cl.losses import DenseLoss, LocalLoss, RanksInOne
+from lightning_mp.reproduce.inf_cl.losses import DenseLoss, LocalLoss, NothingKept, RanksInOne
 from lightning_mp.reproduce.inf_cl.training import model_with
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 from tests.processes import run_ranks
@@ -55,7 +55,7 @@ def test_baselines_are_the_loss_that_ours_is() -> None:
     sides = [F.normalize(torch.randn(96, 16, dtype=torch.float64), dim=-1) for _ in range(2)]
     scale = torch.tensor(14.3, dtype=torch.float64)
     ours = ContrastiveLoss()(*sides, scale)
-    for baseline in (DenseLoss(), LocalLoss(), RanksInOne(4)):
+    for baseline in (DenseLoss(), LocalLoss(), RanksInOne(4), NothingKept()):
         torch.testing.assert_close(baseline(*sides, scale), ours)
 
 
@@ -84,30 +84,55 @@ def test_levels_agree_with_float64_on_ranks(level: str) -> None:
         assert found[name] <= 3 * 64 * 2**-24, name
 
 
-@pytest.mark.parametrize(("make", "products"), [(DenseLoss, 3), (ContrastiveLoss, 4)])
-def test_flops_are_products_of_two_b_squared_d_and_a_constant_a_pair(
-    make: type[torch.nn.Module], products: int
+def _counts(name: str, batch: int) -> tuple[int, int]:
+    """Count the FLOPs of a step, and of its loss alone."""
+    kind = cost.KINDS[name]
+    model, inputs = cost._Model(kind.make(), kind.cached), torch.randn(2, batch, cost.INPUTS)
+    loss = cost._loss_alone(kind.make(), batch)
+    return cost.counted(lambda: model.step(*inputs)), cost.counted(loss)
+
+
+DENSE, UNKEPT, OURS = cost.KINDS
+
+
+@pytest.mark.parametrize(("name", "units"), [(DENSE, 6), (UNKEPT, 8)])
+def test_flops_are_exactly_units_of_b_squared_d_and_a_constant_a_pair(
+    name: str, units: int
 ) -> None:
-    others = []
-    for batch in (128, 256):
-        loss = cost.counted(cost._loss_alone(make(), batch))
-        # The negatives of small batches fit the workspace; where they are kept, it is one less.
-        assert loss in {2 * count * batch**2 * cost.WIDTH for count in {products, 3}}
-        model = cost._Model(make(), cached=False)
-        image, text = torch.randn(2, batch, cost.INPUTS)
-        others.append((cost.counted(lambda: model.step(image, text)) - loss) / batch)  # noqa: B023
-    assert others[0] == others[1]
+    constants = []
+    for batch in (64, 192, 320):
+        whole, loss = _counts(name, batch)
+        assert loss == units * batch**2 * cost.WIDTH
+        assert (whole - loss) % batch == 0
+        constants.append((whole - loss) // batch)
+        assert whole == cost.KINDS[name].flops(batch)
+    assert len(set(constants)) == 1
+
+
+def test_kept_tiles_save_up_to_one_product_of_four() -> None:
+    batch = 512
+    unit = 2 * batch**2 * cost.WIDTH
+    nothing, everything = (_counts(name, batch)[1] for name in (UNKEPT, OURS))
+    part = cost.counted(cost._loss_alone(ContrastiveLoss(workspace_bytes=2**20), batch))
+    assert everything == 3 * unit < part < 4 * unit == nothing
+    # Half of the workspace is for tiles that are kept, in fp32.
+    kept = (nothing - part) // (2 * cost.WIDTH)
+    assert 0 < kept <= 2**19 // 4
 
 
 @pytest.mark.sweep
 def test_figure4_counts_a_replay_and_draws(out: Output) -> None:
     cost.figure4(out)
     rows = [row for row in _rows(out.folder / "figure4.csv") if row["kind"] == MEASURED]
-    plain, cached = (float(row["other_flops_a_pair"]) for row in rows[:2])
+    assert [row["method"] for row in rows[:3]] == list(cost.KINDS)
+    plain, *cached = (float(row["other_flops_a_pair"]) for row in rows[:3])
     # A forward more, which is two of a plain step's six products less those of the inputs.
     first, second = 2 * cost.INPUTS * cost.HIDDEN, 2 * cost.HIDDEN * cost.WIDTH
     assert plain == 2 * (2 * first + 3 * second)
-    assert cached - plain == 2 * (first + second)
+    assert cached == [plain + 2 * (first + second)] * 2
+    for row in rows:
+        if row["method"] == UNKEPT:
+            assert int(row["loss_flops"]) == 8 * int(row["batch"]) ** 2 * cost.WIDTH
     assert (out.folder / "figure4.png").stat().st_size > 10_000
 
 

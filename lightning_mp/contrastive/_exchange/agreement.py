@@ -31,7 +31,15 @@ from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = ["agree", "group_size", "make_plan", "plan_of_one", "report_unusable", "trained"]
+__all__ = [
+    "agree",
+    "group_size",
+    "make_plan",
+    "plan_of_one",
+    "report_unusable",
+    "share_workspace",
+    "trained",
+]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 
@@ -175,13 +183,26 @@ def make_plan(
     if exchange == "ring":
         return Plan(Ring(sizes, rank, group), tiles_of(budget), *needs_grad)
     budget = tiles_of(budget).budget(image_bD.device)
-    sums = accumulation_dtype(image_bD.dtype).itemsize
-    row_bytes = image_bD.shape[1] * (image_bD.element_size() + sums)
-    free = _FREE_BATCHES * min(sizes) * image_bD.shape[1] * 4
+    count, left = share_workspace(sizes, image_bD.shape[1], image_bD.dtype, budget)
+    return Plan(Slices(sizes, rank, group, count), tiles_of(left), *needs_grad)
+
+
+def share_workspace(
+    sizes: Sequence[int], width: int, dtype: torch.dtype, budget: int
+) -> tuple[int, int]:
+    """Return how many slices travel, and the bytes of a workspace that they leave for tiles.
+
+    Args:
+        sizes: Rows on each rank.
+        width: D.
+        dtype: Of the features.
+        budget: The workspace.
+    """
+    row_bytes = width * (dtype.itemsize + accumulation_dtype(dtype).itemsize)
+    free = _FREE_BATCHES * min(sizes) * width * 4
     count = slice_count(sizes, row_bytes, budget * _MOST_PARTS // _PARTS + free)
     taken = -(-max(0, block_bytes(sizes, row_bytes, count) - free) * _PARTS // budget)
-    left = budget * max(_PARTS - taken, _PARTS - _MOST_PARTS) // _PARTS
-    return Plan(Slices(sizes, rank, group, count), tiles_of(left), *needs_grad)
+    return count, budget * max(_PARTS - taken, _PARTS - _MOST_PARTS) // _PARTS
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -1,5 +1,8 @@
 """Figure 4: cost of a step against the batch, in counted FLOPs and in seconds.
 
+Ours is there twice. Where no tile is kept, the loss takes exactly `8 b^2 D` FLOPs: four products.
+What tiles fit its workspace are kept from the first sweep for the second, which saves up to one.
+
 Legend: ``b`` batch, ``D`` feature width.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, GradientCache
 from lightning_mp.plan import paper
-from lightning_mp.plan.formulas import epoch_hours
-from lightning_mp.reproduce.inf_cl.losses import DenseLoss
+from lightning_mp.plan.formulas import DENSE, OURS, epoch_hours
+from lightning_mp.reproduce.inf_cl.losses import DenseLoss, NothingKept
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 
 __all__ = ["counted", "figure4"]
@@ -27,6 +31,31 @@ INPUTS = 192
 HIDDEN = 512
 MICRO_BATCH = 256
 PAIRS = paper.figures()["claims"]["LAION400M_used"]
+
+
+class _Kind(NamedTuple):
+    """What is counted and timed."""
+
+    make: Callable[[], nn.Module]
+    cached: bool  # whether towers see micro-batches, which costs a forward more
+    units: int | None  # of `b^2 D` FLOPs in the loss; `None` where they depend on the workspace
+    color: str
+
+    def flops(self, batch: int) -> int | None:
+        """Compute the FLOPs of a step by hand: the loss's, and a constant a pair."""
+        if self.units is None:
+            return None
+        # No gradient is taken of the inputs.
+        first = (2 + self.cached) * INPUTS * HIDDEN
+        second = (3 + self.cached) * HIDDEN * WIDTH
+        return self.units * batch**2 * WIDTH + 2 * 2 * (first + second) * batch
+
+
+KINDS = {
+    DENSE: _Kind(DenseLoss, False, 6, "#d55e00"),
+    f"{OURS}, no tile kept": _Kind(NothingKept, True, 8, "#56b4e9"),
+    OURS: _Kind(ContrastiveLoss, True, None, "#00429d"),
+}
 
 
 class _Model(nn.Module):
@@ -81,26 +110,21 @@ def figure4(out: Output) -> None:
     """FLOPs and seconds of a step by batch; the paper's iterations and epochs beside."""
     batches = (256, 512) if out.fast else (256, 512, 1024, 2048, 4096, 8192)
     repeats = 1 if out.fast else 3
-    kinds: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-        "dense (CLIP)": (DenseLoss, False),
-        "lightning-mp": (ContrastiveLoss, True),
-    }
     rows: list[dict[str, object]] = []
     for batch in out.progress(batches, "Figure 4"):
-        for name, (make, cached) in kinds.items():
+        for name, kind in KINDS.items():
             torch.manual_seed(0)
-            model = _Model(make(), cached)
+            model = _Model(kind.make(), kind.cached)
             image, text = torch.randn(2, batch, INPUTS)
 
             def step() -> None:
                 model.step(image, text)  # noqa: B023
 
-            whole, loss = counted(step), counted(_loss_alone(make(), batch))
-            seconds = _seconds(step, repeats)
-            rows.append(_row(name, batch, whole, loss, seconds))
+            whole, loss = counted(step), counted(_loss_alone(kind.make(), batch))
+            rows.append(_row(name, batch, whole, loss, _seconds(step, repeats)))
     rows += _of_the_paper(rows[0])
     out.table("figure4", rows, f"Figure 4: cost of a step, D = {WIDTH}; FLOPs are counted")
-    _draw(out, rows, list(kinds))
+    _draw(out, rows)
 
 
 def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> dict[str, object]:
@@ -108,6 +132,7 @@ def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> dict[s
         "kind": MEASURED,
         "method": name,
         "batch": batch,
+        "step_flops": whole,
         "loss_flops": loss,
         "loss_flops_over_b2D": loss / (batch**2 * WIDTH),
         "other_flops_a_pair": (whole - loss) / batch,
@@ -135,27 +160,32 @@ def _of_the_paper(like: dict[str, object]) -> list[dict[str, object]]:
     return rows
 
 
-def _draw(out: Output, rows: list[dict[str, object]], names: list[str]) -> None:
-    title = "Figure 4: cost of a step (solid: measured here; dashed: computed; right: printed)"
-    with out.picture("figure4", 3, title) as (flops, seconds, printed):
-        # Ours does with the dense loss's products where its workspace keeps all tiles, and with one
-        # more where it keeps none.
-        most = (6, "$6 b^2 D$"), (8, "$8 b^2 D$, no tile kept")
-        for name, color, (units, label) in zip(names, ("#d55e00", "#00429d"), most, strict=True):
+def _draw(out: Output, rows: list[dict[str, object]]) -> None:
+    title = "Figure 4: cost of a step (points: counted or measured; dashed: computed; right: paper)"
+    with out.picture("figure4", 4, title) as (flops, units, seconds, printed):
+        for name, kind in KINDS.items():
             points = [row for row in rows if row["method"] == name]
             x = [int(str(row["batch"])) for row in points]
-            flops.plot(x, [row["loss_flops"] for row in points], "o-", color=color, label=name)
-            per_pair = [float(str(row["ms_a_pair"])) for row in points]
-            seconds.plot(x, per_pair, "o-", color=color, label=name)
-            flops.plot(x, [units * b**2 * WIDTH for b in x], "--", color=color, label=label)
+            for axes, column in (
+                (flops, "step_flops"),
+                (units, "loss_flops_over_b2D"),
+                (seconds, "ms_a_pair"),
+            ):
+                y = [float(str(row[column])) for row in points]
+                style = "o" if axes is flops and kind.units else "o-"
+                axes.plot(x, y, style, color=kind.color, label=name)
+            if kind.units:
+                label = f"${kind.units} b^2 D$ and a constant a pair"
+                y = [float(str(kind.flops(batch))) for batch in x]
+                flops.plot(x, y, "--", color=kind.color, label=label)
         for method, color, marker in (
             ("CLIP", "#d55e00", "o"),
             ("OpenCLIP", "#e69f00", "s"),
             ("Inf-CL", "#56b4e9", "x"),
         ):
             points = [row for row in rows if row["method"] == f"{method}, 8 A800"]
-            for kind, style in ((PRINTED, marker), (COMPUTED, "--")):
-                cells = [row for row in points if row["kind"] == kind]
+            for kind_of_row, style in ((PRINTED, marker), (COMPUTED, "--")):
+                cells = [row for row in points if row["kind"] == kind_of_row]
                 printed.plot(
                     [row["batch"] for row in cells],
                     [row["step_s"] for row in cells],
@@ -163,12 +193,13 @@ def _draw(out: Output, rows: list[dict[str, object]], names: list[str]) -> None:
                     fillstyle="none",
                     markersize=8,
                     color=color,
-                    label=method if kind == PRINTED else None,
+                    label=method if kind_of_row == PRINTED else None,
                 )
-        flops.set(title="FLOPs of the loss (counted)", yscale="log", ylabel="FLOPs")
-        seconds.set(title="a step here", yscale="log", ylabel="ms a pair")
+        flops.set(title="FLOPs of a step here (counted)", yscale="log", ylabel="FLOPs")
+        units.set(title="FLOPs of the loss (counted)", ylim=(5, 9), ylabel="FLOPs over $b^2 D$")
+        seconds.set(title="time of a step here", yscale="log", ylabel="ms a pair")
         printed.set(title="the paper's 8 A800; line: 0.763 ms a pair", yscale="log", ylabel="s")
-        for axes in (flops, seconds, printed):
+        for axes in (flops, units, seconds, printed):
             axes.set_xscale("log", base=2)
             axes.set(xlabel="batch")
             axes.legend(frameon=False)

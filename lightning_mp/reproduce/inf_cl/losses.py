@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._operators.library import infonce
+from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.plan.formulas import DENSE, LOCAL, OURS
 
-__all__ = ["LEVELS", "METHODS", "DenseLoss", "LocalLoss", "RanksInOne"]
+__all__ = ["LEVELS", "METHODS", "DenseLoss", "LocalLoss", "NothingKept", "RanksInOne"]
 
 
 class _Gather(torch.autograd.Function):
@@ -99,6 +101,23 @@ class RanksInOne(nn.Module):
                 logits_bB = scale * side_BD[rows_b] @ other_BD.T
                 total = total + F.cross_entropy(logits_bB, rows_b, reduction="sum")
         return total / (2 * len(image_BD))
+
+
+class NothingKept(nn.Module):
+    """`ContrastiveLoss` without memory for tiles, as 16-bit features on a GPU have it.
+
+    The second sweep works all of the logits out once more, whatever the workspace.
+    """
+
+    def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
+        """Return the loss of one process."""
+        tiles = TileChoice("auto", "auto", None, autotune=False)
+        loss: Tensor
+        loss, *_ = infonce(
+            image_bD, text_bD, scale, None, *tiles,
+            keeps=False, ids=None, directions="both", statistics=False,
+        )  # fmt: skip
+        return loss
 
 
 ONE_TILE = 2**30  # bytes, more than any tile here

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_mp.plan import formulas, paper
 from lightning_mp.plan.allocation import peak_allocated
+from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
 from lightning_mp.plan.picture import COLORS
 from lightning_mp.reproduce.inf_cl.losses import METHODS
@@ -83,9 +84,8 @@ def _measured(out: Output) -> list[dict[str, object]]:
 def _row(
     kind: str, method: str, ranks: int, batch: int, width: int, bytes_: float
 ) -> dict[str, object]:
-    predicted = formulas.loss_bytes(
-        method, batch, ranks, width, WORKSPACE if ranks == RANKS else 2**29
-    )
+    workspace = WORKSPACE if ranks == RANKS else workspace_on("cuda")
+    predicted = formulas.loss_bytes(method, batch, ranks, width, workspace)
     return {
         "kind": kind,
         "method": method,
@@ -114,7 +114,7 @@ def table1(out: Output) -> None:
     rows = [*_measured(out), *_of_the_paper()]
     for ranks in (8, 32):
         for size in (32, 64, 128, 256, 1024):
-            bytes_ = formulas.loss_bytes(OURS, size * K, ranks, paper.L14_WIDTH, 2**29)
+            bytes_ = paper.loss_gib(OURS, size * K, ranks, paper.L14_WIDTH) * formulas.GIB
             rows.append(_row(COMPUTED, OURS, ranks, size * K, paper.L14_WIDTH, bytes_))
     out.table("table1", rows, "Table 1: memory of the loss and its backward on a rank")
 
@@ -195,10 +195,7 @@ def figure1(out: Output) -> None:
         rows = [row for row in _of_the_paper() if row["ranks"] == 8]
         for method, color in COLOR.items():
             sizes = [2**power for power in range(14, 25)]
-            y = [
-                formulas.loss_bytes(method, size, 8, paper.L14_WIDTH, 2**29) / 1024**2
-                for size in sizes
-            ]
+            y = [paper.loss_gib(method, size, 8, paper.L14_WIDTH) * 1024 for size in sizes]
             there.plot(sizes, y, "--", color=color, label=method, linewidth=1.5)
             cells = [row for row in rows if row["method"] == method]
             x, y = ([row[key] for row in cells] for key in ("batch", "loss_MiB"))

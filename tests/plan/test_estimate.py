@@ -1,0 +1,91 @@
+"""The products that a plan computes for our loss, against what its sweeps really multiply."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._exchange.agreement import make_plan
+from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from lightning_mp.plan import formulas
+from lightning_mp.plan.estimate import METHODS, Machine, exchanged, products
+from lightning_mp.plan.subject import Subject
+from lightning_mp.plan.tower_bytes import TowerBytes
+
+WIDTH = 16
+DENSE, OURS = METHODS[1], METHODS[-1]
+
+
+def _subject(precision: str) -> Subject:
+    towers = {"visual": TowerBytes(1.0, 1.0, 1, WIDTH, 1.0)}
+    return Subject("small", 1, "SGD", {"float32": 0}, towers, 1.0, precision)
+
+
+def _machine(gpus: int, device: str) -> Machine:
+    return Machine(gpus, 2.0**40, 2.0**40, gpus, 0, device)
+
+
+def _counted(batch: int) -> int:
+    sides = [torch.randn(batch, WIDTH, requires_grad=True) for _ in range(2)]
+    with FlopCounterMode(display=False) as flops:
+        ContrastiveLoss()(*sides, torch.tensor(1.0)).backward()
+    return int(flops.get_total_flops())
+
+
+@pytest.mark.parametrize("batch", [1024, 2560])
+def test_one_process_multiplies_what_the_plan_says(batch: int) -> None:
+    subject, machine = _subject("32-true"), _machine(1, "cpu")
+    # Half of 32 MiB keep as many logits at the most.
+    fits = batch**2 <= 2**24 // 4
+    least, most = (3.0, 3.0) if fits else (4 - 2**22 / batch**2, 4.0)
+    assert least <= products(OURS, batch, subject, machine) <= most
+    assert exchanged(OURS, batch, subject, machine)[1] == pytest.approx(_counted(batch), rel=1e-12)
+
+
+def _multiplied(rows: int, ranks: int) -> int:
+    """Count the logits that one rank of many works out, in both sweeps; the others are not there.
+
+    Only they come from `mm`: gradients are added by `addmm_`, which is not counted.
+    """
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        features = [torch.zeros(rows, WIDTH) for _ in range(2)]
+        plan = make_plan([rows] * ranks, features[0], "slices", [True] * 3, TorchTiles, None)
+        inputs = (*features, torch.tensor(1.0), None)
+        with FlopCounterMode(display=False) as flops:
+            swept = infonce.sweep(*inputs, plan)
+            infonce.differentiate(torch.tensor(1.0), *inputs, swept, plan)
+    finally:
+        dist.destroy_process_group()
+    return int(flops.get_total_flops()) // (2 * WIDTH)
+
+
+@pytest.mark.parametrize("rows", [256, 1408])
+def test_a_rank_multiplies_what_the_plan_says(rows: int) -> None:
+    ranks = 4
+    logits = ranks * rows**2
+    planned = products(OURS, ranks * rows, _subject("32-true"), _machine(ranks, "cpu"))
+    assert _multiplied(rows, ranks) / logits == pytest.approx(planned - 2, rel=1e-12)
+
+
+def test_a_gpu_keeps_the_products_of_fp32_features_that_fit() -> None:
+    pytest.importorskip("triton")
+    machine = _machine(1, "cuda")
+    found = {
+        (precision, batch): products(OURS, batch, _subject(precision), machine)
+        for precision in ("32-true", "BalancedAMP")
+        for batch in (8192, 16_384, 65_536)
+    }
+    assert found["32-true", 8192] == 3
+    assert 3 < found["32-true", 16_384] < 4
+    assert {found["BalancedAMP", batch] for batch in (8192, 65_536)} == {4}
+    assert found["32-true", 65_536] == formulas.OUR_PRODUCTS
+
+
+def test_other_losses_multiply_the_same_at_all_sizes() -> None:
+    for batch in (64, 65_536):
+        found = products(DENSE, batch, _subject("32-true"), _machine(8, "cuda"))
+        assert found == formulas.CLIP_PRODUCTS
