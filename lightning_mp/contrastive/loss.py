@@ -68,12 +68,12 @@ class ContrastiveLoss(GroupModule):
         \qquad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
-    backward (a dense loss: six). A locked tower (LiT) saves its product. The torch tiles keep as
-    many as fit in half of the workspace (in all but 32 MiB of more than 64 MiB; on CUDA in all but
-    512 MiB of more than 1 GiB) until the backward: where all fit, three products. Triton tiles of
-    fp32 features are kept in half of it (in all but 128 MiB of less than 256 MiB) where a quarter
-    of them fits; those of 16-bit features are not, which a GPU multiplies as fast as it stores and
-    loads them.
+    backward (a dense loss: six). A locked tower (LiT) saves its product. A part of the workspace
+    keeps tiles of the first sweep for the backward; where all fit, there are three products. For
+    torch tiles that part is half, or all but 32 MiB (512 MiB on CUDA) where this is more. For
+    Triton tiles of fp32 features it is half, or all but 128 MiB where this is less, and they are
+    kept where a quarter of them fits; those of 16-bit features are not, as a GPU multiplies them
+    as fast as it stores and loads them.
 
     Features of two dtypes, such as those of a locked tower kept in fp32, are taken in the wider
     one. Only first derivatives exist, and no transforms of `torch.func`: both are refused.
@@ -134,7 +134,7 @@ class ContrastiveLoss(GroupModule):
     and have no term: the sum over j of the first term goes over all texts of all ranks. With
     `negatives` in the call each image has k more, (b, k, D), that no other image sees.
 
-    **False negatives**: a negative that is nearer than the positive is probably none (GISTEmbed).
+    **False negatives**: a negative that is nearer than the positive probably fits too (GISTEmbed).
     With `false_negatives` a row leaves out negatives whose similarity is above a limit that its
     positive sets, and a column likewise. Similarities are those of the features, or of a guide's,
     whose products every tile then makes beside its own, in both sweeps. What is nearer by no more
@@ -142,7 +142,8 @@ class ContrastiveLoss(GroupModule):
 
     Args:
         process_group: Whose ranks share the batch; `None` is the default group, if there is one.
-        workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 MiB.
+        workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB; on CUDA 544 MiB for Triton's
+            tiles, 512 MiB for torch's.
         backend: Code that multiplies tiles. `"torch"` runs everywhere, `"triton"` on CUDA devices
             of compute capability 8.0 or higher; `"auto"` picks Triton where it runs.
         tile_dtype: What Triton tiles multiply: `"auto"`, `"bf16"`, `"fp16"`, `"tf32"`, `"fp32"`.

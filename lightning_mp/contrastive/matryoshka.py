@@ -55,7 +55,8 @@ class MatryoshkaLoss(nn.Module):
     and one workspace serves all. Products are those of the widths' sum: `2 b^2 \sum_k d_k` FLOPs a
     unit, 1.42 times those of 768 alone for 768, 256 and 64. That holds for
     `ContrastiveLoss` called with `ids` or no options; another loss, or one with `weights`,
-    `positives`, `negatives`, label smoothing or several positives, is called once for each width.
+    `positives`, `negatives`, `false_negatives`, label smoothing or several positives, is called
+    once for each width.
 
     Products are not nested, the logits of a width being those of the one before plus the product of
     a slice. That would take the products of the largest width alone, but hold a tile of every one;
@@ -78,8 +79,8 @@ class MatryoshkaLoss(nn.Module):
 
     Raises:
         ValueError: For widths that are not positive integers, weights that do not fit them, or a
-            loss that is none; for features that cannot be used, or are narrower than a width, on
-            all ranks at once.
+            `loss` that is not one of these losses; for features that cannot be used, or are
+            narrower than a width, on all ranks at once.
         TypeError: For arguments that a call does not take; there are no `statistics`.
 
     References:
