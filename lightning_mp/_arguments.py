@@ -28,13 +28,7 @@ def check_count(
 ) -> None:
     """Refuse what is no integer, or too small a one.
 
-    Args:
-        owner: The class that it was passed to.
-        name: Of the argument.
-        value: What was passed.
-        least: The smallest that is accepted.
-        other: What else is, such as `"'auto' or "`.
-        fix: What to do instead.
+    `other` is what else is accepted, such as `"'auto' or "`; `fix` says what to pass instead.
 
     Raises:
         ValueError: With what is accepted.

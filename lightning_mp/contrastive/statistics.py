@@ -58,12 +58,7 @@ class LossStatistics(NamedTuple):
 
 
 class MaximaSweep:
-    """The largest negatives of this rank's rows and columns, block by block of a sweep.
-
-    Args:
-        image_bD: The rows.
-        exchange: Brings the columns, and takes their maxima home.
-    """
+    """The largest negatives of this rank's rows and columns, block by block of a sweep."""
 
     def __init__(self, image_bD: Tensor, exchange: Exchange) -> None:
         self._rows_b = torch.full(
@@ -104,17 +99,8 @@ def measure(
 ) -> Tensor:
     """Return the values of `LossStatistics`, (5,), by one collective.
 
-    Args:
-        image_bD: Images, of which the first q have a text of their own.
-        text_nD: Texts, of which the first q are those.
-        scale: The logit scale, one value.
-        bias: The logit bias, or `None`.
-        pos_q: Logits of the positives, without the bias.
-        probability_2q: Probabilities of the positives in both directions; what is NaN is no hit.
-        maxima: Largest logits of the negatives of all rows and columns, without the bias.
-        exchange: The ranks.
-        tiles: What multiplied the negatives.
-        weight_q: What each pair counts; `None`: all the same.
+    Of `image_bD` and `text_nD` the first q belong together. `pos_q` are their logits and `maxima`
+    the largest of the negatives, both without the bias. A NaN in `probability_2q` is no hit.
     """
     q, state, dtype = len(pos_q), pos_q.dtype, accumulation_dtype(image_bD.dtype)
     scale = scale.to(state).reshape(())

@@ -56,7 +56,10 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
 
     Example::
 
-        Trainer(strategy=ModelParallelStrategy(), plugins=ModelParallelBalancedAMP(half="fp16"))
+        Trainer(
+            strategy=ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1),
+            plugins=ModelParallelBalancedAMP(half="fp16"),
+        )
     """
 
     @property

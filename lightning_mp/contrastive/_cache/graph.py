@@ -69,9 +69,6 @@ class GradientSums:
     """Adds up gradients of micro-batches, those in 16 bits in fp32.
 
     Otherwise 128 micro-batches in bf16, which has 8 bits, would leave out most of what they add.
-
-    Args:
-        tensors: What the gradients are for.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -24,11 +24,6 @@ class Outputs:
 
     Tensors must have one row for each row of the micro-batch; so may lists without tensors. All
     else must be the same in every micro-batch.
-
-    Args:
-        tower: The name, for messages.
-        arguments: What the tower was called with.
-        leave_out: Names of outputs to return as `None` and not to keep.
     """
 
     def __init__(self, tower: str, arguments: Arguments, leave_out: Collection[str] = ()) -> None:

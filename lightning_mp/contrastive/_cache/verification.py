@@ -19,9 +19,6 @@ class Sketch:
     sums over a micro-batch tell how far its outputs are from each other. Outputs that are equal bit
     for bit have sketches that are. That takes one pass over an output and 8 bytes a row, where a
     copy would double the memory of the features.
-
-    Args:
-        output: Of shape (m, ...).
     """
 
     def __init__(self, output: Tensor) -> None:

@@ -52,11 +52,7 @@ class InputChecks:
     ) -> None:
         """Take note of inputs that can be used; not of those that a CUDA graph is made with.
 
-        Args:
-            image_bD: Images.
-            text_bD: Texts.
-            scale: One value.
-            is_normalizing: Whether the loss brings features to norm 1, so that any norm will do.
+        With `is_normalizing` the loss brings features to norm 1 itself, so that any norm will do.
         """
         if image_bD.is_cuda and torch.cuda.is_current_stream_capturing():
             return

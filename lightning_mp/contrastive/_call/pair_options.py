@@ -42,22 +42,9 @@ class PairArguments(TypedDict, total=False):
 class PairOptions:
     """The arguments of a call and of the constructor that say what belongs to what, and how much.
 
-    Args:
-        ids: (n,) integers; what equal ones mean is `duplicates`.
-        weights: (b,).
-        positives: (b,) or (b, k) integers.
-        negatives: (b, k, D).
-        guide_image: (b, G), another model's features.
-        guide_text: (n, G).
-        directions: See `ContrastiveLoss`, as what follows.
-        duplicates: What equal ids mean.
-        label_smoothing: 0 to 1.
-        false_negatives: What is left out.
-        margin: Below the positive.
-        pairing: What was made of the positives, once they have been read.
-        statistics: Whether the call wants `LossStatistics`.
-        prefixes: What `MatryoshkaLoss` cuts the features to.
-        is_softmax: Whether the loss is of softmaxes, or of sigmoids.
+    The first six come with a call, the next five from the constructor of `ContrastiveLoss`.
+    `pairing` is what was made of `positives` once they have been read, and `prefixes` what
+    `MatryoshkaLoss` cuts the features to.
     """
 
     ids: Tensor | None = None

@@ -26,16 +26,7 @@ __all__ = ["Planned", "plan_for", "refuse"]
 
 
 class Planned(NamedTuple):
-    """What a loss computes with.
-
-    Args:
-        image_bD: In the order of their pairs, as the texts.
-        text_nD: The texts.
-        scale: On the features' device.
-        bias: Likewise, if there is one.
-        pairs: What the call says of its pairs, in their order.
-        plan: What the ranks have agreed on.
-    """
+    """What a loss computes with: inputs on one device, in the order of their pairs; the plan."""
 
     image_bD: Tensor
     text_nD: Tensor
@@ -60,17 +51,8 @@ def plan_for(
 ) -> Planned:
     """Agree with all ranks of a group on a plan; one process makes its own.
 
-    Args:
-        problem: What is wrong with the arguments of this rank, if anything is.
-        image_bD: Image features.
-        text_nD: Text features.
-        logit_scale: One value.
-        logit_bias: One value, or `None`.
-        pairs: What the call says of its pairs.
-        trains_bias: Whether the bias's gradient takes work.
-        exchange: How columns travel.
-        tiles: What multiplies tiles.
-        group: Whose ranks share the batch; `None` is the default group.
+    `problem` is what is wrong with the arguments of this rank, if anything is; `trains_bias` says
+    whether the gradient of the bias takes work.
 
     Raises:
         ValueError: Something cannot be used; on all ranks.

@@ -10,11 +10,7 @@ __all__ = ["GroupModule"]
 
 
 class GroupModule(nn.Module):
-    """Copies share the group, which cannot be copied; with one, no pickle is made.
-
-    Args:
-        process_group: The group, or `None` for the default one.
-    """
+    """Copies share the group, which cannot be copied; with one, no pickle is made."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         super().__init__()

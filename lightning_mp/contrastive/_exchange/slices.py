@@ -34,11 +34,6 @@ def block_bytes(batch_sizes: Sequence[int], row_bytes: int, count: int) -> int:
 
     That is one block of features and of their gradients; two with more slices than one, as the
     next and the last are under way; and one more, with gaps, where batch sizes differ.
-
-    Args:
-        batch_sizes: Rows on each rank.
-        row_bytes: Bytes of one row of features and of its gradient.
-        count: Slices.
     """
     copies = 1 + (count > 1) + (len(set(batch_sizes)) > 1)
     return copies * len(batch_sizes) * -(-max(batch_sizes) // count) * row_bytes

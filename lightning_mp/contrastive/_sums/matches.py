@@ -32,12 +32,7 @@ class Match(Protocol):
 
 
 class Own(NamedTuple):
-    """Text i belongs to image i, and no other does.
-
-    Args:
-        b: Images.
-        n: Texts, the first b of which belong to the images.
-    """
+    """Text i belongs to image i, and no other does."""
 
     b: int
     n: int
@@ -89,11 +84,7 @@ class Groups(NamedTuple):
 class Listed(NamedTuple):
     """Images belong to texts of this rank that a list names.
 
-    Args:
-        images_e: The image of each pair; no pair twice.
-        texts_e: Its text.
-        b: Images of this rank.
-        n: Its texts.
+    No pair of image and text comes twice.
     """
 
     images_e: Tensor
@@ -115,13 +106,7 @@ class Listed(NamedTuple):
 
 
 class Everything(NamedTuple):
-    """All texts belong to all images.
-
-    Args:
-        b: Images of this rank.
-        n: Its texts.
-        exchange: How sums travel.
-    """
+    """All texts belong to all images."""
 
     b: int
     n: int
@@ -141,13 +126,7 @@ class Everything(NamedTuple):
 
 
 class Unmasked(NamedTuple):
-    """All texts belong to all images, but for those of equal ids that are not their own.
-
-    Args:
-        everything: All.
-        groups: Those of equal ids.
-        own: Their own.
-    """
+    """All texts belong to all images, but for those of equal ids that are not their own."""
 
     everything: Everything
     groups: Groups

@@ -32,13 +32,7 @@ _LEAST_NORM = 1e-12  # as in torch's `normalize`
 
 
 class Prefix(NamedTuple):
-    """One of the losses.
-
-    Args:
-        width: d.
-        weight: What its loss counts.
-        is_normalized: Whether its features are brought to norm 1.
-    """
+    """A prefix, and how much its loss counts in the sum."""
 
     width: int
     weight: float

@@ -92,17 +92,7 @@ def differentiate(
     world_size: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Return the gradients of images, texts, scale and bias.
-
-    Args:
-        cotangent: Of the loss.
-        scale: The logit scale.
-        bias: The logit bias, or `None`.
-        swept: What the sweep returned.
-        pairs: B.
-        world_size: W.
-        dtype: Of the features.
-    """
+    """Return the gradients of images, texts, scale and bias; `pairs` is B."""
     totals, *features = swept
     with torch.autocast(totals.device.type, enabled=False):
         unit = cotangent.to(totals.dtype) / pairs

@@ -24,12 +24,7 @@ __all__ = [
 
 
 class Ids(NamedTuple):
-    """What each row and column shows; pairs of equal ids are no negatives.
-
-    Args:
-        rows_b: Of the rows, int64.
-        columns_m: Of the columns.
-    """
+    """What each row and column shows; pairs of equal ids are no negatives."""
 
     rows_b: Tensor
     columns_m: Tensor
@@ -77,12 +72,7 @@ class Limits(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """The largest logit among each row's and each column's negatives, for a sweep to raise.
-
-    Args:
-        rows_b: Of the rows, in `state_dtype`; -inf at the start.
-        columns_m: Of the columns.
-    """
+    """The largest logit of each row's and each column's negatives, -inf until a sweep raises it."""
 
     rows_b: Tensor
     columns_m: Tensor
@@ -94,10 +84,7 @@ class Maxima(NamedTuple):
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
         """Put the larger values in place of the smaller ones, in place.
 
-        Args:
-            row_n: Largest logits of the rows.
-            column_c: Those of the columns.
-            unit: What both are to be multiplied by.
+        Both are multiplied by `unit` first.
         """
         for mine, other in zip(self, (row_n, column_c), strict=True):
             torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)

@@ -22,11 +22,6 @@ def fastest(
     On CUDA the device's own time counts: launching a kernel can take the host longer than the
     device needs for it. A timing is that of 20 runs which are queued while the device sleeps.
 
-    Args:
-        configs: What to try, at least one.
-        run: Does the work on operands that are ready; what it writes is not used.
-        device: Where it works; waited for.
-
     Raises:
         RuntimeError: None of them runs on the device.
     """
