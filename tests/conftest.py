@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.fake_cuda import FakeCuda
 
 # Triton decides when a kernel is defined whether it is interpreted or compiled, so one process can
 # do only one of both.
@@ -72,6 +76,38 @@ def _no_seeds_for_devices_that_are_not_there() -> None:
 
         for device in (torch.cuda, torch.xpu, torch.mtia):
             device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Repair Triton's interpreter where it runs, but for tests that do it or look at its faults.
+
+    With `interpreted(rows=None)` no program takes more rows than on a GPU.
+    """
+    mark = request.node.get_closest_marker("interpreted")
+    if mark is None or mark.kwargs.get("repaired") is False:
+        yield
+        return
+    from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
+
+    yield from repaired_interpreter(**mark.kwargs)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator["FakeCuda"]:
+    """Return a simulated GPU without kernels by Triton; forget what is known of another one."""
+    from lightning_mp.contrastive._cache import micro_batches
+    from lightning_mp.numerics import triton_support
+    from tests.fake_cuda import FakeCuda
+
+    known = (micro_batches._copying_stream, triton_support.triton_problem)
+    for cached in known:
+        cached.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with FakeCuda() as gpu:
+        yield gpu
+    for cached in known:
+        cached.cache_clear()
 
 
 @pytest.fixture

@@ -1,34 +1,19 @@
 """The CUDA branches under the device that is not there: no race, no sync, and the right numbers."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
-from lightning_mp.contrastive._cache import micro_batches
 from lightning_mp.contrastive._exchange import agreement
 from lightning_mp.contrastive._tiles.triton_tiles import autotune
 from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, find_configs
-from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.tensor_stats import tensor_stats
 from tests.fake_cuda import FakeCuda, RaceError
 
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    for cached in (micro_batches._copying_stream, triton_support.triton_problem):
-        cached.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernels by Triton
-    with FakeCuda() as gpu:
-        yield gpu
-    for cached in (micro_batches._copying_stream, triton_support.triton_problem):
-        cached.cache_clear()
 
 
 def test_tensors_are_where_they_say_and_reading_them_waits(gpu: FakeCuda) -> None:

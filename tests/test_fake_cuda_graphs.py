@@ -4,7 +4,6 @@
 inside runs by itself, with launches of Triton's kernels and products for cuBLAS that are counted.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from lightning_mp.contrastive._tiles.triton_tiles import (
     tiles,
     workspace,
 )
-from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.async_readback import AsyncReadback
 from tests.fake_capture import CaptureError
 from tests.fake_cuda import FakeCuda
@@ -36,15 +34,6 @@ KERNELS = {
     pair_kernels: ("prepare_kernel", "terms_kernel"),
     gradient_kernels: ("factors_kernel", "finish_kernel"),
 }
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    triton_support.triton_problem.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernels by Triton
-    with FakeCuda() as gpu:
-        yield gpu
-    triton_support.triton_problem.cache_clear()
 
 
 class _Launched:

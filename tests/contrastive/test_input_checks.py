@@ -3,7 +3,6 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
-from lightning_mp.numerics import triton_support
 from tests.fake_cuda import FakeCuda
 
 BATCH, WIDTH = 40, 24
@@ -85,15 +83,6 @@ def test_scale_that_becomes_negative_is_said() -> None:
     assert said(loss, pair(), 1.0, calls=5) == []
     assert said(loss, pair(), -1.0, calls=2) == []  # calls 6 and 7
     assert len(said(loss, pair(), -1.0, calls=1)) == 1
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    triton_support.triton_problem.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernels by Triton
-    with FakeCuda() as gpu:
-        yield gpu
-    triton_support.triton_problem.cache_clear()
 
 
 def test_on_cuda_it_is_said_by_a_later_call_and_the_host_never_waits(gpu: FakeCuda) -> None:

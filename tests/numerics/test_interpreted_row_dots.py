@@ -7,10 +7,8 @@ import torch
 
 from lightning_mp.numerics.row_dots import fused_row_dots, row_dots
 from lightning_mp.numerics.row_dots_kernels import COLUMNS, ROWS
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = (

@@ -12,11 +12,9 @@ from lightning_mp.numerics.fused_stats import fused_stats
 from lightning_mp.numerics.row_stats import row_stats
 from lightning_mp.numerics.stats_kernels import BLOCK, CHUNK, COLUMNS, merge_stats_kernel
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.tensor_stats import assert_stats_agree, planted
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 0, 37, BLOCK.value, 2 * BLOCK.value + 700)

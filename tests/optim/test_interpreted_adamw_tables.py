@@ -11,7 +11,6 @@ from lightning_mp.optim._adamw.adamw_kernels import CHUNK, adamw_kernel
 from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
 from lightning_mp.optim._adamw.fused import fused_adamw_step
 from lightning_mp.optim._adamw.tables import tables_for_capture, tables_of
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.optim.adamw_problems import (
     BF16,
     FP16,
@@ -24,7 +23,6 @@ from tests.optim.adamw_problems import (
 )
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 
 @pytest.mark.parametrize(("half", "write_back"), [(FP16, "kahan"), (BF16, "stochastic")])

@@ -14,7 +14,6 @@ from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
 from lightning_mp.optim._adamw.fused import fused_adamw_step
 from lightning_mp.optim._adamw.tables import tables_of
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.optim.adamw_problems import (
     BF16,
     DTYPES,
@@ -30,7 +29,6 @@ from tests.optim.adamw_problems import (
 )
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 LONG = (CHUNK.value + BLOCK.value + 1,)
 HALVES = FP16, BF16

@@ -36,7 +36,6 @@ __all__ = [
     "force_twin",
     "gradient_error",
     "make_shard",
-    "programs_of_a_gpu",
     "repaired_interpreter",
     "shard_of",
 ]
@@ -47,11 +46,6 @@ LSE_ERROR = 6e-5
 # As `gradient_error` gives it. A softmax value is off by half a unit in the last place of the
 # 16-bit format, 2^-8 or 2^-11, and like its logit; that of fp32 features is kept in two halves.
 GRADIENT_ERROR = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4, torch.float32: 8e-5}
-
-
-def programs_of_a_gpu() -> Iterator[None]:
-    """Repair the interpreter; no program takes more rows than on a GPU."""
-    yield from repaired_interpreter(rows=None)
 
 
 def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:

@@ -23,7 +23,6 @@ from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
     make_shard,
-    repaired_interpreter,
     shard_of,
 )
 from tests.reference.contrastive import HARD, hard_features, reference, relative_error
@@ -32,7 +31,6 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)"),
 ]
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

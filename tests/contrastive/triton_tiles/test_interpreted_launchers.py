@@ -25,11 +25,9 @@ from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
     make_shard,
-    repaired_interpreter,
 )
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 N, M, K = 5, 7, 64

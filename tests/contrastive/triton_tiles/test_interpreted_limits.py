@@ -14,11 +14,9 @@ from tests.contrastive.triton_tiles.interpreter import (
     Shard,
     gradient_error,
     make_shard,
-    repaired_interpreter,
 )
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 
 def limits_between(similarities: Tensor) -> Tensor:

@@ -11,15 +11,13 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._operators.library import infonce, infonce_backward
 from lightning_mp.contrastive._tiles.backends import TileChoice, triton_problem
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
-from tests.contrastive.triton_tiles.interpreter import programs_of_a_gpu
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.
 pytestmark = [
-    pytest.mark.interpreted,
+    pytest.mark.interpreted(rows=None),
     pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)"),
 ]
-_interpreter = pytest.fixture(autouse=True)(programs_of_a_gpu)
 
 CPU = torch.device("cpu")
 WANTED = (True, None, "both", False)  # what is kept, ids, directions, statistics

@@ -6,11 +6,9 @@ import torch
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_matryoshka import WEIGHTS, WIDTHS, dense
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import relative_error
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from lightning_mp.contrastive._exchange.exchange import HEADER
 from lightning_mp.contrastive._tiles import pairs
 from lightning_mp.contrastive._tiles.triton_tiles import gradient_kernels, pair_kernels
 from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
-from tests.contrastive.triton_tiles.interpreter import programs_of_a_gpu
 
-pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(programs_of_a_gpu)
+pytestmark = pytest.mark.interpreted(rows=None)
 
 LOG2_E = math.log2(math.e)
 EPS_64, EPS_32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps

@@ -20,13 +20,11 @@ from tests.contrastive.triton_tiles.interpreter import (
     LSE_ERROR,
     force_twin,
     make_shard,
-    repaired_interpreter,
     shard_of,
 )
 from tests.reference.contrastive import Reference, reference, relative_error
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

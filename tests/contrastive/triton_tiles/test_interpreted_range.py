@@ -25,12 +25,10 @@ from tests.contrastive.triton_tiles.interpreter import (
     Shard,
     force_twin,
     make_shard,
-    repaired_interpreter,
     shard_of,
 )
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MODES = pytest.mark.parametrize(

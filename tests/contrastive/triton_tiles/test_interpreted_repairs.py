@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 
-pytestmark = pytest.mark.interpreted
+pytestmark = pytest.mark.interpreted(repaired=False)
 
 _repaired = contextlib.contextmanager(repaired_interpreter)
 

@@ -8,10 +8,8 @@ from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_candidates import data
 from tests.contrastive.test_statistics import BIAS, LOSSES, check
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:Passed .*negative scale")]
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 
 @pytest.mark.parametrize("name", LOSSES)

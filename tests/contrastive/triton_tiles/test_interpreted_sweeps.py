@@ -15,13 +15,11 @@ from tests.contrastive.triton_tiles.interpreter import (
     LSE_ERROR,
     gradient_error,
     make_shard,
-    repaired_interpreter,
     shard_of,
 )
 from tests.reference.contrastive import relative_error
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

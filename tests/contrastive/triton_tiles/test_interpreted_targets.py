@@ -10,11 +10,9 @@ from lightning_mp import ContrastiveLoss
 from tests.contrastive.pair_cases import CASES, Case, check, found
 from tests.contrastive.test_ids import LOSSES, dense, few_ids
 from tests.contrastive.test_targets import check_copies
-from tests.contrastive.triton_tiles.interpreter import repaired_interpreter
 from tests.reference.contrastive import relative_error
 
 pytestmark = pytest.mark.interpreted
-_interpreter = pytest.fixture(autouse=True)(repaired_interpreter)
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
