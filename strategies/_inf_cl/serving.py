@@ -1,6 +1,6 @@
 """What `InfCLStrategy` and `InfCLModelParallelStrategy` share: towers that a cache serves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +15,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_mp._arguments import check_count
 from lightning_mp._foreign import ForLightning
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive.gradient_cache import GradientCache
-from lightning_mp.strategies._inf_cl.arguments import check_arguments
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 
 __all__ = ["ServesTowers"]
@@ -60,7 +60,7 @@ class ServesTowers(ForLightning, _Strategy):
             counts["micro_batch_size"] = (micro_batch_size, 1)
         if activation_bytes is not None:
             counts["activation_bytes"] = (activation_bytes, 1)
-        check_arguments(type(self).__name__, towers, counts, offload)
+        _check_arguments(type(self).__name__, towers, counts, offload)
         self._check_others(kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
@@ -220,4 +220,30 @@ def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
             "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
             "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
             "matters."
+        )
+
+
+def _check_arguments(
+    strategy: str, towers: Sequence[str], counts: Mapping[str, tuple[object, int]], offload: str
+) -> None:
+    """Refuse arguments that cannot be used."""
+    is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
+    if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
+        raise ValueError(
+            f"Passed `{strategy}(towers={towers!r})`. `towers` must be a list of at least one "
+            "name. Name the submodules or methods that `training_step` calls, such as "
+            "`towers=['visual', 'text']`."
+        )
+    if len(set(towers)) < len(towers):
+        raise ValueError(
+            f"Passed `{strategy}(towers={list(towers)!r})`. Each tower must be named once. "
+            "Leave the repeated name out."
+        )
+    for name, (value, least) in counts.items():
+        other = "'auto' or " if name == "micro_batch_size" else ""
+        check_count(strategy, name, value, least, other=other)
+    if offload not in ("none", "host"):
+        raise ValueError(
+            f"Passed `{strategy}(offload={offload!r})`. `offload` must be 'none' or 'host'. "
+            "Pass 'host' to leave batches in host memory."
         )

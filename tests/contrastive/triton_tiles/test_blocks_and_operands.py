@@ -29,8 +29,8 @@ from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     TileDtype,
     make_operand,
 )
-from lightning_mp.contrastive._tiles.triton_tiles.products import add_product
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.contrastive._tiles.triton_tiles.workspace import add_product
 from tests.reference.contrastive import relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
