@@ -159,7 +159,7 @@ def test_cli_fit_with_all_callbacks_and_report_of_the_run(
     callbacks = [
         {"class_path": name, "init_args": arguments} for name, arguments in CALLBACKS.items()
     ]
-    # What is exported can be used, but for what is none.
+    # All that is exported is a callback to use, but for these.
     others = {"Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"}
     assert set(CALLBACKS) == set(lightning_mp.callbacks.__all__) - others
     plugin = {"class_path": "BalancedAMP"}

@@ -150,7 +150,7 @@ class Eager(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         logits = (query @ key.mT / 8**0.5).masked_fill(~CAUSAL, torch.finfo(query.dtype).min)
-        return (self.soften(logits) @ value).flatten(1).softmax(dim=-1)  # that one is none
+        return (self.soften(logits) @ value).flatten(1).softmax(dim=-1)  # that one is no attention
 
 
 @pytest.mark.parametrize(

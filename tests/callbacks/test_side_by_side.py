@@ -101,7 +101,7 @@ def test_reports_write_what_each_recorded_to_files_of_their_own(tmp_path: Path, 
         assert report.path.is_file()
         data = json.loads(report.path.with_suffix(".json").read_text())
         assert data["curves"]["loss"]["steps"] == [0, 1, 2]
-        assert data["run"]["monitors"] == []  # a report is none of another
+        assert data["run"]["monitors"] == []  # no report is a monitor of another
 
 
 def test_page_shows_the_maps_of_both_monitors(tmp_path: Path) -> None:

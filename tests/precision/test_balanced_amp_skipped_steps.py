@@ -1,4 +1,4 @@
-"""Steps that the loss scale skips are none: nothing that counts or averages steps may see them."""
+"""Steps that the loss scale skips do not count: nothing that counts or averages may see them."""
 
 from typing import Any
 

@@ -310,7 +310,7 @@ class Call:
         for index in self._with_grad:
             detached = leaves[index].detach().requires_grad_()
             inputs.append(detached)
-            # No leaf, as the caller's is none: the tower may write to it in place.
+            # No leaf, as the caller's is no leaf: the tower may write to it in place.
             leaves[index] = detached.clone()
         args, kwargs = self._arguments.rebuild(leaves)
         with self._autocast.entered():

@@ -51,7 +51,7 @@ class KernelLogits:
         logits: The logits, with ids of 32 bits.
         precision: What is multiplied.
         units: What split features of rows and of columns are multiplied by.
-        kept_rm: Where the products of the first rows are kept, in fp32; may be none.
+        kept_rm: Where the products of the first rows are kept, in fp32; may be empty.
         guides: How guides are multiplied, and by what if they are split; `None` without.
     """
 
