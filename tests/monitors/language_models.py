@@ -69,7 +69,8 @@ class BERT(Learner):
     """Fills in the 20% of words that are masked."""
 
     def __init__(self, steps: int) -> None:
-        super().__init__(steps, 5e-3, decays=True)
+        # 5e-3 would be no healthy rate: there, weights moved by 1e-6 decide how a run ends.
+        super().__init__(steps, decays=True)
         from transformers import BertConfig, BertForMaskedLM
 
         self.network = BertForMaskedLM(
