@@ -74,7 +74,7 @@ def test_table_counts_alarms_by_rule(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out.splitlines()
     assert status == 0
     assert printed[0].split()[:3] == ["model", "precision", "steps"]
-    assert [line.split()[:5] for line in printed[2:4]] == [
+    assert [line.split()[:5] for line in printed[1:3]] == [
         ["hinge", "fp32", "30", "0", "0"], ["hinge", "BalancedAMP", "30", "0", "0"],
     ]  # fmt: skip
     assert "0 false alarms in 60 healthy steps: 0 per 1000" in printed
