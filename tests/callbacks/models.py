@@ -45,14 +45,17 @@ class Watched(pl.LightningModule):
         self.factor = factor
 
     def inputs(self, generator: torch.Generator) -> Tensor:
-        return torch.randn(32, 16, generator=generator).to(next(self.parameters()).dtype)
+        # Drawn in fp32 under every plugin: torch 2.10 draws other numbers in half.
+        x = torch.randn(32, 16, generator=generator, dtype=torch.float32)
+        return x.to(next(self.parameters()).dtype)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.sabotage is not None:
             self.sabotage(self, batch_idx)
         generator = torch.Generator().manual_seed(batch_idx)
         x = self.inputs(generator)
-        target = torch.sin(3 * x[:, 0].float()) + 0.3 * torch.randn(32, generator=generator)
+        noise = torch.randn(32, generator=generator, dtype=torch.float32)
+        target = torch.sin(3 * x[:, 0].float()) + 0.3 * noise
         loss = F.mse_loss(self.network(x).float().flatten(), target)
         return loss * self.factor(batch_idx)
 

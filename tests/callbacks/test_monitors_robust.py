@@ -156,25 +156,34 @@ class Back(nn.Module):
         return torch.fft.irfft(z).to(torch.get_default_dtype())
 
 
-@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
-def test_complex_weights_learn_in_fp16_as_in_fp32_under_all_monitors(
-    tmp_path: Path, make_plugin: Any
-) -> None:
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 16), Filter(), Back(), nn.Linear(16, 1))
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), Filter(), Back(), nn.Linear(16, 1))
 
+
+@pytest.mark.parametrize("make_plugin", [BalancedAMP, PureFP16])
+def test_complex_weights_learn_in_fp16_as_in_fp32(tmp_path: Path, make_plugin: Any) -> None:
     found = []
     for plugin in (None, make_plugin(half="fp16")):
-        model = Watched(network, steps=20)
+        # Adam's first steps are signs, which rounding turns where gradients are small.
+        model = Watched(spectral, lambda p: SGD(p, lr=0.05), steps=20)
         before = model.network[1].weight.detach().clone()
-        monitors = [*all_monitors(), TensorCollector(every_n_steps=5)]
-        trainer = make_trainer(
-            plugin, callbacks=monitors, default_root_dir=tmp_path, gradient_clip_val=1.0
-        )
-        trainer.fit(model)
+        make_trainer(plugin, default_root_dir=tmp_path, gradient_clip_val=1.0).fit(model)
         found.append(model.network[1].weight.detach() - before)
-    assert torch.linalg.vector_norm(found[0]) > 0.01
-    torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0.1 * found[0].abs().max().item())
+    difference, size = (torch.linalg.vector_norm(x) for x in (found[1] - found[0], found[0]))
+    assert size > 0.01
+    assert difference < 0.05 * size, f"{difference} of {size}"
+
+
+@pytest.mark.parametrize("plugin", [None, BalancedAMP, PureFP16])
+def test_monitors_read_complex_weights(tmp_path: Path, plugin: Any) -> None:
+    adam, collector = AdamStateMonitor(every_n_steps=1), TensorCollector(every_n_steps=5)
+    monitors = [each for each in all_monitors() if not isinstance(each, AdamStateMonitor)]
+    trainer = make_trainer(
+        plugin and plugin(half="fp16"), default_root_dir=tmp_path,
+        callbacks=[*monitors, adam, collector],
+    )  # fmt: skip
+    trainer.fit(Watched(spectral, steps=20))
+    assert "network.1.weight" in adam.history.maps["update_rms"]["names"]
 
 
 class Renamed(AdamW):
