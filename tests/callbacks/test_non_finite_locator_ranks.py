@@ -121,6 +121,10 @@ class _Spoiled(clip.TinyCLIP):
                     self.text[0].weight.zero_()
                     self.text[0].bias.fill_(65000.0)
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        # A replay is behind us here; without this, DDP sends no buffers in the next forward.
+        assert self.trainer.strategy.model.require_forward_param_sync
+
 
 def _train_towers(rank: int, plugin: bool) -> Any:
     locator = NonFiniteLocator(max_replays=1)
