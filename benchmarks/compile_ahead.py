@@ -10,6 +10,7 @@ first, or all of it would be compiled again.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -29,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from lightning_mp.contrastive._exchange.ring import Ring
-from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._sums.infonce import infonce
+from lightning_mp.contrastive._sums.plan import Plan
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS
 from lightning_mp.numerics.fused_stats import fused_stats
@@ -85,12 +87,11 @@ def sweeps(arch: int) -> None:
         with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
             inputs = rows, columns, torch.empty(()), None
-            infonce.sweep(*inputs, infonce.Plan(Ring([ROWS]), tiles, False, False, False))
-            plan = infonce.Plan(Ring([ROWS]), tiles, *sides, True, directions=directions)
-            swept = infonce.sweep(*inputs, plan)
-            for kept in (swept.kept, swept.kept[:0]):
-                infonce.differentiate(inputs[2], *inputs, swept._replace(kept=kept), plan)
-            for other in {dtype, FP32}:  # the sigmoid loss
+            infonce(*inputs, Plan(Ring([ROWS]), tiles, False, False, False))
+            for keeps in (True, False):
+                plan = Plan(Ring([ROWS]), tiles, *sides, True, directions=directions)
+                infonce(*inputs, dataclasses.replace(plan, keeps_tiles=keeps))
+            for other in {dtype, FP32}:  # the other losses
                 fused_row_dots(rows, columns.to(other))
 
 

@@ -38,6 +38,9 @@ from torch import Tensor
 
 from benchmarks import _common as common
 from benchmarks._contenders import DTYPES, PEERS, UNITS, Case, Contender, Inputs, find_contenders
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._exchange.agreement import plan_for
+from lightning_mp.contrastive._sums.infonce import negatives_sweep
 
 # The relative difference that storing gradients, and a softmax, in this dtype explains.
 STORAGE_TOLERANCE = {"fp32": 0.0, "bf16": 2e-2, "fp16": 4e-3}
@@ -96,22 +99,21 @@ def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float]
 def sampled_errors(case: Case, ours: Contender) -> dict[str, float]:
     """Run a pass of ours, and return how far some of it is from float64."""
     inputs = case.inputs()
-    loss = ours.loss(*inputs.leaves)
-    lses = log_sum_exps(loss, len(inputs.image_bD))
-    loss.backward(torch.full_like(loss, inputs.loss_scale))
-    return errors_of(inputs, float(loss.detach()), lses, _SAMPLES)
+    loss = inputs.run(ours.loss)
+    return errors_of(inputs, float(loss), log_sum_exps(ours.loss, inputs), _SAMPLES)
 
 
-def log_sum_exps(loss: Tensor, batch: int) -> list[Tensor]:
-    """Return the log-sum-exps of rows and columns that a loss keeps for its backward pass."""
-    saved = getattr(loss.grad_fn, "saved_tensors", ())
-    vectors = [each for each in saved if each is not None and each.shape == (batch,)]
-    if len(vectors) < 2:
-        raise RuntimeError(
-            f"Passed a loss whose backward pass keeps {len(vectors)} vectors of length {batch}, "
-            "not the log-sum-exps of rows and columns. Pass the loss of `ContrastiveLoss`."
-        )
-    return vectors[:2]
+@torch.no_grad()
+def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
+    """Return the log-sum-exps of rows and columns, by the first sweep of a `ContrastiveLoss`."""
+    image_bD, text_bD, scale = inputs.leaves
+    needs_grad = (False, False, False)
+    plan = plan_for(image_bD, text_bD, needs_grad, PairOptions(), loss.tiles, "slices", None)
+    prepared = plan.tiles.prepare(image_bD, text_bD, scale)
+    memory = plan.memory_for_tiles(image_bD)
+    found = negatives_sweep(image_bD, text_bD, scale, memory, plan, prepared)
+    negatives = (found.row_lse_b, found.column_lse_Rn.logsumexp(0))
+    return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in negatives]
 
 
 def errors_of(inputs: Inputs, loss: float, lses: list[Tensor], samples: int) -> dict[str, float]:

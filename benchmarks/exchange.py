@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._common import Benchmark, Report
 from lightning_mp.contrastive._exchange.agreement import make_plan
-from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._operator import finish_gradients
+from lightning_mp.contrastive._sums.infonce import infonce
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan.table import aligned
@@ -131,8 +132,11 @@ def count(
                 lambda left: TritonTiles(left, arch=90), workspace_bytes,
             )  # fmt: skip
             with counts:
-                swept = infonce.sweep(*inputs, plan)
-                infonce.differentiate(torch.empty(()), *inputs, swept, plan)
+                found = infonce(*inputs, plan)
+                found.loss.float()  # as the operator does
+                none = torch.empty(0)
+                gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, none, none]
+                finish_gradients(torch.empty(()), *inputs, None, gradients)
     finally:
         dist.destroy_process_group()
     return counts

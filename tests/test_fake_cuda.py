@@ -132,7 +132,9 @@ def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
     assert (gpu.syncs, gpu.waits) == (0, 1)  # for the network
     assert gpu.time < 1.0
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
-    agreement.report_unusable("no tensor", None)  # NCCL takes nothing that lies on the host
+    monkeypatch.setattr(agreement, "group_size", lambda group: 2)
+    with pytest.raises(ValueError, match="unusable"):
+        agreement.refuse("unusable", "no tensor", None)  # NCCL takes nothing that lies on the host
     assert all(facts.is_cuda for facts in sent)
     assert set(sent[1].tolist()) == {-1}
     agreement._stream_of.cache_clear()

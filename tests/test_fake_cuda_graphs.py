@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._exchange.ring import Ring
-from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._sums.infonce import infonce
+from lightning_mp.contrastive._sums.plan import Plan
 from lightning_mp.contrastive._tiles.triton_tiles import (
     TritonTiles,
     gradient_kernels,
@@ -89,7 +90,7 @@ def test_loss_and_its_backward_can_be_captured(gpu: FakeCuda, scale: float | Ten
     with gpu.capture() as captured:
         loss = loss_fn(*leaves, scale)
         loss.backward()
-    assert "infonce" in str(captured)
+    assert "contrastive_loss" in str(captured)
     assert torch.allclose(loss.detach().cpu(), expected.detach())
     for leaf, x in zip(leaves, inputs, strict=True):
         assert torch.allclose(leaf.grad.cpu(), x.grad)
@@ -105,10 +106,9 @@ def test_small_batch_is_captured_in_few_launches(
     image, text = (torch.zeros(b, 64, dtype=dtype, device="cuda") for _ in range(2))
     scale = torch.ones((), device="cuda")
     backend = TritonTiles(tile_dtype=tile_dtype, autotune=True, arch=90)
-    plan = infonce.Plan(Ring([b]), backend, True, True, True)
+    plan = Plan(Ring([b]), backend, True, True, True)
     with gpu.capture() as captured:
-        swept = infonce.sweep(image, text, scale, None, plan)
-        infonce.differentiate(torch.ones_like(swept.loss), image, text, scale, None, swept, plan)
+        infonce(image, text, scale, None, plan)
     kernels = [name for name in captured if name.endswith("_kernel")]
     assert len(kernels) == 7
     # The products of halves of fp32 are six; torch's own operations count tests/benchmarks.
@@ -118,11 +118,10 @@ def test_small_batch_is_captured_in_few_launches(
 def test_blocks_that_fill_the_device_are_captured_too(triton_launches: FakeCuda) -> None:
     image, text = (torch.zeros(4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     scale, backend = torch.ones((), device="cuda"), TritonTiles(2**21, arch=90)
-    plan = infonce.Plan(Ring([4096]), backend, True, True, True)
+    plan = Plan(Ring([4096]), backend, True, True, True)
     tiles.multiprocessors.cache_clear()
     with triton_launches.capture() as captured:
-        swept = infonce.sweep(image, text, scale, None, plan)
-        infonce.differentiate(torch.ones_like(swept.loss), image, text, scale, None, swept, plan)
+        infonce(image, text, scale, None, plan)
     tiles.multiprocessors.cache_clear()
     # 2^20 values are 1024 x 1024; so many rows fill the device no worse than fewer.
     assert captured.count("softmax_kernel") == 16

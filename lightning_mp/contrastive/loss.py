@@ -4,16 +4,20 @@ Shapes:
     b: this rank's batch. D: feature width.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive._call.arguments import find_problem
-from lightning_mp.contrastive._call.input_checks import InputChecks
-from lightning_mp.contrastive._call.inputs import as_tensors, check_derivatives, in_one_dtype
+from lightning_mp.contrastive._call.inputs import (
+    InputChecks,
+    as_tensors,
+    check_derivatives,
+    in_one_dtype,
+)
 from lightning_mp.contrastive._call.open_clip_arguments import check_ranks, take_open_clip
 from lightning_mp.contrastive._call.pair_options import (
     RULES,
@@ -22,15 +26,9 @@ from lightning_mp.contrastive._call.pair_options import (
     PairArguments,
     PairOptions,
 )
-from lightning_mp.contrastive._call.pair_problems import check_pair_rules
-from lightning_mp.contrastive._call.planned import Planned, plan_for
-from lightning_mp.contrastive._exchange.agreement import group_size
-from lightning_mp.contrastive._exchange.group_module import GroupModule
-from lightning_mp.contrastive._operators.library import loss_of_one
-from lightning_mp.contrastive._operators.ranked_library import loss_of_ranks
-from lightning_mp.contrastive._operators.targeted_library import loss_of_targets
-from lightning_mp.contrastive._sums.infonce import InfoNCE
-from lightning_mp.contrastive._sums.targeted_infonce import TargetedInfoNCE
+from lightning_mp.contrastive._call.problems import check_pair_rules, find_problem
+from lightning_mp.contrastive._exchange.agreement import refuse
+from lightning_mp.contrastive._operator import loss_of
 from lightning_mp.contrastive._tiles.backends import (
     Backend,
     Directions,
@@ -38,6 +36,7 @@ from lightning_mp.contrastive._tiles.backends import (
     TileChoice,
     TileDtype,
     check_choices,
+    triton_problem,
 )
 from lightning_mp.contrastive.statistics import LossStatistics
 
@@ -53,7 +52,7 @@ __all__ = ["ContrastiveLoss"]
         "logit_scale": "Pass it in the call.",
     }
 )
-class ContrastiveLoss(GroupModule):
+class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 
     A drop-in for open_clip's `ClipLoss`. A dense loss holds four logit matrices at its peak:
@@ -68,8 +67,9 @@ class ContrastiveLoss(GroupModule):
         \qquad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
 
     **Work**: two sweeps over the tiles of S, four matrix products of `2 b^2 D` FLOPs with the
-    backward (a dense loss: six). A locked tower (LiT) saves its product. A part of the workspace
-    keeps tiles of the first sweep for the backward; where all fit, there are three products. For
+    gradients (a dense loss: six). Both come in the forward where a backward can follow; two (b, D)
+    matrices wait for it. A locked tower (LiT) saves its product. A part of the workspace
+    keeps tiles of the first sweep for the second; where all fit, there are three products. For
     torch tiles that part is half, or all but 32 MiB (512 MiB on CUDA) where this is more. For
     Triton tiles of fp32 features it is half, or all but 128 MiB where this is less, and they are
     kept where a quarter of them fits; those of 16-bit features are not, as a GPU multiplies them
@@ -103,7 +103,7 @@ class ContrastiveLoss(GroupModule):
     **Several ranks**: batch sizes may differ. The value is the loss of the global batch, on every
     rank. Feature gradients come out W times too large and the scale's as the total, so that the
     *mean* over ranks that DDP and FSDP take gives exactly the gradient of one process with the
-    whole batch. All ranks of the group must call forward and backward in the same order. Besides
+    whole batch. All ranks of the group must call the loss in the same order. Besides
     the features a rank holds at most `8 b D` values of four bytes and the workspace.
 
     `logit_bias` shifts all logits by the same amount, which softmax ignores: its gradient is 0.
@@ -197,8 +197,6 @@ class ContrastiveLoss(GroupModule):
         loss = loss_fn(image_features, text_features, self.logit_scale.exp())
     """
 
-    _pairs: type[torch.autograd.Function] = InfoNCE  # what a pair contributes
-    _operate = staticmethod(loss_of_one)
     _is_softmax = True
 
     def __init__(
@@ -222,11 +220,12 @@ class ContrastiveLoss(GroupModule):
         world_size: int = 1,
         use_horovod: bool = False,
     ) -> None:
-        super().__init__(process_group)
+        super().__init__()
         name = type(self).__name__
         check_choices(name, backend, tile_dtype, exchange, directions, workspace_bytes)
         check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
         take_open_clip(gather_with_grad, world_size, use_horovod)
+        self.process_group = process_group
         self.rank = rank
         self.world_size = world_size
         self._checks = InputChecks()
@@ -314,86 +313,73 @@ class ContrastiveLoss(GroupModule):
             guide_image: Another model's features, (b, G), to judge `false_negatives` by.
             guide_text: Of the texts, (n, G).
         """
-        if not torch.compiler.is_compiling():
-            name = type(self).__name__
-            check_derivatives(name, image_features, text_features, logit_scale)
-        image_features, text_features = in_one_dtype(image_features, text_features)
-        check_ranks(type(self).__name__, self.rank, self.world_size, self.process_group)
         rules: Any = {name: getattr(self, name) for name in RULES}
         options = (ids, weights, positives, negatives, guide_image, guide_text)
         pairs = PairOptions(*options, **rules, statistics=statistics, is_softmax=self._is_softmax)
-        compute = self._loss_by_operator if self._has_operator(pairs) else self._loss_by_plan
-        loss, found = compute(image_features, text_features, logit_scale, logit_bias, pairs)
-        if not torch.compiler.is_compiling():
-            self._checks.look(image_features, text_features, logit_scale)
+        loss, found = self.compute(image_features, text_features, logit_scale, logit_bias, pairs)
         result = {"contrastive_loss": loss} if output_dict else loss
         return (result, LossStatistics(*found.unbind())) if statistics else result
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
+        # Weight averaging copies whole modules, and a process group cannot be copied.
+        memo[id(self.process_group)] = self.process_group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "Passed `ContrastiveLoss(process_group=...)` to be pickled. A group belongs to its "
+                "process. Set `loss.process_group = None` first, and pass the group again where "
+                "the loss is loaded."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
-        options = {**self._tiles()._asdict(), "exchange": self.exchange}
+        names = ("backend", "tile_dtype", "workspace_bytes", "autotune", "exchange")
+        options = {name: getattr(self, name) for name in names}
         options |= {name: getattr(self, name) for name in RULES if self._is_softmax}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    def _tiles(self) -> TileChoice:
+    @property
+    def tiles(self) -> TileChoice:
+        """What multiplies tiles, and how."""
         return TileChoice(self.backend, self.tile_dtype, self.workspace_bytes, self.autotune)
-
-    def _has_operator(self, pairs: PairOptions) -> bool:
-        """Return whether the loss is to be an operator, which `torch.compile` can take in."""
-        is_compiling = torch.compiler.is_compiling()
-        if group_size(self.process_group) > 1:
-            return is_compiling and pairs.is_swept
-        return is_compiling or pairs.is_swept
 
     def problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
     ) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
-        return find_problem(image, text, scale, bias, pairs)
+        problem = find_problem(image, text, scale, bias, pairs)
+        if problem is None and self.backend == "triton" and isinstance(image, Tensor):
+            problem = triton_problem(image.device, image.dtype)
+        return problem
 
-    def _loss_by_operator(
+    def compute(
         self,
-        image_bD: Tensor,
-        text_bD: Tensor,
+        image: Tensor,
+        text: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         pairs: PairOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Return loss and statistics by an operator that compilers take in."""
-        given = (image_bD, text_bD, logit_scale, logit_bias, pairs)
-        if self.problem(*given) is not None:
-            said: tuple[Tensor, Tensor] = self._loss_by_plan(*given)  # raises, on all ranks
-            return said
-        scale, bias = as_tensors(logit_scale, logit_bias, image_bD)
-        inputs = (image_bD, text_bD, scale, bias, pairs, self._tiles())
-        if group_size(self.process_group) > 1:
-            return loss_of_ranks(*inputs, self.exchange, self.process_group, self._is_softmax)
-        operate = self._operate if pairs.is_swept else loss_of_targets
-        return operate(*inputs)
-
-    @torch.compiler.disable
-    def _loss_by_plan(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss of one process or of all ranks, who first agree on what they have."""
-        image_bD, text_bD, scale, bias, pairs, plan = self.planned(*inputs)
-        if pairs.is_plain:
-            loss, found = self._pairs.apply(image_bD, text_bD, scale, bias, plan)
-        else:
-            features = (image_bD, text_bD, scale, bias, pairs.negatives)
-            loss, found = TargetedInfoNCE.apply(*features, plan, pairs)
+        """Return the loss and the values of its statistics, of pairs with all their options."""
+        name, is_compiling = type(self).__name__, torch.compiler.is_compiling()
+        if not is_compiling:
+            check_derivatives(name, image, text, logit_scale)
+        image, text = in_one_dtype(image, text)
+        check_ranks(name, self.rank, self.world_size, self.process_group)
+        problem = self.problem(image, text, logit_scale, logit_bias, pairs)
+        if problem is not None:
+            refuse(problem, image, self.process_group)
+        scale, bias = as_tensors(logit_scale, logit_bias, image)
+        where = (self.tiles, self.exchange, self.process_group)
+        loss, found = loss_of(image, text, scale, bias, pairs, *where)
+        if not is_compiling:
+            is_normalizing = any(prefix.is_normalized for prefix in pairs.prefixes)
+            self._checks.look(image, text, logit_scale, is_normalizing=is_normalizing)
         return loss, found
-
-    def planned(
-        self,
-        image_bD: Tensor,
-        text_bD: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None,
-        pairs: PairOptions,
-    ) -> Planned:
-        """Return the inputs with the plan that all ranks agree on, see `plan_for`."""
-        problem = self.problem(image_bD, text_bD, logit_scale, logit_bias, pairs)
-        return plan_for(
-            problem, image_bD, text_bD, logit_scale, logit_bias, pairs,
-            trains_bias=not self._is_softmax, exchange=self.exchange,
-            tiles=self._tiles(), group=self.process_group,
-        )  # fmt: skip

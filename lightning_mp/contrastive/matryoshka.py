@@ -9,17 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive._call.input_checks import InputChecks
-from lightning_mp.contrastive._call.inputs import check_derivatives, in_one_dtype
 from lightning_mp.contrastive._call.pair_options import RULES, PairArguments, PairOptions
-from lightning_mp.contrastive._call.planned import refuse
-from lightning_mp.contrastive._exchange.agreement import group_size
-from lightning_mp.contrastive._sums.nested_infonce import NestedInfoNCE, Prefix
+from lightning_mp.contrastive._exchange.agreement import refuse
+from lightning_mp.contrastive._sums.nested import Prefix
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
 if TYPE_CHECKING:
@@ -104,7 +100,6 @@ class MatryoshkaLoss(nn.Module):
         super().__init__()
         _check(widths, weights, loss)
         self.loss = ContrastiveLoss() if loss is None else loss
-        self._checks = InputChecks()
         self.widths = tuple(widths)
         self.weights = tuple(1.0 for _ in widths) if weights is None else tuple(weights)
         self.normalize = normalize
@@ -142,10 +137,12 @@ class MatryoshkaLoss(nn.Module):
         if problem is not None:
             refuse(problem, image_features, self.loss.process_group)
         is_nested = type(self.loss) is ContrastiveLoss and options.is_swept
-        # One process has no ranks to share a journey with, and each width is an operator.
-        is_alone = group_size(self.loss.process_group) == 1
-        if is_nested and not (is_alone and torch.compiler.is_compiling()):
-            total = self._nested(*inputs, options)
+        if is_nested:
+            prefixes = tuple(
+                Prefix(width, float(weight), self.normalize)
+                for width, weight in zip(self.widths, self.weights, strict=True)
+            )
+            total, _ = self.loss.compute(*inputs, dataclasses.replace(options, prefixes=prefixes))
         else:
             total = self._one_by_one(*inputs, pairs)
         return {"contrastive_loss": total} if output_dict else total
@@ -153,29 +150,6 @@ class MatryoshkaLoss(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
         return f"widths={self.widths}, weights={self.weights}, normalize={self.normalize}"
-
-    @torch.compiler.disable
-    def _nested(
-        self,
-        image_bD: Tensor,
-        text_nD: Tensor,
-        scale: Tensor | float,
-        bias: Tensor | float | None,
-        options: PairOptions,
-    ) -> Tensor:
-        """Return the sum by one pass over all ranks."""
-        check_derivatives(type(self).__name__, image_bD, text_nD, scale)
-        prefixes = tuple(
-            Prefix(width, float(weight), self.normalize)
-            for width, weight in zip(self.widths, self.weights, strict=True)
-        )
-        options = dataclasses.replace(options, prefixes=prefixes)
-        found = self.loss.planned(*in_one_dtype(image_bD, text_nD), scale, bias, options)
-        total: Tensor = NestedInfoNCE.apply(*found[:3], found.plan, prefixes)
-        if not torch.compiler.is_compiling():
-            self._checks.look(image_bD, text_nD, scale, is_normalizing=self.normalize)
-        # NaN and inf of a bias are not to vanish.
-        return total if found.bias is None else total + 0.0 * found.bias.reshape(())
 
     def _one_by_one(
         self,

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive._call.open_clip_arguments import SigLipExchange, take_siglip
 from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
-from lightning_mp.contrastive._operators.sigmoid_library import loss_of_one
-from lightning_mp.contrastive._sums.sigmoid_sweep import SigmoidPairs
 from lightning_mp.contrastive._tiles.backends import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
@@ -86,8 +84,6 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         loss = loss_fn(image_features, text_features, self.logit_scale.exp(), self.logit_bias)
     """
 
-    _pairs = SigmoidPairs
-    _operate = staticmethod(loss_of_one)
     _is_softmax = False
 
     def __init__(

@@ -69,8 +69,8 @@ def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -
     blocks, is_small = 4 if batch == 8192 else 1, batch == 256
     assert counts.of["kernel"] <= 4 * blocks + 4 - is_small
     assert counts.of["product"] <= 2 * blocks
-    # Starts of two sets of peaks, of one for a small block; sums of the loss in programs and ranks,
-    # and of the scale's gradient; log-sum-exps of all ranks in a row; loss and gradient rounded.
+    # Starts of two sets of peaks, of one for a small block; sums of the loss and of the scale's
+    # gradient in programs; the loss rounded; and three gradients times the cotangent.
     assert counts.of["op"] <= 8 - is_small
     # By the model the host is done before twice the time of the products.
     assert counts.host_seconds < 2 * 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
@@ -82,7 +82,7 @@ def test_loss_of_one_process_is_a_few_launches(batch: int) -> None:
     # Pairs prepared, logits summed and merged, terms; factors, the wide twin, gradients.
     assert (counts.of["kernel"], counts.of["product"]) == (7, 2)
     # As with ranks, but for what brings theirs together.
-    assert counts.of["op"] <= 5
+    assert counts.of["op"] <= 7
     assert counts.of["wait"] == counts.collectives.total() == 0
 
 
@@ -93,7 +93,7 @@ def test_ring_costs_a_sweep_for_every_turn(world_size: int, batch: int) -> None:
     assert counts.of["kernel"] == 4 * world_size + 3  # turns are small
     # Texts and column sums; texts, log-sum-exps and dT: each sent and received.
     sent = 2 * (3 * (world_size - 1) + 2 * world_size)
-    assert counts.collectives == {"send": sent / 2, "recv_": sent / 2, "allreduce_": 2}
+    assert counts.collectives == {"send": sent / 2, "recv_": sent / 2, "allreduce_": 1}
     assert counts.of["wait"] == 0
 
 

@@ -17,6 +17,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._exchange.ring import FollowingSum, Ring, Sending
 from lightning_mp.contrastive._exchange.slices import SlicedSum, Slices, block_bytes, slice_count
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from tests.contrastive.visible import visible
 from tests.processes import run_ranks
 from tests.reference.contrastive import dense_loss, loss_of_logits, relative_error
 
@@ -153,11 +154,24 @@ def _count_communication(rank: int) -> dict[str, list[str]]:
     counted = {}
     for name in EXCHANGES:
         image, text = (x.requires_grad_() for x in _pairs(8, 0))
-        with Collectives() as collectives:
+        with visible(), Collectives() as collectives:
             loss = make_loss(name)(image, text, torch.tensor(10.0, requires_grad=True))
             loss.backward()
         counted[name] = collectives.calls
     return counted
+
+
+def _gradient_on_one_rank(rank: int) -> list[Tensor]:
+    image, text = (x.requires_grad_() for x in _pairs(8, rank))
+    losses = [make_loss(name)(image, text, torch.tensor(10.0)) for name in EXCHANGES]
+    return [torch.autograd.grad(loss, image)[0] for loss in losses] if rank else []
+
+
+@pytest.mark.distributed
+def test_no_rank_waits_for_the_backward_of_another() -> None:
+    none, found = run_ranks(_gradient_on_one_rank, 2)
+    assert none == []
+    assert all(relative_error(gradient, found[0]) < 1e-6 for gradient in found)
 
 
 @pytest.mark.distributed
@@ -170,14 +184,13 @@ def test_exchange_of_two_ranks_sends_what_it_must() -> None:
     counted = {
         name: Counter(calls) for name, calls in run_ranks(_count_communication, 2)[0].items()
     }
-    # The facts, and the sum for the scale.
+    # The facts, and the sums for the loss and the scale.
     always = Counter({"_allgather_base_": 1, "allreduce_": 1})
-    # Forward: texts, column sums home, log-sum-exps with the loss. Backward: dT home.
+    # Texts, column sums home, log-sum-exps, dT home.
     a_slice = {"_allgather_base_": 2, "alltoall_base_": 1, "_reduce_scatter_base_": 1}
     assert counted["one slice"] == always + Counter(a_slice)
-    # The texts of other ranks W - 1 times, column sums and dT W times, log-sum-exps beside texts;
-    # and the sum for the loss.
-    assert counted["ring"] == always + Counter({"send": 7, "recv_": 7, "allreduce_": 1})
+    # The texts of other ranks W - 1 times, column sums and dT W times, log-sum-exps beside texts.
+    assert counted["ring"] == always + Counter({"send": 7, "recv_": 7})
 
 
 def _order_of_events(rank: int) -> list[str]:

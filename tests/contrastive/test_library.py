@@ -1,7 +1,9 @@
 """The loss as operators: what compilers, autocast and FLOP counters see of it, and its choices."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,21 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive._operators.library import infonce, infonce_backward
-from lightning_mp.contrastive._operators.sigmoid_library import (
-    sigmoid_pairs,
-    sigmoid_pairs_backward,
-)
+from lightning_mp.contrastive import _operator
 from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
-from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.
 pytestmark = pytest.mark.filterwarnings("ignore:Passed .*(negative scale|Normalise them)")
 
 CPU = torch.device("cpu")
-OPTIONS = ("auto", "auto", None, False)
-NO_IDS = (None, "both")
 
 
 def leaves(b: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -47,49 +42,34 @@ COMBINATIONS = [
 ]
 
 
+def opcheck(compute: Callable[[], Any], what: str) -> None:
+    """Check the operator that a loss calls, and that of its backward, with the same arguments."""
+    with mock.patch.object(_operator, what, wraps=getattr(_operator, what)) as operator:
+        loss = compute()
+    (inputs,) = operator.call_args_list
+    with warnings.catch_warnings():
+        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
+        warnings.simplefilter("ignore")
+        torch.library.opcheck(getattr(_operator, what), inputs.args)
+    if not loss.requires_grad:
+        return
+    with mock.patch.object(_operator, "finish", wraps=_operator.finish) as finish:
+        loss.backward()
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in finish.call_args.args]
+    torch.library.opcheck(_operator.finish, detached)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "trained", "has_bias"), COMBINATIONS)
-def test_forward_operator_passes_opcheck(dtype: torch.dtype, trained: str, has_bias: bool) -> None:
+@pytest.mark.parametrize("loss_class", [ContrastiveLoss, SigmoidContrastiveLoss])
+def test_operators_pass_opcheck(
+    loss_class: type[ContrastiveLoss], dtype: torch.dtype, trained: str, has_bias: bool
+) -> None:
     image, text, scale, bias = leaves(9, 16, dtype)
     for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():
         leaf.requires_grad_(name in trained.split())
-    # Memory for tiles has gaps with no value, which the check would compare.
-    inputs = (image, text, scale, bias if has_bias else None, *OPTIONS, False, *NO_IDS, False)
-    with warnings.catch_warnings():
-        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
-        warnings.simplefilter("ignore")
-        torch.library.opcheck(infonce, inputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("needs_grad", [[True] * 3, [False, True, False], [False, False, True]])
-def test_backward_operator_passes_opcheck(needs_grad: list[bool]) -> None:
-    image, text, scale, bias = (x.detach() for x in leaves(9, 16))
-    *swept, _ = infonce(image, text, scale, bias, *OPTIONS, True, *NO_IDS, False)
-    inputs = (torch.tensor(0.5), image, text, scale, bias, swept, needs_grad, *OPTIONS, *NO_IDS)
-    torch.library.opcheck(infonce_backward, inputs)
-    count = sum(needs_grad) + 1
-    assert [x.shape for x in infonce_backward(*inputs)][-1] == bias.shape
-    assert len(infonce_backward(*inputs)) == count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["image text scale bias", "text bias", "scale", "image", ""])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_sigmoid_operators_pass_opcheck(trained: str, has_bias: bool) -> None:
-    image, text, scale, bias = leaves(9, 16)
-    for name, leaf in {"image": image, "text": text, "scale": scale, "bias": bias}.items():
-        leaf.requires_grad_(name in trained.split())
-    needs = [image.requires_grad, text.requires_grad, scale.requires_grad or bias.requires_grad]
-    inputs = (image, text, scale, bias if has_bias else None, needs, *OPTIONS, None, False)
-    with warnings.catch_warnings():
-        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
-        warnings.simplefilter("ignore")
-        torch.library.opcheck(sigmoid_pairs, inputs)
-    loss, *swept, _ = sigmoid_pairs(*inputs)
-    detached = [None if x is None else x.detach() for x in (*inputs[:4], *swept)]
-    given = (torch.tensor(0.5), *detached)
-    torch.library.opcheck(sigmoid_pairs_backward, given)
+    inputs = (image, text, scale, bias if has_bias else None)
+    opcheck(lambda: loss_class()(*inputs), "contrastive_loss")
 
 
 @pytest.mark.slow
@@ -134,13 +114,6 @@ def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) ->
     with torch.autocast("cpu", dtype=dtype):
         inside = torch.autograd.grad(compiled(image, text, scale), (image, text, scale))
     assert all(torch.equal(*pair) for pair in zip(inside, expected, strict=True))
-
-
-def test_operator_is_the_loss() -> None:
-    image, text, scale, _ = leaves(40, 8)
-    options = (*OPTIONS, True, *NO_IDS, False)
-    loss, *_ = torch.ops.lightning_mp.infonce(image, text, scale, None, *options)
-    assert relative_error(loss.detach(), reference(image, text, 20.0).loss) < 1e-6
 
 
 def test_auto_takes_torch_tiles_on_a_cpu() -> None:

@@ -1,5 +1,6 @@
 """`MatryoshkaLoss` against the sum over normalised prefixes in float64, on one rank and several."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -18,6 +19,7 @@ from tests.contrastive.test_candidates import data
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_ids import few_ids
 from tests.contrastive.test_torch_tiles import PeakBytes, _addmm_flops
+from tests.contrastive.visible import visible
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 
@@ -92,10 +94,11 @@ def test_what_needs_no_gradient_gets_none_and_the_others_do(trained: str) -> Non
 def test_products_are_those_of_the_widths() -> None:
     b, inputs = 200, data(200, 200, 24, 1, torch.float32)
     counted = {torch.ops.aten.addmm_: _addmm_flops}
-    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
-        MatryoshkaLoss(widths=WIDTHS)(*inputs).backward()
-    # All tiles of all prefixes fit the workspace, so that none is multiplied again.
-    assert counter.get_total_flops() == 3 * 2 * b * b * sum(WIDTHS)
+    for opened in (visible(), contextlib.nullcontext()):
+        with opened, FlopCounterMode(display=False, custom_mapping=counted) as counter:
+            MatryoshkaLoss(widths=WIDTHS)(*inputs).backward()
+        # All tiles of all prefixes fit the workspace, so that none is multiplied again.
+        assert counter.get_total_flops() == 3 * 2 * b * b * sum(WIDTHS)
 
 
 @pytest.mark.slow
@@ -103,7 +106,7 @@ def test_memory_is_one_workspace_and_linear_in_the_batch() -> None:
     b, width, workspace = 2048, 24, 2**20
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
     loss_fn = MatryoshkaLoss(loss=ContrastiveLoss(workspace_bytes=workspace), widths=WIDTHS)
-    with PeakBytes() as made:
+    with visible(), PeakBytes() as made:
         loss_fn(image, text, 20.0).backward()
     # Prefixes of images with gradients, those of one width's texts; gradients of full width, twice;
     # a float64 copy of a chunk, and for each width six vectors in float64 in two layouts.
@@ -163,7 +166,7 @@ def _gathers(rank: int) -> list[int]:
 @pytest.mark.distributed
 def test_texts_travel_once_whatever_the_widths() -> None:
     for one, three in run_ranks(_gathers, 2):
-        assert one == three == 2 * 8 * 24  # in both sweeps
+        assert one == three == 8 * 24  # for both sweeps
 
 
 @pytest.mark.parametrize(

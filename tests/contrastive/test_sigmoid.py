@@ -1,5 +1,6 @@
 """The sigmoid loss against open_clip's formula in float64, on one rank and on several."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.contrastive.test_exchange import (
     check_steps,
 )
 from tests.contrastive.test_torch_tiles import PeakBytes, _addmm_flops
+from tests.contrastive.visible import visible
 from tests.processes import run_ranks
 from tests.reference.contrastive import dense_sigmoid_loss, relative_error, sigmoid_loss_of_logits
 
@@ -106,11 +108,12 @@ def test_sigmoid_loss_takes_one_sweep_and_a_product_for_each_side(trained: str, 
     for name, leaf in zip(NAMES, inputs, strict=True):
         leaf.requires_grad_(name in trained.split())
     counted = {torch.ops.aten.addmm_: _addmm_flops}
-    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
-        loss = SigmoidContrastiveLoss()(*inputs)
-        if trained:
-            loss.backward()
-    assert counter.get_total_flops() == units * 2 * b * b * width
+    for opened in (visible(), contextlib.nullcontext()):
+        with opened, FlopCounterMode(display=False, custom_mapping=counted) as counter:
+            loss = SigmoidContrastiveLoss()(*inputs)
+            if trained:
+                loss.backward()
+        assert counter.get_total_flops() == units * 2 * b * b * width
     assert [x.grad is not None for x in inputs] == [name in trained.split() for name in NAMES]
 
 
@@ -118,7 +121,7 @@ def test_sigmoid_loss_takes_one_sweep_and_a_product_for_each_side(trained: str, 
 def test_memory_is_the_workspace_and_linear_in_the_batch() -> None:
     b, width = 2048, 64
     image, text = (torch.randn(b, width, requires_grad=True) for _ in range(2))
-    with PeakBytes() as made:
+    with visible(), PeakBytes() as made:
         SigmoidContrastiveLoss(workspace_bytes=2**20)(image, text, 1.0, -5.0).backward()
     # Gradients as they wait and as they are returned, a float64 copy of a chunk, vectors.
     assert made.peak < 2**20 + 8 * b * width * 4 + 24 * b * 8 < b * b * 4
@@ -145,9 +148,9 @@ def test_second_derivative_is_refused(is_trained: bool) -> None:
     image, text, *scalars = leaves(5, 8, torch.float32, 10.0, -10.0)
     loss = SigmoidContrastiveLoss()(image, text, *(scalars if is_trained else (10.0, -10.0)))
     (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative through `SigmoidContrastiveLoss`"):
+    with pytest.raises(RuntimeError, match="second derivative through"):
         (loss + gradient.square().sum()).backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative through `SigmoidContrastiveLoss`"):
+    with pytest.raises(RuntimeError, match="second derivative through"):
         torch.autograd.grad(loss + gradient.square().sum(), image)
 
 

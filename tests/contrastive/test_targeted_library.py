@@ -1,6 +1,5 @@
 """The loss with options of pairs as operators: one graph for compilers, the same to the bit."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -9,14 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
-from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._operators.targeted_library import (
-    loss_of_targets,
-    targeted_infonce,
-    targeted_infonce_backward,
-)
-from lightning_mp.contrastive._tiles.backends import TileChoice
 from tests.contrastive.pair_cases import CASES, Case
+from tests.contrastive.test_library import opcheck
 from tests.contrastive.test_targets_uses import leaves_of
 from tests.reference.contrastive import relative_error
 
@@ -26,9 +19,6 @@ pytestmark = [
 ]
 
 GATE = ["smoothed_negatives", "shared_texts", "guided"]
-# Outside of a compiler these are losses without targets, whose sums go another way.
-SWEPT = ["absolute", "relative", "guided"]
-TILES = TileChoice("auto", "auto", None, False)
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +54,7 @@ def test_compiled_loss_is_one_graph_and_the_eager_one(name: str) -> None:
         loss = function(*leaves)
         results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     for found, expected in zip(*results, strict=True):
-        # Both are within 4e-6 of float64, see `test_targets.py`.
-        error = relative_error(found, expected)
-        assert error < 8e-6 if name in SWEPT else torch.equal(found, expected)
+        assert torch.equal(found, expected)
 
 
 def test_batch_size_is_no_reason_to_compile_again() -> None:
@@ -137,7 +125,7 @@ def test_matryoshka_is_one_graph_too() -> None:
     for function in (loss_fn, compiled(loss_fn)):
         loss = function(*leaves, 10.0)
         results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    assert all(relative_error(*pair) < 4e-6 for pair in zip(*results, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -155,30 +143,17 @@ def test_operators_pass_opcheck(name: str, trains: bool, dtype: torch.dtype) -> 
     case = Case(name, [(9, 14)], 5)
     image, text, *negatives = (x.to(dtype).requires_grad_(trains) for x in case.features)
     scale = torch.tensor(20.0, requires_grad=trains)
-    needs = [trains, trains, trains, trains and bool(negatives)]
-    positives, *guides = (case.call.get(x) for x in ("positives", "guide_image", "guide_text"))
-    # With limits no tiles are kept, whose memory has gaps with no value: the check compares all.
-    rules = (case.setup["false_negatives"], case.setup["margin"])
-    bias, weights = torch.tensor(-1.0, requires_grad=trains), torch.rand(9)
-    inputs = (
-        image, text, scale, bias, negatives[0] if negatives else None, None, weights, positives,
-        *guides, needs, False, "both", "mask", 0.0, *rules, *TILES,
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        # Its own: autograd of the outputs without a gradient, and deprecated parts of torch.
-        warnings.simplefilter("ignore")
-        torch.library.opcheck(targeted_infonce, inputs)
-    loss, _, saved = targeted_infonce(*inputs)
-    detached = [x.detach() for x in (image, text, scale, bias)]
-    given = (torch.tensor(0.5), *detached, loss.detach(), saved, needs, None, *guides)
-    torch.library.opcheck(targeted_infonce_backward, (*given, "both", *rules, *TILES))
+    call = {**case.call, **({"negatives": negatives[0]} if negatives else {})}
+    bias = torch.tensor(-1.0, requires_grad=trains)
+    loss_fn = ContrastiveLoss(**case.setup)
+    what = "contrastive_loss" if call.get("positives") is None else "_on_host"
+    opcheck(lambda: loss_fn(image, text, scale, bias, weights=torch.rand(9), **call), what)
 
 
 def test_second_derivatives_are_refused() -> None:
     case = Case("weights", [(9, 12)], 5)
     image, text, scale = leaves_of(case)
-    options = PairOptions(**case.call)
-    loss, _ = loss_of_targets(image, text, scale, None, options, TILES)
+    loss = ContrastiveLoss(**case.setup)(image, text, scale, **case.call)
     (d_image,) = torch.autograd.grad(loss, image, create_graph=True)
     with pytest.raises(RuntimeError, match="which has a first one only"):
         d_image.sum().backward()

@@ -13,6 +13,7 @@ from lightning_mp.contrastive._call.pair_options import PairArguments
 from tests.contrastive.pair_cases import CASES, OF_IMAGES, Case, Sizes, check, found
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_torch_tiles import PeakBytes
+from tests.contrastive.visible import visible
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 from tests.reference.contrastive_targets import dense_targets
@@ -142,7 +143,7 @@ def test_memory_of_what_is_left_out_is_the_workspace() -> None:
     image.requires_grad_()
     text.requires_grad_()
     loss_fn = ContrastiveLoss(workspace_bytes=2**20, false_negatives="absolute", margin=0.1)
-    with PeakBytes() as made:
+    with visible(), PeakBytes() as made:
         loss_fn(image, text, 20.0, guide_image=guide, guide_text=guide).backward()
     # Gradients as they are summed and as they are returned, a float64 copy of a chunk, vectors.
     assert made.peak < 2**20 + 8 * b * width * 4 + 40 * b * 8 < b * b * 4

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_mp import ContrastiveLoss
 from tests.contrastive.pair_cases import Case, check
 from tests.contrastive.test_torch_tiles import PeakBytes
+from tests.contrastive.visible import visible
 from tests.processes import run_ranks
 from tests.reference.contrastive import relative_error
 from tests.reference.contrastive_targets import dense_targets
@@ -172,7 +173,7 @@ def test_memory_is_linear_in_the_batch(option: str, dtype: torch.dtype) -> None:
     setup: dict[str, Any] = {"duplicates": "multi_positive"} if option == "ids" else {}
     setup |= {"label_smoothing": 0.1} if option == "smoothing" else {}
     loss_fn = ContrastiveLoss(workspace_bytes=2**20, **setup)
-    with PeakBytes() as made:
+    with visible(), PeakBytes() as made:
         loss_fn(
             image.requires_grad_(), text.requires_grad_(), 20.0, **call.get(option, {})
         ).backward()

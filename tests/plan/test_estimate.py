@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._exchange.agreement import make_plan
-from lightning_mp.contrastive._sums import infonce
+from lightning_mp.contrastive._sums.infonce import infonce
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import METHODS, Machine, exchanged, products
@@ -56,8 +56,7 @@ def _multiplied(rows: int, ranks: int) -> int:
         plan = make_plan([rows] * ranks, features[0], "slices", [True] * 3, TorchTiles, None)
         inputs = (*features, torch.tensor(1.0), None)
         with FlopCounterMode(display=False) as flops:
-            swept = infonce.sweep(*inputs, plan)
-            infonce.differentiate(torch.tensor(1.0), *inputs, swept, plan)
+            infonce(*inputs, plan)
     finally:
         dist.destroy_process_group()
     return int(flops.get_total_flops()) // (2 * WIDTH)

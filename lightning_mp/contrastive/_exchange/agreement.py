@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,21 +25,13 @@ from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
 from lightning_mp.contrastive._exchange.ring import Ring
 from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_bytes, slice_count
 from lightning_mp.contrastive._sums.false_negatives import limits_of
-from lightning_mp.contrastive._sums.infonce import Plan
+from lightning_mp.contrastive._sums.plan import Plan
 from lightning_mp.contrastive._tiles.backends import ExchangeName, TileChoice
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
-__all__ = [
-    "agree",
-    "group_size",
-    "make_plan",
-    "plan_of_one",
-    "report_unusable",
-    "share_workspace",
-    "trained",
-]
+__all__ = ["group_size", "make_plan", "plan_for", "refuse", "share_workspace"]
 
 _NAMES: tuple[str, ...] = get_args(ExchangeName)
 
@@ -53,31 +45,25 @@ _PARTS, _MOST_PARTS = 8, 5
 _FREE_BATCHES = 4
 
 
-def agree(
+def plan_for(
     image_bD: Tensor,
-    text_bD: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    pairs: PairOptions | None = None,
-    *,
-    exchange: ExchangeName,
+    text_nD: Tensor,
+    needs_grad: Sequence[bool],
+    pairs: PairOptions,
     tiles: TileChoice,
+    exchange: ExchangeName,
     group: dist.ProcessGroup | None,
-    needs_grad: Sequence[bool] | None = None,
 ) -> Plan:
     """Return the plan that all ranks of a group follow; each calls this once a loss.
 
     Args:
         image_bD: Image features.
-        text_bD: Text features.
-        scale: The logit scale.
-        bias: The logit bias, if its gradient takes work.
+        text_nD: Text features.
+        needs_grad: Whether images, texts, and scale or bias need gradients.
         pairs: What the call says of its pairs.
-        exchange: How columns travel.
         tiles: What multiplies tiles.
+        exchange: How columns travel.
         group: Whose ranks share the batch; `None` is the default group.
-        needs_grad: What `trained` returned, where inputs no longer show it: in an operator. Then
-            it has to be the same on all ranks.
 
     Raises:
         ValueError: Arguments of some ranks do not fit; on all ranks.
@@ -87,75 +73,27 @@ def agree(
         chosen = tiles._replace(workspace_bytes=workspace_bytes)
         return chosen.tiles(image_bD.device, image_bD.dtype)
 
-    budget = tiles_of(tiles.workspace_bytes).budget(image_bD.device)
-    needs = trained(image_bD, text_bD, scale, bias) if needs_grad is None else needs_grad
-    dtype = FLOAT_DTYPES.index(image_bD.dtype)
-    pairs = PairOptions() if pairs is None else pairs
-    given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
-    facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_bD)]
-    facts += [pairs.rules_checksum, *needs, pairs.statistics]
-    by_rank = _gather(facts, image_bD.device, group)
-    _refuse_what_differs(by_rank)
-    rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
-    needing = [tuple(map(bool, need)) for need in zip(*by_need[:3], strict=True)]
-    if needs_grad is not None and len(set(needing)) > 1:
-        raise ValueError(
-            f"Compiled a loss whose (images, texts, scale) need gradients as {needing} say, by "
-            "rank. Under `torch.compile` all ranks must need the same. Train alike on all of "
-            "them, or call the loss outside of the compiler."
+    backend, b = tiles_of(tiles.workspace_bytes), len(image_bD)
+    if group_size(group) == 1:
+        plan = Plan(
+            Ring([len(text_nD)]), backend, *needs_grad, pairs=b, statistics=pairs.statistics
         )
-    # What one rank wants, all work out.
-    *any_needs, statistics = [any(need) for need in by_need]
-    plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
-    of_pairs = _of_pairs(pairs, image_bD, text_bD, plan.tiles) | {"statistics": statistics}
-    return dataclasses.replace(plan, pairs=sum(rows), **of_pairs)
-
-
-def plan_of_one(
-    image_bD: Tensor,
-    text_bD: Tensor,
-    pairs: PairOptions,
-    tiles: TileChoice,
-    needs_grad: Sequence[bool],
-) -> Plan:
-    """Return the plan of a process that is alone.
-
-    Args:
-        image_bD: Image features.
-        text_bD: Text features.
-        pairs: What the call says of its pairs.
-        tiles: What multiplies tiles.
-        needs_grad: Whether images, texts, and scale or bias need gradients.
-    """
-    backend = tiles.tiles(image_bD.device, image_bD.dtype)
-    of_pairs = _of_pairs(pairs, image_bD, text_bD, backend)
-    return Plan(Ring([len(text_bD)]), backend, *needs_grad, pairs=len(image_bD), **of_pairs)
-
-
-def _of_pairs(
-    pairs: PairOptions, image_bD: Tensor, text_bD: Tensor, tiles: TileBackend
-) -> dict[str, Any]:
-    """Return what a plan holds of the pairs."""
-    return {
-        "ids_b": pairs.masked_ids,
-        "directions": pairs.directions,
-        "matched": pairs.matched,
-        "statistics": pairs.statistics,
-        "limits": limits_of(pairs, image_bD, text_bD, tiles),
-    }
-
-
-def trained(
-    image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor | None
-) -> tuple[bool, bool, bool]:
-    """Return whether this rank needs gradients for images, texts, and scale or bias."""
-    grad = torch.is_grad_enabled()
-    scalars = [x for x in (scale, bias) if x is not None]
-    return (
-        grad and image_bD.requires_grad,
-        grad and text_bD.requires_grad,
-        grad and any([x.requires_grad for x in scalars]),
-    )
+    else:
+        budget, dtype = backend.budget(image_bD.device), FLOAT_DTYPES.index(image_bD.dtype)
+        given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
+        facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_nD)]
+        facts += [pairs.rules_checksum, *needs_grad, pairs.statistics]
+        by_rank = _gather(facts, image_bD.device, group)
+        _refuse_what_differs(by_rank)
+        rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
+        # What one rank wants, all work out.
+        *any_needs, statistics = [any(need) for need in by_need]
+        plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
+        plan = dataclasses.replace(plan, pairs=sum(rows), statistics=statistics)
+    return dataclasses.replace(
+        plan, ids_b=pairs.masked_ids, directions=pairs.directions, matched=pairs.matched,
+        limits=limits_of(pairs, image_bD, text_nD, plan.tiles), keeps_tiles=tiles.keeps_tiles,
+    )  # fmt: skip
 
 
 def make_plan(
@@ -222,13 +160,20 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return size
 
 
-def report_unusable(image_features: object, group: dist.ProcessGroup | None) -> None:
-    """Stop the other ranks as well, from a rank whose arguments cannot be used."""
-    if isinstance(image_features, Tensor):
-        device = image_features.device
-    else:
-        device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
-    _gather([_UNUSABLE] * _FACTS, device, group)
+@torch.compiler.disable
+def refuse(problem: str, image_features: object, group: dist.ProcessGroup | None) -> NoReturn:
+    """Stop all ranks of a group, this one with what is wrong.
+
+    Raises:
+        ValueError: Always.
+    """
+    if group_size(group) > 1:
+        if isinstance(image_features, Tensor):
+            device = image_features.device
+        else:
+            device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+        _gather([_UNUSABLE] * _FACTS, device, group)
+    raise ValueError(problem)
 
 
 def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:

@@ -10,10 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-__all__ = ["HEADER", "Combine", "Exchange", "Home", "Visit"]
-
-HEADER = 2
-"""Values before those of the columns in what is published: the loss, and one that aligns them."""
+__all__ = ["Combine", "Exchange", "Home", "Visit"]
 
 Combine = Literal["sum", "logsumexp", "max"]
 
@@ -71,37 +68,17 @@ class Exchange(Protocol):
         """Rows on all ranks together."""
         ...
 
-    def visit(
-        self,
-        shard: Sequence[Tensor],
-        published: Tensor | None = None,
-        block: Tensor | None = None,
-    ) -> Iterator[Visit]:
+    def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
         """Yield all columns, some at a time.
 
         Args:
             shard: This rank's tensors, each with its batch as the first dimension.
             published: What `publish` returned; its values come last among the visiting columns.
-            block: The only block that the first tensor of `shard` made in an earlier sweep, if
-                `holds_all` says that there is one; it need not travel again.
         """
         ...
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether all columns of all ranks visit at once, and have to come from others for it."""
-        ...
-
-    def publish(self, values: Tensor, *, to_visits: bool) -> tuple[Tensor, Tensor]:
-        """Sum the first value over the ranks, and let the others be known by later visits.
-
-        Args:
-            values: `HEADER` values, of which the first is to be summed, and one of each own column.
-            to_visits: Whether visits are to come that ask for the columns' values.
-
-        Returns:
-            The sum, and what `visit` takes as `published`.
-        """
+    def publish(self, values: Tensor) -> Tensor:
+        """Let values of the own columns be known by later visits; return what `visit` takes."""
         ...
 
     def home(self, combine: Combine) -> Home:

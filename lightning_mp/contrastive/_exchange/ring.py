@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import HEADER, Combine, Visit
+from lightning_mp.contrastive._exchange.exchange import Combine, Visit
 
 __all__ = ["FollowingSum", "Ring", "Sending"]
 
@@ -92,17 +92,7 @@ class Ring:
         """The rank within the group that shards come from."""
         return (self.rank - 1) % self.world_size
 
-    @property
-    def holds_all(self) -> bool:
-        """No: shards pass by."""
-        return False
-
-    def visit(
-        self,
-        shard: Sequence[Tensor],
-        published: Tensor | None = None,
-        block: Tensor | None = None,
-    ) -> Iterator[Visit]:
+    def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
         """Yield this rank's shard, then every other, see `Exchange.visit`."""
         own_values = [] if published is None else [published]
         visiting = [tensor.contiguous() for tensor in (*shard, *own_values)]
@@ -119,9 +109,9 @@ class Ring:
         """Return an empty sum that follows each shard, see `Exchange.home`."""
         return FollowingSum(self, combine)
 
-    def publish(self, values: Tensor, *, to_visits: bool) -> tuple[Tensor, Tensor]:
-        """Sum the first value; those of the columns travel with them, see `Exchange.publish`."""
-        return self.all_reduce(values[0]), values[HEADER:]
+    def publish(self, values: Tensor) -> Tensor:
+        """Return values that travel with their columns, see `Exchange.publish`."""
+        return values
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks, in place; a ring of one has nothing to add."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import HEADER, Combine, Visit
+from lightning_mp.contrastive._exchange.exchange import Combine, Visit
 
 __all__ = ["Slices", "all_gather", "block_bytes", "slice_count"]
 
@@ -72,6 +72,9 @@ class Slices:
         self.rank = rank
         self.group = group
         self.count = count
+        # The first tensor that has travelled, and all ranks' of it where one slice is all.
+        self._of: Tensor | None = None
+        self._block: Tensor | None = None
 
     @property
     def world_size(self) -> int:
@@ -83,39 +86,28 @@ class Slices:
         """Rows on all ranks together."""
         return sum(self.batch_sizes)
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether one slice is all."""
-        return self.count == 1
-
-    def visit(
-        self,
-        shard: Sequence[Tensor],
-        published: Tensor | None = None,
-        block: Tensor | None = None,
-    ) -> Iterator[Visit]:
+    def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
         """Yield every slice of all ranks, see `Exchange.visit`."""
-        arrived = [] if block is None else [block]
-        shard = shard[len(arrived) :]
-        travelling = self._send(shard, 0)
+        # The second sweep finds the texts here that came at once for the first.
+        here = [self._block] if self._block is not None and self._of is shard[0] else []
+        travelling = self._send(shard[len(here) :], 0)
         for index in range(self.count):
-            columns = [*arrived, *(gather.wait() for gather in travelling)]
+            columns = [*here, *(gather.wait() for gather in travelling)]
             travelling = self._send(shard, index + 1)
+            if self.count == 1 and self._of is None:
+                self._of, self._block = shard[0], columns[0]
             if published is not None:
                 columns.append(self._published_to(published, index))
             own = self.own_rows(index)
             first = sum(self.sizes(index)[: self.rank])
             yield Visit(columns, first - own.start, own)
 
-    def publish(self, values: Tensor, *, to_visits: bool) -> tuple[Tensor, Tensor]:
-        """Bring the values of all ranks here, `HEADER` and columns, see `Exchange.publish`."""
-        if not to_visits:
-            return self.all_reduce(values[0]), values
-        most = HEADER + max(self.batch_sizes)
+    def publish(self, values: Tensor) -> Tensor:
+        """Bring the values of all ranks here, see `Exchange.publish`."""
+        most = max(self.batch_sizes)
         by_rank = values.new_empty(self.world_size, most)
-        sent = _padded(values, [len(values)], most)
-        all_gather(by_rank.view(-1), sent, group=self.group)
-        return by_rank[:, 0].sum(), by_rank  # in the order of ranks, so the same on all of them
+        all_gather(by_rank.view(-1), _padded(values, [len(values)], most), group=self.group)
+        return by_rank
 
     def home(self, combine: Combine) -> "SlicedSum":
         """Return an empty sum about columns, see `Exchange.home`."""
@@ -140,7 +132,7 @@ class Slices:
 
     def _published_to(self, by_rank: Tensor, index: int) -> Tensor:
         """Return what is published about the columns of a slice."""
-        starts = [HEADER + index * size // self.count for size in self.batch_sizes]
+        starts = [index * size // self.count for size in self.batch_sizes]
         sizes = self.sizes(index)
         if len(set(self.batch_sizes)) == 1:
             return by_rank[:, starts[0] : starts[0] + sizes[0]].reshape(-1)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._sums.infonce import Plan
 from lightning_mp.contrastive._sums.matches import (
     Everything,
     Groups,
@@ -32,6 +31,7 @@ from lightning_mp.contrastive._sums.matches import (
     to_columns,
     to_rows,
 )
+from lightning_mp.contrastive._sums.plan import Plan
 from lightning_mp.contrastive._tiles.tile_backend import Limits
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import row_dots

@@ -5,7 +5,6 @@ import importlib.util
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
 
 from lightning_mp._arguments import check_count
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
@@ -58,12 +57,17 @@ def check_choices(
 
 
 class TileChoice(NamedTuple):
-    """The arguments of `ContrastiveLoss` that say which code multiplies tiles, and how."""
+    """The arguments of `ContrastiveLoss` that say which code multiplies tiles, and how.
 
-    backend: str
-    tile_dtype: str
-    workspace_bytes: int | None
-    autotune: bool
+    Without `keeps_tiles` all logits are worked out for the gradients once more, as 16-bit features
+    on a GPU have it, whatever the workspace.
+    """
+
+    backend: str = "auto"
+    tile_dtype: str = "auto"
+    workspace_bytes: int | None = None
+    autotune: bool = False
+    keeps_tiles: bool = True
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> TileBackend:
         """Return the tile backend for features on a device; equal choices get an equal one.
@@ -80,11 +84,6 @@ class TileChoice(NamedTuple):
         if problem is not None:
             raise ValueError(problem)
         return _triton_tiles(self.workspace_bytes, self.tile_dtype, self.autotune)
-
-    def kept_values(self, image_bD: Tensor, n: int) -> int:
-        """Return the size of the memory for kept tiles of images and `n` texts."""
-        tiles = self.tiles(image_bD.device, image_bD.dtype)
-        return tiles.kept_values(image_bD.shape[0], n, image_bD.dtype, image_bD.device)
 
 
 def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:

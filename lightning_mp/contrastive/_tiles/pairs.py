@@ -10,8 +10,7 @@ Shapes:
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import HEADER
-from lightning_mp.contrastive._tiles.tile_backend import Finished, PairTerms
+from lightning_mp.contrastive._tiles.tile_backend import PairTerms
 from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["finish", "pair_terms"]
@@ -23,6 +22,7 @@ def pair_terms(
     pos_b: Tensor,
     wanted: tuple[bool, bool],
     terms: int,
+    loss: Tensor,
 ) -> PairTerms:
     """Return what the pairs make of their negatives, see `TileBackend.pair_terms`."""
     pairs = slice(0, len(pos_b))
@@ -37,13 +37,13 @@ def pair_terms(
         softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
     row_lse_b = torch.logaddexp(row_neg_b, pos_b)
     # Texts without an image have no term: an infinite sum leaves them a softmax of zero.
-    published = column_neg_n.new_full((HEADER + len(column_neg_n),), torch.inf)
+    column_lse_n = torch.full_like(column_neg_n, torch.inf)
     if wanted[1]:
-        published[HEADER:][pairs] = torch.logaddexp(column_neg_b, pos_b)
-    published[0] = softplus_2b.sum() / terms
+        column_lse_n[pairs] = torch.logaddexp(column_neg_b, pos_b)
+    torch.div(softplus_2b.sum(), terms, out=loss)
     return PairTerms(
         row_lse_b if wanted[0] else torch.full_like(row_lse_b, torch.inf),
-        published,
+        column_lse_n,
         margin_2b.sigmoid().sum(0),
     )
 
@@ -55,24 +55,18 @@ def finish(
     d_text_nD: Tensor | None,
     weight_b: Tensor,
     scale: Tensor,
-    cotangent: Tensor,
     terms: int,
     ranks: int,
-    wants_scale: bool,
-) -> Finished:
+    d_scale: Tensor | None,
+) -> None:
     """Add the positives to the gradients and scale them, see `TileBackend.finish`."""
-    unit = cotangent.to(weight_b.dtype) / terms
-    factor = scale.to(unit.dtype).reshape(()) * unit * ranks
-    d_scale = None
-    sides: list[Tensor | None] = []
+    b = len(weight_b)
+    factor = scale.to(weight_b.dtype).reshape(()) * (ranks / terms)
     for own, other, grad in ((image_bD, text_nD, d_image_bD), (text_nD, image_bD, d_text_nD)):
         if grad is None:
-            sides.append(None)
             continue
-        b = len(weight_b)
         grad[:b].addcmul_(other[:b], weight_b.to(grad.dtype)[:, None], value=-1.0)
-        if wants_scale and (own is image_bD or d_image_bD is None):
+        if d_scale is not None and (own is image_bD or d_image_bD is None):
             # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
-            d_scale = row_dots(own, grad, unit.dtype).sum() * unit
-        sides.append(grad.mul_(factor).to(own.dtype))
-    return Finished(sides[0], sides[1], d_scale)
+            torch.div(row_dots(own, grad, weight_b.dtype).sum(), terms, out=d_scale)
+        grad.mul_(factor)

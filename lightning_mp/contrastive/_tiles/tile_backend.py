@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Finished",
     "Ids",
     "Kept",
     "Limits",
@@ -172,27 +171,13 @@ class PairTerms(NamedTuple):
 
     Args:
         row_lse_b: Log-sum-exps of the rows with their positives; infinite where they do not count.
-        published: This rank's part of the loss and the columns', as `Exchange.publish` takes them.
+        column_lse_n: Those of the columns.
         weight_b: `-2B` times the positives' cotangents.
     """
 
     row_lse_b: Tensor
-    published: Tensor
+    column_lse_n: Tensor
     weight_b: Tensor
-
-
-class Finished(NamedTuple):
-    """Gradients in the dtype of the features, as a mean over ranks wants them.
-
-    Args:
-        d_rows_bD: Of the images; `None` if not wanted.
-        d_columns_nD: Of the texts, likewise.
-        d_scale: This rank's part of the scale's, in the state dtype; likewise.
-    """
-
-    d_rows_bD: Tensor | None
-    d_columns_nD: Tensor | None
-    d_scale: Tensor | None
 
 
 class TileBackend(Protocol):
@@ -252,8 +237,9 @@ class TileBackend(Protocol):
         pos_b: Tensor,
         wanted: tuple[bool, bool],
         terms: int,
+        loss: Tensor,
     ) -> PairTerms:
-        """Return what the pairs make of their negatives.
+        """Return what the pairs make of their negatives, and store this rank's part of the loss.
 
         Args:
             row_neg_b: Log-sum-exps of the negatives of the rows.
@@ -261,6 +247,7 @@ class TileBackend(Protocol):
             pos_b: The pairs' logits.
             wanted: Whether the cross entropies of rows count, and those of columns.
             terms: Cross entropies that the loss is the mean of.
+            loss: Gets the part, one value in the state dtype.
         """
         ...
 
@@ -272,24 +259,23 @@ class TileBackend(Protocol):
         d_columns_nD: Tensor | None,
         weight_b: Tensor,
         scale: Tensor,
-        cotangent: Tensor,
         terms: int,
         ranks: int,
-        wants_scale: bool,
-    ) -> Finished:
-        """Add the positives to the gradients, scale and round them; one of them is not `None`.
+        d_scale: Tensor | None,
+    ) -> None:
+        """Add the positives to the gradients and scale them, in place; one of them is not `None`.
 
         Args:
             rows_bD: Images.
             columns_nD: Texts, n >= b.
-            d_rows_bD: `2B dL/dS texts` of the negatives, overwritten; `None` if not wanted.
-            d_columns_nD: `2B dL/dS.T images`, likewise.
+            d_rows_bD: `terms dL/dS texts` of the negatives; `None` if not wanted.
+            d_columns_nD: `terms dL/dS.T images`, likewise.
             weight_b: The weights of the positives.
             scale: One value.
-            cotangent: Of the loss, one value.
-            terms: Cross entropies that the loss is the mean of.
+            terms: What the loss is the mean of.
             ranks: W, which a mean over ranks divides by.
-            wants_scale: Whether the scale needs its gradient.
+            d_scale: Gets this rank's part of the scale's gradient, one value in the state dtype;
+                `None` if not wanted.
         """
         ...
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._operators.library import infonce
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._operator import loss_of
 from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.plan.formulas import DENSE, LOCAL, OURS
 
@@ -111,12 +112,8 @@ class NothingKept(nn.Module):
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Return the loss of one process."""
-        tiles = TileChoice("auto", "auto", None, autotune=False)
-        loss: Tensor
-        loss, *_ = infonce(
-            image_bD, text_bD, scale, None, *tiles,
-            keeps=False, ids=None, directions="both", statistics=False,
-        )  # fmt: skip
+        tiles = TileChoice(keeps_tiles=False)
+        loss, _ = loss_of(image_bD, text_bD, scale, None, PairOptions(), tiles, "slices", None)
         return loss
 
 

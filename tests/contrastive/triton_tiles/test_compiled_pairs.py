@@ -49,10 +49,11 @@ COUNTING = ("prepare_kernel", "factors_kernel")
 def _launch(request: Request) -> None:
     features = torch.zeros(2, 64, 512, dtype=request.dtype)
     vectors, scale = torch.zeros(3, 64, dtype=torch.float64), torch.ones(())
+    row, parts, value = vectors[0], vectors[1].expand(request.parts, -1), vectors[0, 0]
     prepare(*features, scale)
-    pair_terms(vectors[0], vectors[1].expand(request.parts, -1), vectors[2], (True, True), 128)
+    pair_terms(row, parts, vectors[2], (True, True), 128, value)
     SoftmaxFactors.of(*vectors[:2], scale, 0, always_wide=request.always_wide)
-    finish(*features, *torch.zeros(2, 64, 512), vectors[0], scale, scale, 128, 1, True)
+    finish(*features, *torch.zeros(2, 64, 512), row, scale, 128, 1, value)
 
 
 @pytest.fixture(scope="module")

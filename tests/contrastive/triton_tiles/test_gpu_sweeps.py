@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._exchange.ring import Ring
-from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
 from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
+from tests.contrastive.visible import loss_on
 
 pytestmark = pytest.mark.gpu
 
@@ -116,8 +115,7 @@ def test_both_kinds_of_kernels_equal_float64(dtype: torch.dtype, arch: int) -> N
     tiles = TileChoice("triton", "fp32", 2**22, False).tiles(torch.device("cuda"), dtype)
     tiles = dataclasses.replace(tiles, arch=arch)
     image, text = (x.requires_grad_() for x in features(1500, 200, dtype))
-    plan = Plan(Ring([1500]), tiles, True, True, False)
-    loss, _ = InfoNCE.apply(image, text, torch.tensor(-50.0, device="cuda"), None, plan)
+    loss = loss_on(tiles, image, text, torch.tensor(-50.0, device="cuda"))
     (loss * gain_for(dtype, 1500)).backward()
     reference = expected(image, text, -50.0)
     result = Result(loss.detach(), image.grad, text.grad, reference.d_scale)

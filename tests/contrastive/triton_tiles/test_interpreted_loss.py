@@ -1,16 +1,14 @@
 """`ContrastiveLoss` and its operator on Triton tiles, in Triton's interpreter."""
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._operators.library import infonce, infonce_backward
 from lightning_mp.contrastive._tiles.backends import TileChoice, triton_problem
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from tests.contrastive.test_library import opcheck
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.
@@ -20,7 +18,6 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-WANTED = (True, None, "both", False)  # what is kept, ids, directions, statistics
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
@@ -69,17 +66,8 @@ def test_features_that_lie_column_by_column_get_their_gradients() -> None:
 )
 def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     image, text, scale = leaves(9, 16, dtype)
-    options = ("triton", "auto", None, False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about the outputs that have no gradient
-        torch.library.opcheck(infonce, (image, text, scale, None, *options, *WANTED))
-    image, text, scale = (x.detach() for x in (image, text, scale))
-    *swept, _ = infonce(image, text, scale, scale, *options, *WANTED)
-    cotangent = torch.tensor(0.5)
-    torch.library.opcheck(
-        infonce_backward,
-        (cotangent, image, text, scale, scale, swept, [True, False, True], *options, None, "both"),
-    )
+    loss_fn = ContrastiveLoss(backend="triton")
+    opcheck(lambda: loss_fn(image, text, scale, scale), "contrastive_loss")
 
 
 def test_compiled_loss_has_no_graph_break_and_equals_the_eager_one() -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._exchange.ring import Ring
-from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.operands import TileDtype
 from tests.contrastive.triton_tiles.interpreter import (
@@ -22,6 +20,7 @@ from tests.contrastive.triton_tiles.interpreter import (
     make_shard,
     shard_of,
 )
+from tests.contrastive.visible import loss_on
 from tests.reference.contrastive import Reference, reference, relative_error
 
 pytestmark = pytest.mark.interpreted
@@ -139,7 +138,7 @@ def test_no_fp32_rounding_reaches_all_logits_of_a_row_or_of_the_shard_alike(
 def _loss(image: Tensor, text: Tensor, scale: float, tiles: TritonTiles) -> Reference:
     """Return loss and gradients by the Triton backend."""
     inputs = [x.detach().clone().requires_grad_() for x in (image, text, torch.tensor(scale))]
-    loss, _ = InfoNCE.apply(*inputs, None, Plan(Ring([len(image)]), tiles, True, True, True))
+    loss = loss_on(tiles, *inputs)
     loss.backward()
     return Reference(loss.detach(), *(x.grad for x in inputs))
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._exchange.ring import Ring
-from lightning_mp.contrastive._sums.infonce import InfoNCE, Plan
 from lightning_mp.contrastive._tiles.tile_backend import Prepared, TileBackend
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, lse_kernels, softmax_kernels
@@ -27,6 +25,7 @@ from tests.contrastive.triton_tiles.interpreter import (
     make_shard,
     shard_of,
 )
+from tests.contrastive.visible import loss_on
 
 pytestmark = pytest.mark.interpreted
 
@@ -265,7 +264,7 @@ def _loss_and_gradients(
     tiles: TileBackend, image: Tensor, text: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
     inputs = [x.clone().requires_grad_() for x in (image, text, torch.tensor(scale))]
-    loss, _ = InfoNCE.apply(*inputs, None, Plan(Ring([len(image)]), tiles, True, True, True))
+    loss = loss_on(tiles, *inputs)
     loss.backward()
     return loss.detach(), *(x.grad for x in inputs)
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Finished
 from lightning_mp.contrastive._tiles.triton_tiles.scalars import (
     is_last,
     make_peaks,
@@ -163,9 +162,6 @@ def finish_kernel(
     d_columns,
     weight,
     scale,
-    cotangent,
-    d_rows_out,
-    d_columns_out,
     d_scale_parts,
     terms,
     ranks,
@@ -179,7 +175,7 @@ def finish_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the positives to the gradients, scale them, round them; and parts of the scale's.
+    """Add the positives to the gradients, scale them; and parts of the scale's.
 
     In one read of features and gradients: as torch's own operations it is four.
 
@@ -187,10 +183,9 @@ def finish_kernel(
         rows: (b, D), of rows `row_stride` values apart. columns: (n, D), n >= b, likewise.
         d_rows: (b, D) in fp32: `P columns`. d_columns: (n, D): `P.T rows`. Both contiguous.
         weight: (b,) in float64: what the positives weigh.
-        scale: One value. cotangent: One value.
-        d_rows_out: (b, D) in the dtype of the features; may be `d_rows`. d_columns_out: (n, D).
+        scale: One value.
         d_scale_parts: (programs,) in float64.
-        terms: Cross entropies that the loss is the mean of.
+        terms: What the loss is the mean of.
         ranks: W, which a mean over ranks divides by.
         num_pairs: b. num_columns: n. width: D.
         BY_ROW: There are gradients of rows. BY_COLUMN: And of columns.
@@ -199,8 +194,7 @@ def finish_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, COLUMNS)
     is_pair, is_column = (row < num_pairs)[:, None], (row < num_columns)[:, None]
-    unit = tl.load(cotangent).to(tl.float64) / terms
-    factor = (tl.load(scale).to(tl.float64) * unit * ranks).to(tl.float32)
+    factor = (tl.load(scale).to(tl.float64) * ranks / terms).to(tl.float32)
     weights = tl.load(weight + row, row < num_pairs, 0.0).to(tl.float32)[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float64)
     for first in range(0, width, COLUMNS):
@@ -214,13 +208,13 @@ def finish_kernel(
         if BY_ROW:
             gradient = tl.load(d_rows + at, row_here, 0.0) - weights * y.to(tl.float32)
             sums += x.to(tl.float64) * gradient.to(tl.float64)
-            tl.store(d_rows_out + at, gradient * factor, row_here)
+            tl.store(d_rows + at, gradient * factor, row_here)
         if BY_COLUMN:
             gradient = tl.load(d_columns + at, column_here, 0.0) - weights * x.to(tl.float32)
             if not BY_ROW:  # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway
                 sums += y.to(tl.float64) * gradient.to(tl.float64)
-            tl.store(d_columns_out + at, gradient * factor, column_here)
-    tl.store(d_scale_parts + tl.program_id(0), tl.sum(tl.sum(sums, 1), 0) * unit)
+            tl.store(d_columns + at, gradient * factor, column_here)
+    tl.store(d_scale_parts + tl.program_id(0), tl.sum(tl.sum(sums, 1), 0) / terms)
 
 
 def finish(
@@ -230,38 +224,24 @@ def finish(
     d_columns_nD: Tensor | None,
     weight_b: Tensor,
     scale: Tensor,
-    cotangent: Tensor,
     terms: int,
     ranks: int,
-    wants_scale: bool,
-) -> Finished:
-    """Return the gradients of both sides as the features have them, see `TileBackend.finish`.
+    d_scale: Tensor | None,
+) -> None:
+    """Add the positives to the gradients and scale them, see `TileBackend.finish`.
 
     It takes one launch and a sum; parts of the scale's gradient cost nothing.
     """
     rows_bD, columns_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_bD, columns_nD))
     (b, width), n = rows_bD.shape, len(columns_nD)
-    sides = [
-        (x, None) if gradient is None else (gradient, _as_features(gradient, x))
-        for x, gradient in ((rows_bD, d_rows_bD), (columns_nD, d_columns_nD))
-    ]
-    (rows_in, rows_out), (columns_in, columns_out) = sides
     programs = triton.cdiv(n if d_columns_nD is not None else b, _ROWS)
     parts = weight_b.new_empty(programs)
     with launching_on(rows_bD.device):
         finish_kernel[(programs,)](
-            rows_bD, columns_nD, rows_in, columns_in, weight_b, scale, cotangent,
-            rows_bD if rows_out is None else rows_out,
-            columns_nD if columns_out is None else columns_out,
-            parts, terms, ranks, b, n, width, rows_bD.stride(0), columns_nD.stride(0),
-            BY_ROW=rows_out is not None, BY_COLUMN=columns_out is not None, ROWS=_ROWS,
-            COLUMNS=_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True,
+            rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, parts, terms, ranks, b,
+            n, width, rows_bD.stride(0), columns_nD.stride(0), BY_ROW=d_rows_bD is not None,
+            BY_COLUMN=d_columns_nD is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
+            num_warps=_NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
-    return Finished(rows_out, columns_out, parts.sum() if wants_scale else None)
-
-
-def _as_features(gradient: Tensor, features: Tensor) -> Tensor:
-    """Return memory for a gradient in the dtype of features: its own, if it has that."""
-    if gradient.dtype == features.dtype:
-        return gradient
-    return torch.empty_like(gradient, dtype=features.dtype)
+    if d_scale is not None:
+        torch.sum(parts, 0, out=d_scale)

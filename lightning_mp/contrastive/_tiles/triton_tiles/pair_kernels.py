@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._exchange.exchange import HEADER
 from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import HIGHEST_SUM_EXPONENT
 from lightning_mp.contrastive._tiles.triton_tiles.scalars import (
@@ -225,6 +224,7 @@ def pair_terms(
     pos_b: Tensor,
     wanted: tuple[bool, bool],
     terms: int,
+    loss: Tensor,
 ) -> PairTerms:
     """Return what the pairs make of their negatives, see `TileBackend.pair_terms`.
 
@@ -232,14 +232,14 @@ def pair_terms(
     """
     b, (parts, n) = len(row_neg_b), column_neg_Rn.shape
     row_lse_b, weight_b = torch.empty_like(row_neg_b), torch.empty_like(row_neg_b)
-    values = column_neg_Rn.new_empty(HEADER + n)
+    column_lse_n = column_neg_Rn.new_empty(n)
     programs = triton.cdiv(n, _TERMS)
-    sums = values.new_empty(programs)
+    sums = column_lse_n.new_empty(programs)
     with launching_on(pos_b.device):
         terms_kernel[(programs,)](
-            row_neg_b, column_neg_Rn, pos_b, row_lse_b, values[HEADER:], weight_b, sums, terms, b,
+            row_neg_b, column_neg_Rn, pos_b, row_lse_b, column_lse_n, weight_b, sums, terms, b,
             n, parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
             PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    torch.sum(sums, 0, out=values[0])
-    return PairTerms(row_lse_b, values, weight_b)
+    torch.sum(sums, 0, out=loss)
+    return PairTerms(row_lse_b, column_lse_n, weight_b)

@@ -1,0 +1,107 @@
+"""The contrastive loss against targets: two sweeps as in `infonce`, and a task beside them.
+
+Shapes:
+    b: this rank's images. n: its texts. D: feature width.
+
+The first sweep adds up the negatives, the task makes a loss of their log-sum-exps and of O(b D)
+products, and autograd differentiates it there and then. What it returns for the log-sum-exps of
+rows, `g_i`, and of columns, `h_j`, is between 0 and 1, and
+
+    dL/dS_ij = g_i exp(S_ij - row_neg_i) + h_j exp(S_ij - column_neg_j)
+             = exp(S_ij - (row_neg_i - log g_i)) + exp(S_ij - (column_neg_j - log h_j)):
+
+the second sweep is that of `infonce` with other numbers in place of its log-sum-exps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._sums.infonce import negatives_gradients, negatives_sweep
+from lightning_mp.contrastive._sums.plan import Found, Plan
+from lightning_mp.contrastive._sums.targets import Task, make_task
+from lightning_mp.contrastive.statistics import measure, softmax_probabilities
+from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
+from lightning_mp.numerics.row_dots import row_dots
+
+__all__ = ["targeted_infonce"]
+
+
+def targeted_infonce(
+    image_bD: Tensor,
+    text_nD: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    options: PairOptions,
+    negatives_need_grad: bool,
+) -> Found:
+    """Return the loss and its gradients; one unit of work, and up to three for the gradients."""
+    state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
+    memory = plan.memory_for_tiles(image_bD)
+    row_neg_b, column_neg_Rn, maxima = negatives_sweep(image_bD, text_nD, scale, memory, plan)
+    lses = [row_neg_b, column_neg_Rn.logsumexp(0)]
+    statistics_5 = None
+    if maxima is not None:  # there are pairs then, each of which has one positive
+        q = len(image_bD) if plan.matched is None else plan.matched
+        pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale.to(state).reshape(()))
+        weights = None if options.weights is None else options.weights[:q]
+        statistics_5 = measure(
+            image_bD, text_nD, scale, bias, pos_q, softmax_probabilities(pos_q, lses), maxima,
+            plan.exchange, plan.tiles, weights,
+        )  # fmt: skip
+    task = make_task(options, image_bD, text_nD, plan)
+    inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
+    needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
+    needs += [plan.trains] * 2
+    if options.negatives is not None:
+        inputs, needs = [*inputs, options.negatives], [*needs, negatives_need_grad]
+    part, gradients = _differentiated(task, inputs, needs)
+    d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
+    found: tuple[Tensor | None, Tensor | None] = (None, None)
+    if plan.trains:
+        row_lse_b, column_lse_n = _shifted(row_neg_b, d_row_b), _shifted(lses[1], d_column_n)
+        found = negatives_gradients(image_bD, text_nD, scale, row_lse_b, column_lse_n, memory, plan)
+    if d_scale is not None:
+        # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+        sides = zip((image_bD, text_nD), found, strict=True)
+        features, grad = next((x, grad) for x, grad in sides if grad is not None)
+        d_scale = d_scale + row_dots(features, grad, state).sum()
+    parts = [part] if d_scale is None else [d_scale, part]
+    *d_scales, loss = plan.exchange.all_reduce(torch.stack(parts) * task.shares.unit)
+    unit = task.shares.unit * plan.exchange.world_size
+    for of_task, of_sweep in zip((d_image_bD, d_text_nD), found, strict=True):
+        if of_task is not None and of_sweep is not None:
+            of_task.addcmul_(of_sweep, scale.to(dtype).reshape(())).mul_(unit)
+    return Found(
+        loss, d_image_bD, d_text_nD,
+        next((x.to(dtype).mul_(unit) for x in d_negatives if x is not None), None),
+        next(iter(d_scales), None), statistics_5=statistics_5,
+    )  # fmt: skip
+
+
+def _differentiated(
+    task: Task, inputs: Sequence[Tensor], needs: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return this rank's part of the loss, and its gradients of what needs one."""
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+    with torch.set_grad_enabled(any(needs)):
+        part = task.loss(*leaves)
+    wanted = [x for x in leaves if x.requires_grad]
+    # With no negatives of an image (k = 0), theirs have no part in the loss.
+    has_graph = part.requires_grad
+    found = iter(torch.autograd.grad(part, wanted, allow_unused=True) if has_graph else ())
+    gradients = [next(found, None) if need else None for need in needs]
+    return part.detach(), [
+        torch.zeros_like(x) if need and gradient is None else gradient
+        for x, need, gradient in zip(inputs, needs, gradients, strict=True)
+    ]
+
+
+def _shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
+    """Return `lse - log(cotangent)`, infinite where there is no gradient at all."""
+    if cotangent is None:
+        return lse
+    return (lse - cotangent.log()).masked_fill_(cotangent == 0, torch.inf)

@@ -1,0 +1,47 @@
+"""Losses without their operator, into which dispatch modes do not see; and on given tiles."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive import _operator
+from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend
+
+
+class _Visible(torch.autograd.Function):
+    """What the operator does, as a function of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _operator._run(*inputs)
+        _operator._keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        return _operator._differentiate(ctx, *cotangents)
+
+
+@contextlib.contextmanager
+def visible() -> Iterator[None]:
+    """Open losses whose forward and backward run inside."""
+    with (
+        mock.patch.object(_operator, "contrastive_loss", _Visible.apply),
+        mock.patch.object(_operator, "_on_host", _Visible.apply),
+        mock.patch.object(_operator, "finish", _operator.finish_gradients),
+    ):
+        yield
+
+
+def loss_on(tiles: TileBackend, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """Return the loss of one process on a tile backend that no choice makes."""
+    with mock.patch.object(TileChoice, "tiles", return_value=tiles):
+        choice = TileChoice()
+        loss, _ = _operator.loss_of(image, text, scale, None, PairOptions(), choice, "slices", None)
+    return loss
