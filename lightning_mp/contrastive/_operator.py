@@ -33,7 +33,7 @@ from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
 __all__ = ["contrastive_loss", "finish", "finish_gradients", "loss_of"]
 
-# Schemas are spelt out, as an operator has no type for what a call says of its pairs.
+# An operator has no type for what a call says of its pairs: it takes every option by itself.
 _INPUTS = "Tensor image_bD, Tensor text_nD, Tensor scale, Tensor? bias, Tensor? negatives_bkD"
 _PAIRS = "Tensor? ids, Tensor? weights, Tensor? positives, Tensor? guide_image, Tensor? guide_text"
 _RULES = "str directions, str duplicates, float label_smoothing, str false_negatives, float margin"
@@ -111,7 +111,7 @@ def _run(
     if problem is not None:
         refuse(problem, image_bD, group)
     of_image, of_text, of_scale, of_bias, of_negatives = needs_grad
-    # A softmax does not see a bias, so its gradient takes no work.
+    # A softmax does not see a bias; a sigmoid's has its gradient from the scale's products.
     needs = (of_image, of_text, of_scale or (of_bias and not pairs.is_softmax))
     plan = plan_for(image_bD, text_nD, needs, pairs, tiles, exchange, group)
     # Operators run below autograd, which targets take their gradients from.
@@ -188,6 +188,7 @@ def _fake(
 def _define(name: str, *tags: torch.Tag) -> Any:
     """Return an operator of `_run`."""
     schema = _SCHEMA + " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    # Spelt out rather than read from the signature of `_run`, which takes its options as one.
     operator = torch.library.custom_op(
         f"lightning_mp::{name}", _run, mutates_args=(), schema=schema, tags=tags
     )
@@ -250,7 +251,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.inputs = len(inputs)
     ctx.save_for_backward(*inputs[:5], *rest[1:])
     ctx.mark_non_differentiable(*rest)
-    ctx.set_materialize_grads(False)  # zeros for these would take as much memory again
+    ctx.set_materialize_grads(False)  # zeros for the others would take as much memory again
 
 
 def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -161,7 +161,7 @@ class GradientCache:
             ValueError: The model has no such tower.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+            model = model.module  # towers are named as the user knows them
         if self._pending:
             raise RuntimeError(
                 f"The sharded tower `{self._pending[0][0].tower}` was called, and its replay never "
@@ -217,6 +217,7 @@ class GradientCache:
             reduce: Whether to reduce and scatter the gradients with the last micro-batch; False
                 where another backward follows before the step.
         """
+        # Taken out first: an error in a replay must not leave them for the next step.
         pending, self._pending = self._pending, []
         for index, (call, cotangents) in enumerate(pending):
             following = {id(part) for other, _ in pending[index + 1 :] for part in other.sharded}
@@ -256,6 +257,7 @@ class GradientCache:
         self.calls += 1
 
         def tower(*args: Any, **kwargs: Any) -> Any:
+            # A tower that calls another is one tower: its parts are replayed with it.
             before, self._in_a_tower = self._in_a_tower, True
             try:
                 return function(*args, **kwargs)
@@ -303,7 +305,7 @@ class GradientCache:
             self._differences.submit(
                 0, replayed.difference, tower=call.tower, tolerance=replayed.tolerance
             )
-            if call.device.type == "cpu":
+            if call.device.type == "cpu":  # nothing is waited for there
                 self.check()
         return replayed.gradients
 

@@ -369,8 +369,9 @@ class ContrastiveLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the values of its statistics, of pairs with all their options."""
         name, is_compiling = type(self).__name__, torch.compiler.is_compiling()
-        if not is_compiling:
+        if not is_compiling:  # no compiler can look into them
             check_derivatives(name, image, text, logit_scale)
+        # Before the checks: what is no tensor is left for them to refuse, on all ranks.
         image, text = in_one_dtype(image, text)
         check_ranks(name, self.rank, self.world_size, self.process_group)
         problem = self.problem(image, text, logit_scale, logit_bias, pairs)

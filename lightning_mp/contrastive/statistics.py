@@ -107,6 +107,7 @@ def measure(
     shift = pos_q.new_zeros(()) if bias is None else bias.to(state).reshape(())
     weight_q = torch.ones_like(pos_q) if weight_q is None else weight_q.to(state)
     norms_q = [torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (image_bD[:q], text_nD[:q])]
+    # A hit must be one in exact arithmetic, whatever tiles have rounded.
     relative, absolute = tiles.rounding(image_bD.shape[1], image_bD.dtype)
     size_q = scale.abs() * norms_q[0] * norms_q[1] + shift.abs()
     rivals_2q = torch.stack([maxima.rows_b[:q], maxima.columns_m[:q]])

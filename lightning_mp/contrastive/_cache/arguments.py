@@ -94,6 +94,7 @@ class Arguments:
         data = declared or [
             (p, v) for p, v in leaves if not is_named(p, self._whole) and not self._is_constant(v)
         ]
+        # The first tensor decides where nothing else does: towers take their data first.
         sizes = [v.shape[0] for _, v in data if isinstance(v, (Tensor, np.ndarray)) and v.ndim]
         lists = [
             len(v)
@@ -132,6 +133,7 @@ class Arguments:
             return True
         if self._is_constant(value) or value.shape[0] != self.batch_size:
             return False
+        # Whole numbers of one dimension are labels or lengths, one a row.
         if value.ndim == 1 and isinstance(value, Tensor) and value.is_floating_point():
             self._check_vector(path, value)
         return True
@@ -161,6 +163,7 @@ def is_named(path: str, names: Collection[str]) -> bool:
     """Return whether a path, a part that it begins with, or its last part is among `names`."""
     if not names:
         return False
+    # `batch.images[0]` is named by itself, `batch.images`, `batch`, and `images`.
     steps = path.replace("[", ".[").split(".")
     begins = {".".join(steps[: k + 1]).replace(".[", "[") for k in range(len(steps))}
     return bool((begins | {steps[-1], *steps}) & set(names))
@@ -174,6 +177,7 @@ def rows_of(batch: Any) -> int | None:
         if isinstance(leaf.value, (Tensor, np.ndarray)) and leaf.value.ndim > 0
     ]
     sizes = sizes or [len(value) for _, value in _lists_in(batch) if value]
+    # Most, not the first: a batch may carry a prompt or class weights beside its rows.
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
@@ -181,7 +185,7 @@ def _names(signature_of: Callable[..., Any], count: int) -> list[str]:
     """Return names for `count` positional arguments."""
     try:
         parameters = inspect.signature(signature_of).parameters.values()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # a function of C has none
         parameters = {}.values()  # type: ignore[assignment]
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)

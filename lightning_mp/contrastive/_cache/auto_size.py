@@ -54,6 +54,7 @@ def find_micro_batch_size(
     """
     is_cuda = call.device.type == "cuda"
     if activation_bytes is None and is_cuda and not call.is_sharded:
+        # The allocator itself says what fits, fragmentation and workspaces included.
         rows = _by_doubling(call, trained)
     elif activation_bytes is None and is_cuda:
         rows = _by_budget(call, _free_bytes(call.device) - _reserve(call, trained))
@@ -102,8 +103,10 @@ def _by_budget(call: "Call", limit: int) -> int:
         before, rows = (rows, peak), min(2 * rows, most)
     if not fits:
         fitting, peak_then = before
+        # On the chord between the two probes, which lies above the peak.
         share = min(1.0, max(0, limit - peak_then) / max(1, peak - peak_then))
         rows = max(1, fitting + int(share * (rows - fitting)))
+    # Tensor cores take rows in eights.
     return rows if rows < 16 or rows == most else rows // 8 * 8
 
 
@@ -160,6 +163,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
+    # What the allocator holds and nobody uses is free for the tower, too.
     free, _ = torch.accelerator.get_memory_info(device)
     cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return int(_USABLE * (free + cached))

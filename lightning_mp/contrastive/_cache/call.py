@@ -208,7 +208,7 @@ class Call:
                 ]
                 self._note(explore(tensors, since), inputs, rng, tensors)
                 self.outputs.add(returned, rows)
-                del returned, inputs, tensors
+                del returned, inputs, tensors  # the graph, before the next one is made
         except WrittenError as error:
             raise RuntimeError(
                 f"The tower `{self.tower}` writes to `{self._arguments.name(error.args[0])}` in "
@@ -223,6 +223,7 @@ class Call:
                 "layers for every row."
             )
         self._versions = {key: version_of(leaf) for key, leaf in self.leaves.items()}
+        # Held by the graph alone from here on, so that they go when the loss lets them go.
         tensors, self.outputs.tensors = self.outputs.tensors, []
         self._facts = [
             (name, tensor.numel() * tensor.element_size(), needed)
@@ -270,6 +271,7 @@ class Call:
                 if not roots:
                     continue
                 self._check_leaves(explore(roots, since), inputs, part)
+                # Gradients travel once, when they are complete.
                 if part is self._parts[-1]:
                     set_reduction(to_reduce, True)
                 gradients = gradients_aside(
@@ -301,6 +303,7 @@ class Call:
                 unused[name] = size
             else:
                 used_bytes += size
+        # One number for all, so that reading it back is one copy.
         difference = torch.stack(differences).max() if differences else None
         return Replayed(gradients, difference, tolerance, unused, used_bytes)
 
@@ -308,6 +311,7 @@ class Call:
         """Return what the tower returns for a micro-batch, and its inputs that get gradients."""
         inputs = []
         for index in self._with_grad:
+            # A leaf of its own: the gradient of a micro-batch ends here, and not in the caller.
             detached = leaves[index].detach().requires_grad_()
             inputs.append(detached)
             # No leaf, as the caller's is no leaf: the tower may write to it in place.
@@ -323,6 +327,7 @@ class Call:
         for tensor in inputs:
             leaves.pop(id(tensor), None)
         if graph.is_reentrant:
+            # Its checkpoints show no leaves: any parameter may be trained.
             leaves.update({id(p): p for p in self.trained})
         self.leaves.update(self._taken_aside(leaves))
         self.is_reentrant |= graph.is_reentrant

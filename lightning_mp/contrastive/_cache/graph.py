@@ -53,11 +53,13 @@ def explore(roots: Iterable[Tensor], since: int) -> Graph:
     is_reentrant = goes_outside = False
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):  # it accumulates into a leaf's `.grad`
+        # A node that accumulates into a leaf's `.grad`; torch has no public type for it.
+        if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
             continue
         # Named so in torch, and in the libraries that have one of their own.
         is_reentrant |= node.name().startswith("CheckpointFunction")
+        # Autograd numbers its nodes in the order in which they are made.
         goes_outside |= node._sequence_nr() < since
         following = {parent for parent, _ in node.next_functions if parent is not None} - seen
         nodes.extend(following)
@@ -95,6 +97,7 @@ class GradientSums:
                 into.append(total)
                 what.append(gradient)
         if into:
+            # One launch for all: an encoder has hundreds of parameters in every micro-batch.
             torch._foreach_add_(into, what)
 
     def totals(self) -> list[Tensor | None]:
@@ -123,6 +126,7 @@ def gradients_aside(
             return torch.autograd.grad(
                 roots, inputs, cotangents, retain_graph=retain_graph, allow_unused=True
             )
+        # What the user has accumulated so far is not this replay's to add to.
         before = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None
@@ -143,6 +147,7 @@ def hooks_held(tensors: Iterable[Tensor]) -> Iterator[None]:
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
         if hooks
     ]
+    # The dictionaries themselves are emptied: autograd's nodes hold on to them.
     for hooks, _ in held:
         hooks.clear()
     try:
@@ -162,6 +167,7 @@ def for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor 
 
 def sequence_number() -> int:
     """Return autograd's count of nodes so far."""
+    # A node is made to be asked: the counter itself is not shown.
     with torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
     assert node is not None

@@ -63,6 +63,7 @@ class MicroBatches:
             for leaf, is_cut in zip(leaves, self._is_cut, strict=True)
         ]
         self._versions = self._count_writes()
+        # What is copied to another device is a copy already, so nothing can write to the original.
         self._suspects = {
             index
             for index, leaf in enumerate(self._leaves)
@@ -79,6 +80,7 @@ class MicroBatches:
             rows: In a micro-batch; the last one may have fewer.
             parts: How many to make, as even as can be, with up to that many rows.
         """
+        # Ranks of a sharded tower make as many parts, whatever their rows: then even ones are best.
         count = parts or 1
         even = [self.batch_size * part // count for part in range(count + 1)]
         bounds = even if parts else [*range(0, self.batch_size, rows), self.batch_size]
@@ -98,6 +100,7 @@ class MicroBatches:
         for rows, leaves in self:
             before = {i: self._leaves[i][rows].clone() for i in self._suspects}
             yield rows, leaves
+            # Autograd counts what is written in place, also through views.
             now = self._count_writes()
             written = {i for i, version in enumerate(now) if version != self._versions[i]}
             self._versions = now
@@ -138,6 +141,7 @@ class MicroBatches:
     def _part(self, index: int, rows: slice) -> Any:
         leaf = self._leaves[index]
         if (index, rows.start) in self._kept:
+            # A copy of the copy: the function will write to it once more.
             return self._kept[index, rows.start].clone()
         if not self._is_cut[index]:
             return leaf
@@ -172,6 +176,7 @@ class MicroBatches:
             yield rows, self._arrived(rows, *copied.popleft())
 
     def _copy(self, part: Tensor) -> Tensor:
+        # From pageable memory a copy would wait, whatever `non_blocking` says.
         if part.device.type == "cpu" and not part.is_pinned():
             part = part.pin_memory()
         return part.to(self._device, non_blocking=True)
@@ -180,6 +185,7 @@ class MicroBatches:
         self, rows: slice, parts: dict[int, Tensor], copied: torch.cuda.Event
     ) -> list[Any]:
         """Hold the current stream until the copies are done, and put them among the leaves."""
+        # The stream waits and not the host, which goes on to queue the tower.
         torch.cuda.current_stream(self._device).wait_event(copied)
         return [
             parts[index] if index in parts else self._part(index, rows)

@@ -16,7 +16,7 @@ from lightning_mp.contrastive._cache.structures import Structure, open_structure
 
 __all__ = ["Outputs", "check_no_tangents"]
 
-_DROPPED = object()
+_DROPPED = object()  # `None` may be a value that a tower returns
 
 
 class Outputs:
@@ -99,6 +99,7 @@ class Outputs:
         for path, value in structure.leaves:
             if self._is_tensor(path, value):
                 self.names.append(path)
+                # For all rows at once: to join micro-batches in the end would hold them twice.
                 self.tensors.append(value.new_empty(batch_size, *value.shape[1:]))
         # Only types and names are needed, not the tensors of this micro-batch.
         leaves = [x.new_empty(0) if isinstance(x, Tensor) else x for _, x in structure.leaves]
@@ -114,6 +115,7 @@ class Outputs:
         is_a_row_each = isinstance(value, list) and isinstance(whole, list)
         if is_a_row_each and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._wholes[index] = whole + value
+        # The same object is equal whatever `==` says of it, as of NaN.
         elif whole is not value and not bool(whole == value):
             assert self._structure is not None
             path = self._structure.leaves[index].path

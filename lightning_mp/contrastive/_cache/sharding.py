@@ -37,6 +37,7 @@ def own_parameters(module: nn.Module) -> list[Tensor]:
 def set_reduction(modules: Iterable[Any], is_on: bool) -> None:
     """Have the next backwards reduce gradients, or keep them whole on every rank."""
     for module in modules:
+        # Its children stand in the list themselves.
         module.set_requires_gradient_sync(is_on, recurse=False)
 
 
@@ -49,6 +50,7 @@ def agree_on_parts(tower: str, batch_size: int, rows: int, device: torch.device)
     parts = -(-batch_size // rows)
     if not (dist.is_available() and dist.is_initialized()):
         return parts
+    # The largest number of parts and the smallest batch, by one maximum.
     facts = torch.tensor([parts, -batch_size], device=device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     parts, least = int(facts[0]), -int(facts[1])

@@ -73,7 +73,8 @@ def open_structure(
 
 def _open(value: Any) -> _Opened | None:
     kind = type(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+    # A named tuple, before pytrees take it: its paths are names rather than numbers.
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _Opened([f".{name}" for name in value._fields], list(value), kind._make)
     if kind in pytree.SUPPORTED_NODES:  # also Hugging Face's `ModelOutput`s
         node = pytree.SUPPORTED_NODES[kind]
@@ -82,6 +83,7 @@ def _open(value: Any) -> _Opened | None:
         keys = _keys(value, len(children))
         return _Opened(keys, children, lambda children: node.unflatten_fn(children, context))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A field without a default may not be set yet.
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         children = [getattr(value, name) for name in names]
         return _Opened(
@@ -111,6 +113,7 @@ def _open_mapping(value: Mapping[Any, Any]) -> _Opened:
 
 
 def _refill(value: Any, names: list[str], children: list[Any]) -> Any:
+    # Not `dataclasses.replace`, which calls the constructor: fields may not be its arguments.
     copied = copy.copy(value)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(copied, name, child)  # also where it is frozen

@@ -77,6 +77,7 @@ class _Interceptor:
     ) -> None:
         self._tower, self._attribute = tower, attribute
         self._original, self._handler = original, handler
+        # `signature_of` finds this object in place of a method whose calls are taken over.
         self.__signature__ = inspect.signature(tower.signature_of)
 
     @torch.compiler.disable
@@ -131,6 +132,7 @@ def _tower_names(model: nn.Module) -> Iterable[str]:
             yield path
         prefix = f"{path}." if path else ""
         for cls in type(module).__mro__:
+            # Their methods are no towers, and would hide the near names.
             if cls.__module__.split(".")[0] in ("torch", "lightning", "pytorch_lightning"):
                 break
             for name, value in vars(cls).items():

@@ -25,6 +25,7 @@ class Sketch:
         with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             rows = output.detach().flatten(1) if output.ndim > 1 else output.detach()[:, None]
             rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+            # The square of an fp16 value of 256 is no fp16 number.
             values_mF = rows.to(torch.promote_types(rows.dtype, torch.float32))
             self._sum_m = (values_mF * _weights(values_mF)).sum(1)
             self._square_m = values_mF.square().sum(1)
@@ -86,4 +87,5 @@ def _weights(values_mF: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=32)
 def _normal(count: int, device: torch.device) -> Tensor:
     """Return the same random numbers every time, without moving a generator of the user's."""
+    # Drawn on the CPU, so that all devices have the same.
     return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(device)

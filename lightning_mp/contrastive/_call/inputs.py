@@ -96,10 +96,11 @@ class InputChecks:
         """
         if image_bD.is_cuda and torch.cuda.is_current_stream_capturing():
             return
+        # Of an earlier call: this one's numbers are still on their way from a GPU.
         for _, numbers, context in self._readback.ready():
             self._judge(numbers.tolist(), *context["seen"])
         self._calls += 1
-        if self._calls & (self._calls - 1):
+        if self._calls & (self._calls - 1):  # no power of two
             return
         seen = (*image_bD.shape, is_normalizing)
         self._readback.submit(self._calls, _numbers(image_bD, text_bD, scale), seen=seen)

@@ -233,10 +233,12 @@ def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
     """
     named_bk = positives.cpu().numpy().reshape(len(positives), -1).astype(np.int64)
     b = len(named_bk)
+    # On the host: which text is free depends on all images before, and a GPU has no such loop.
     own, is_taken = np.full(b, -1), np.zeros(n, dtype=bool)
     for named in named_bk.T:
         rows = np.flatnonzero((own < 0) & (named >= 0))
         rows = rows[~is_taken[named[rows]]]
+        # Where several name one text, the first of them has it.
         texts, first = np.unique(named[rows], return_index=True)
         own[rows[first]], is_taken[texts] = texts, True
     image_order = np.concatenate([np.flatnonzero(own >= 0), np.flatnonzero(own < 0)])

@@ -73,6 +73,7 @@ def plan_for(
         chosen = tiles._replace(workspace_bytes=workspace_bytes)
         return chosen.tiles(image_bD.device, image_bD.dtype)
 
+    # Texts may be more than images, which are what is counted as pairs.
     backend, b = tiles_of(tiles.workspace_bytes), len(image_bD)
     if group_size(group) == 1:
         plan = Plan(
@@ -80,6 +81,7 @@ def plan_for(
         )
     else:
         budget, dtype = backend.budget(image_bD.device), FLOAT_DTYPES.index(image_bD.dtype)
+        # What one rank alone passes would leave the others waiting for what travels with it.
         given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
         facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_nD)]
         facts += [pairs.rules_checksum, *needs_grad, pairs.statistics]
@@ -120,6 +122,7 @@ def make_plan(
     rank = dist.get_rank(group)
     if exchange == "ring":
         return Plan(Ring(sizes, rank, group), tiles_of(budget), *needs_grad)
+    # `None` has become bytes, from which all ranks cut the same slices.
     budget = tiles_of(budget).budget(image_bD.device)
     count, left = share_workspace(sizes, image_bD.shape[1], image_bD.dtype, budget)
     return Plan(Slices(sizes, rank, group, count), tiles_of(left), *needs_grad)
@@ -221,12 +224,13 @@ def _gather(
     readback = AsyncReadback()
     with _beside(device):
         mine = torch.tensor([int(fact) for fact in facts])
-        if device.type == "cuda":
+        if device.type == "cuda":  # else the copy would wait for what is queued
             mine = mine.pin_memory()
         mine = mine.to(device, non_blocking=True)
         by_rank = mine.new_empty(dist.get_world_size(group) * len(mine))
         all_gather(by_rank, mine, group=group)
         readback.submit(0, by_rank)
+    # Waits for one copy, of these numbers, and not for the device.
     (arrived,) = readback.drain()
     rows: list[list[int]] = arrived.array.reshape(-1, len(facts)).tolist()
     return rows

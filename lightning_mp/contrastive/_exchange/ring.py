@@ -99,7 +99,7 @@ class Ring:
         own = slice(0, len(visiting[0]))
         for step in range(self.world_size):
             sending = None
-            if step + 1 < self.world_size:
+            if step + 1 < self.world_size:  # on its way while this rank works with it
                 sending = Sending(visiting, self.empty_like(visiting, step + 1), self)
             yield Visit(visiting, 0 if step == 0 else None, own)
             if sending is not None:
@@ -148,6 +148,7 @@ class FollowingSum:
         """Add this rank's part for the shard that it holds now, and send the sum on."""
         total = part
         if self._sending is not None:
+            # Waited for as late as can be: the part was worked out meanwhile.
             (so_far,) = self._sending.wait()
             total = _COMBINED[self._combine](so_far, part)
         self._step += 1

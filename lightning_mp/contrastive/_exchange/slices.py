@@ -120,6 +120,7 @@ class Slices:
 
     def sizes(self, index: int) -> list[int]:
         """Return the rows of every rank in a slice."""
+        # Rounded down at both ends, so that slices of any count add up to the batch.
         return [
             (index + 1) * size // self.count - index * size // self.count
             for size in self.batch_sizes
@@ -182,6 +183,7 @@ class SlicedSum:
         self._arrive()
         sizes, group = self._slices.sizes(index), self._slices.group
         own = sizes[self._slices.rank]
+        # No collective adds exponentials: of those all parts come, to be added here.
         if self._combine == "sum":
             part = _padded(part, sizes, max(sizes))
             home = part.new_empty(max(sizes), *part.shape[1:])
@@ -227,7 +229,7 @@ class SlicedSum:
 
 def _padded(tensor: Tensor, sizes: list[int], most: int) -> Tensor:
     """Return pieces of `sizes` rows with zeros up to `most` rows after each."""
-    if all(size == most for size in sizes):
+    if all(size == most for size in sizes):  # the usual case takes no copy
         return tensor.contiguous()
     padded = tensor.new_zeros(len(sizes), most, *tensor.shape[1:])
     for target, piece in zip(padded, tensor.split(sizes), strict=True):

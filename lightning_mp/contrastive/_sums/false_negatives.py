@@ -46,6 +46,7 @@ def limits_of(
     rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
     limit_b = limit_b + rounding * math.prod(norms_b)
+    # No similarity is above infinity: texts without an image leave nothing out.
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)
     limit_n[:b] = limit_b
     return Limits(limit_b, limit_n, *guides)

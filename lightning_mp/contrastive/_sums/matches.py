@@ -121,6 +121,7 @@ class Everything(NamedTuple):
         return self._total(x_bD, self.n)
 
     def _total(self, x_nD: Tensor, count: int) -> Tensor:
+        # The rounding of this sum would go into every row.
         total = self.exchange.all_reduce(x_nD.sum(0, dtype=state_dtype(x_nD.device)))
         return total.to(x_nD.dtype).expand(count, *total.shape)
 

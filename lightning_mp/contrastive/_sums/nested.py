@@ -56,6 +56,7 @@ class _Cut(NamedTuple):
     def add_gradient(self, total_nD: Tensor, grad_nd: Tensor, weight: float) -> None:
         """Add a gradient for the prefix's features to that of the full ones, in place."""
         if self.norm_n1 is not None:
+            # What points along the feature changes its norm alone, which normalising takes away.
             unit_nd = self.features_nd.to(grad_nd.dtype)
             along_n1 = (grad_nd * unit_nd).sum(1, keepdim=True)
             grad_nd = grad_nd.addcmul(along_n1, unit_nd, value=-1.0).div_(self.norm_n1)
@@ -134,6 +135,7 @@ def _sweep(
         text_mD = visit.columns[0]
         part_km = row_neg_kb.new_empty(len(prefixes), len(text_mD))
         for index, prefix in enumerate(prefixes):
+            # Cut from the block here: prefixes would travel beside the features otherwise.
             image_bd, text_md = images[index].features_nd, prefix.of(text_mD).features_nd
             logits = plan.logits(visit, image_bd, text_md, scale, kept, is_first=is_first)
             plan.tiles.lse_sweep(logits, row_neg_kb[index], part_km[index], prepared[index])

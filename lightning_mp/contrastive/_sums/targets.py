@@ -114,6 +114,7 @@ class Task(NamedTuple):
         for is_wanted, (share, *way) in zip(self.wanted, ways, strict=True):
             if is_wanted:
                 terms = self._terms(pos_q, scale, *way)
+                # A term that does not count may be infinite, and 0 times that is NaN.
                 total = total + (share * terms).where(share != 0, 0.0).sum()
         return total
 
@@ -129,8 +130,10 @@ class Task(NamedTuple):
     ) -> Tensor:
         """Return the cross entropies of images, or of texts, among the others."""
         q = self.matched
+        # The positive is no part of `neg`, and where there is none the term is `neg` itself.
         margin_q = neg[:q] - pos_q
         terms = torch.cat([torch.logaddexp(margin_q, margin_q.new_zeros(())), neg[q:]])
+        # One positive a row, all of the target: the products below are zeros.
         if not self.smoothing and isinstance(self.match, Own):
             return terms
         own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
@@ -152,6 +155,7 @@ def make_task(options: PairOptions, image_bD: Tensor, text_nD: Tensor, plan: Pla
     weight_b = image_bD.new_ones(b, dtype=state_dtype(image_bD.device))
     if options.weights is not None:
         weight_b = options.weights.to(weight_b.dtype)
+        # To look at them would wait for the device; so the loss says it.
         weight_b = weight_b.masked_fill(weight_b < 0, torch.nan)
     match: Match = Own(b, n)
     if options.pairing is not None:
@@ -205,6 +209,7 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left_bD: Tensor, right_bkD: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(left_bD, right_bkD)
+        # One of k at a time: wide copies of all would be k times the features.
         return torch.stack([row_dots(left_bD, x_bD, dtype) for x_bD in right_bkD.unbind(1)], 1)
 
     @staticmethod
