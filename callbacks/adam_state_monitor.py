@@ -11,15 +11,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.adam_state import AdamNumbers, AdamStateRule
-from lightning_mp.callbacks._rules.adam_statistics import (
+from lightning_mp.callbacks._rules.adam import (
     AdamField,
+    AdamNumbers,
+    AdamStateRule,
     adam_statistics,
     has_second_moments,
     quantized_states,
 )
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.base import Verdict
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._rules.base import StepFacts, Verdict
 from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import is_sharded, loss_scale_of
 from lightning_mp.numerics.async_readback import Readback

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._locate.finding import SAYS, remedy_for
 from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
-from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.base import StepFacts, Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
-from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import loss_scale_of

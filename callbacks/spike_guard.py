@@ -10,14 +10,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules import spike_sentences
+from lightning_mp.callbacks._rules.base import StepFacts, Verdict
 from lightning_mp.callbacks._rules.course import CourseRule
-from lightning_mp.callbacks._rules.robust_window import RobustWindow, SignalVerdict, is_slight
-from lightning_mp.callbacks._rules.spike_sentences import Scene
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._rules.spikes import (
+    RobustWindow,
+    Scene,
+    SignalVerdict,
+    describe,
+    is_slight,
+    whose,
+)
 from lightning_mp.callbacks._step.batches import tensors_in
-from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.marks import MarkStore
 from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
@@ -278,14 +282,14 @@ class SpikeGuard(InstabilityMonitor):
             "spike": loss.is_spike or norm.is_spike,
             "non_finite_gradient": loss.is_finite and not norm.is_finite,
         }
-        event, of = None, spike_sentences.whose(facts)
+        event, of = None, whose(facts)
         numbers = {"first_bad": facts.step - self.patience + 1, "patience": self.patience}
         numbers["again"] = self.judge_after_steps
         for kind, is_so in is_bad.items():
             key = f"{kind} {facts.optimizer}"
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
-                event = spike_sentences.describe(self._scene(trainer, facts), loss, norm)
+                event = describe(self._scene(trainer, facts), loss, norm)
                 self._newest = self.say(trainer, event, facts)
             if self._runs[key] == self.patience and kind != "spike":
                 fix = "non_finite_run_rewind" if self.action == "rewind" else ""

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
-from lightning_mp.callbacks._locate.sentences import SAYS
+from lightning_mp.callbacks._locate.finding import SAYS, Finding, find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype

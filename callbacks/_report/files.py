@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["alarms_since", "claim", "forgiven", "rebuild_page", "write_atomically"]
 
@@ -85,7 +85,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def forgiven(key: str, **fields: object) -> Iterator[None]:
-    """Warn of an error, in the words of `_rules/usage.py`: a file is never worth a run."""
+    """Warn of an error, in the words of `USAGE`: a file is never worth a run."""
     try:
         yield
     except Exception as error:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mp.callbacks._report.page import verdict
 from lightning_mp.callbacks._rules.history import Alarm
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["Alerts", "log_report"]
 

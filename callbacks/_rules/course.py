@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_mp.callbacks._rules.verdict import Learning, Verdict
+from lightning_mp.callbacks._rules.base import Learning, Verdict
 
 __all__ = ["CourseRule", "noise_of"]
 
@@ -23,16 +23,16 @@ _FLOOR = 0.05  # of the best level: less noise counts as this much, as for spike
 _TIMES_RECOVERED = 3.0  # a loss that swings (rewards) is held against swings it came back from
 _RIVALS = 10.0  # a GAN's losses may both rise to several times their start, towards a balance
 _LOST = 0.5  # the share of what was gained that a divergence has lost again
+_STALLED = 96  # steps without a loss below its start that are too many after a rise
+_HORIZON = 1000  # the same where it has not risen either, which is only noted
 _GROWTH = 10.0  # of a gradient norm above its lowest level
 _TREND = 16  # judgements, 128 steps, over which it must have risen from quarter to quarter
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """Return the deviation of single values, three at least, about their trend.
-
-    By the median of differences, so that neither a slope nor outliers count: independent values
-    differ by sqrt(2) times their deviation.
-    """
+    """Return the deviation of single values, three at least, about their trend."""
+    # By the median of differences, so that neither a slope nor outliers count. Independent values
+    # differ by sqrt(2) times their deviation.
     steps = [after - before for before, after in zip(values, values[1:], strict=False)]
     center = statistics.median(steps)
     return _SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
@@ -48,16 +48,9 @@ class CourseRule(Learning):
         level - best > max(6 noise at the best, 3 noise now, 3 recovered, (start - best) / 2)
 
     Why so, what is a stall, and what a trend: docs/callbacks/spike-guard.md.
-
-    Args:
-        rivals: Rules of the run's other optimizers, which may train against this one (a GAN).
-        stalled_steps: Steps without a loss below its start that are too many.
-        horizon_steps: The same where the loss has not risen either, which is only noted.
     """
 
-    rivals: Sequence["CourseRule"] = ()
-    stalled_steps: int = 96
-    horizon_steps: int = 1000
+    rivals: Sequence["CourseRule"] = ()  # of other optimizers, which may train against this (a GAN)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW), init=False)
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW), init=False)
     _norm_levels: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND), init=False)
@@ -86,7 +79,7 @@ class CourseRule(Learning):
         noise = max(noise_of(losses), _FLOOR * abs(known["best"]))
         # Few steps are enough for a rise right at the start.
         early = statistics.median(losses[-_EVERY:]) - known["start"]
-        if known["steps"] <= self.stalled_steps and early > known.get("risen", 0.0):
+        if known["steps"] <= _STALLED and early > known.get("risen", 0.0):
             known["risen"] = early
         if len(losses) < _WINDOW:
             return []
@@ -124,10 +117,10 @@ class CourseRule(Learning):
         if start - known["best"] > noise or "stalled" in known or self._true_rivals():
             return []
         numbers = {"start": start, "steps": steps, "peak": start + risen}
-        if steps >= self.stalled_steps and risen > _NOISES * noise:
+        if steps >= _STALLED and risen > _NOISES * noise:
             known["stalled"] = steps
             return [Verdict("stalled_loss", level, start, tensor="loss", numbers=numbers)]
-        if steps >= self.horizon_steps:
+        if steps >= _HORIZON:
             known["stalled"] = steps
             says = "stalled_loss_long"
             return [Verdict("stalled_loss", level, start, "info", "loss", says, says, numbers)]

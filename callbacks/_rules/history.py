@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_mp.callbacks._rules.verdict import Severity
+from lightning_mp.callbacks._rules.base import Severity
 
 __all__ = ["Alarm", "History"]
 
+# Unbounded, a run of 1e6 steps would take 16 MB for each curve.
 _MAX_POINTS = 4096  # of a curve
 _MAX_COLUMNS = 256  # of a heat map
 _MAX_ALARMS = 2000
@@ -61,10 +62,7 @@ class Alarm:
 
 @dataclass
 class History:
-    """Alarms, curves and heat maps, thinned as they grow: old and new steps stay, evenly spaced.
-
-    A run of 1e6 steps would otherwise take 16 MB for each curve.
-    """
+    """Alarms, curves and heat maps, thinned as they grow: old and new steps stay, evenly spaced."""
 
     alarms: list[Alarm] = field(default_factory=list)  # in the order in which they were raised
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # by step

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_sharded
 
 try:
@@ -48,8 +48,6 @@ class MarkStore:
 
     On disk they are in a folder that is locked while its run lives: the next run in the place of
     that one, or in a folder beside it, removes what nobody has locked.
-
-    The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
 
     def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp.callbacks._rules.base import StepFacts
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
-from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.training_state import (
     NamedTensors,
     Signals,
@@ -53,12 +53,7 @@ class _Pending:
 class FactsRecorder(pl.Callback):
     """Reads every step once; the callbacks of this package share the one of their Trainer.
 
-    It stands first among the Trainer's callbacks, so that what it has read is there in every hook
-    of theirs. Whoever wants steps that have arrived has an `inbox`. The gradient norm is measured
-    where a callback has `needs_gradient_norm`.
-
-    torch's `GradScaler` does not say whether it skipped: a step that was due and not called was. It
-    always calls fused optimizers, which skip on the device; there a fall of the scale tells, later.
+    Whoever wants steps that have arrived has an `inbox`; the gradient norm, `needs_gradient_norm`.
     """
 
     def __init__(self) -> None:
@@ -234,6 +229,8 @@ class FactsRecorder(pl.Callback):
 
     def _outcome(self, trainer: pl.Trainer) -> bool | None:
         """Return whether the step was skipped; `None` where only the scale can tell, later."""
+        # torch's `GradScaler` does not say whether it skipped: a step that was due and not called
+        # was. It always calls fused optimizers, which skip on the device.
         due, self._due = self._due, set()
         scaler = scaler_of(trainer)
         if isinstance(trainer.precision_plugin, ScaledPrecision):
@@ -273,6 +270,7 @@ def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
     recorder = next((c for c in callbacks if isinstance(c, FactsRecorder)), None)
     if recorder is None:
         recorder = FactsRecorder()
+        # First, so that what it has read is there in every hook of the others.
         trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
     return recorder
 

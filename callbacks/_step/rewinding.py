@@ -11,21 +11,17 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 
-__all__ = ["Rewinder", "scale_rates"]
+__all__ = ["Rewinder"]
 
 
 @dataclass(kw_only=True, eq=False)
 class Rewinder:
-    """Keeps checkpoints of the last steps, and goes back to one of them.
-
-    The arguments are those of `SpikeGuard`, whose page in docs/callbacks/ says what goes back and
-    what goes on; `store` keeps the checkpoints.
-    """
+    """Keeps checkpoints of the last steps, and goes back to one: docs/callbacks/spike-guard.md."""
 
     store: MarkStore
     every_n_steps: int
@@ -57,10 +53,7 @@ class Rewinder:
         return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take the checkpoint before a step on all ranks, and remove those that are too old.
-
-        `position` is how many batches have been taken from the data.
-        """
+        """Take the checkpoint before a step on all ranks, and remove those that are too old."""
         mark = Mark(
             path=self.store.path_of(step),
             step=step,
@@ -96,11 +89,11 @@ class Rewinder:
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
 
-        The newest checkpoint that is far enough back is taken; else one before it, else one behind
-        it. Return it and how many batches are still to be skipped; `None` where none can be read.
+        Return the mark and how many batches are still to be skipped; `None` without a mark.
         """
         far = self._far_from(global_step)
         self.lost = []
+        # The newest that is far enough back; else one before it, else one behind it.
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
             if checkpoint is not None:
@@ -116,7 +109,7 @@ class Rewinder:
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()  # of a step that accumulation has not finished
         self._total_factor *= self.lr_factor
-        scale_rates(trainer, self._total_factor / mark.lr_factor)
+        _scale_rates(trainer, self._total_factor / mark.lr_factor)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         batches = trainer.accumulate_grad_batches
         to_skip = max(0, self.skip_batches - (progress.total.ready - mark.position))
@@ -154,11 +147,9 @@ class Rewinder:
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
-        """Have the data fetcher skip what is left to be skipped, at the start of this epoch.
-
-        No hook could skip it, as the first batch is fetched before any. An epoch of which all
-        batches are skipped ends without validation.
-        """
+        """Have the data fetcher skip what is left to be skipped, at the start of this epoch."""
+        # No hook could skip it, as the first batch is fetched before any. An epoch of which all
+        # batches are skipped ends without validation.
         fetcher: Any = trainer.fit_loop._data_fetcher
         if self.to_skip <= 0 or fetcher is None:
             return
@@ -188,7 +179,7 @@ class Rewinder:
         self._total_factor = state_dict.get("lr_factor", 1.0)
 
 
-def scale_rates(trainer: pl.Trainer, factor: float) -> None:
+def _scale_rates(trainer: pl.Trainer, factor: float) -> None:
     """Multiply learning rates, and what schedules compute them from."""
     if factor == 1.0:
         return

@@ -21,11 +21,7 @@ __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
 
 class SamplingMonitor(InstabilityMonitor, ABC):
-    """Samples at some steps, without a host sync, and judges samples when they have arrived.
-
-    Samples are taken every `every_n_steps` steps, and five times as often until there are
-    `baseline_samples` of them, from which a monitor learns what is normal for each tensor.
-    """
+    """Samples at some steps, without a host sync, and judges samples when they have arrived."""
 
     keeps: tuple[str, ...] = ("samples",)
 
@@ -42,15 +38,13 @@ class SamplingMonitor(InstabilityMonitor, ABC):
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return whether to sample at the step under way."""
+        # From the first samples a monitor learns what is usual for each tensor.
         is_early = self._taken < self.baseline_samples
         every = max(self.every_n_steps // 5, 1) if is_early else self.every_n_steps
         return step_of(trainer) % every == 0
 
     def submit(self, trainer: pl.Trainer, packed: Tensor, *, gather: bool, **context: Any) -> None:
-        """Send a sample on its way to the host; with `gather` those of all ranks, which differ.
-
-        `judge` is handed `context` with it, and the step as `facts`.
-        """
+        """Send a sample, with `gather` those of all ranks, to the host for `judge`."""
         self._taken += 1
         sample = gather_ranks(trainer, packed) if gather else packed[None]
         facts = self.recorder.now or facts_of(trainer)

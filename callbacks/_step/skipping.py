@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -18,11 +18,7 @@ __all__ = ["StepSkipper"]
 
 
 class StepSkipper:
-    """Skips steps in the cheapest way that plugin and optimizer allow.
-
-    The plugin, else the optimizer by torch's `found_inf`, else the host, which takes the gradients
-    away: docs/callbacks/spike-guard.md, under `"skip"`.
-    """
+    """Skips by the plugin, else by the optimizer's `found_inf`, else by taking gradients away."""
 
     def __init__(self) -> None:
         self._flags: dict[Optimizer, Tensor] = {}
@@ -39,10 +35,9 @@ class StepSkipper:
             )
 
     def skip(self, trainer: pl.Trainer, optimizer: Optimizer, flag: Tensor | None = None) -> None:
-        """Have the step to come skipped; call it in `on_before_optimizer_step`.
+        """Have the step to come skipped where the flag, an fp32 scalar on the device, is 1.
 
-        The flag is 1 to skip and 0 to step: fp32, of shape [], on the device; `None` where the host
-        knows that it is to be skipped, so that nothing goes on.
+        With `None` the host knows that it is to be skipped, so that nothing goes on.
         """
         plugin, is_certain = trainer.precision_plugin, flag is None
         self._held = False

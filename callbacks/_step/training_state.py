@@ -123,11 +123,7 @@ def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
 
 
 def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
-    """Return the signals of a step: the loss averaged over ranks, the norm of all gradients.
-
-    With several ranks in one collective of 8 bytes a rank. Shards of FSDP are summed; where it
-    replicates, the norm is larger by a constant factor.
-    """
+    """Return the signals of a step: the loss averaged over ranks, the norm of all gradients."""
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
     none = torch.zeros(1, device=trainer.strategy.root_device)
     norms = (_norms(found.gradients) if found.gradients else none) * found.unscale
@@ -136,6 +132,7 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     ranks = gather_ranks(trainer, torch.stack([local, norm]))
     sharded = is_sharded(trainer)
+    # Where HSDP replicates shards, the norm is larger by a constant factor, which no rule minds.
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
     index = norms.argmax()  # NaN is larger than all
     rank = ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax()  # see `StepFacts`
