@@ -132,9 +132,10 @@ class AdamStateMonitor(SamplingMonitor):
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         names, facts = sample.context["names"], sample.context["facts"]
+        # Columns are sums, so that the shards of ranks add up to the whole.
         sums_NK = sample.array.sum(axis=0)
         sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
-        if not sums_NK[:, AdamField.STEP].any():
+        if not sums_NK[:, AdamField.STEP].any():  # there were no states yet: sample the next step
             self._until = facts.step + 1
             return
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
@@ -154,6 +155,7 @@ class AdamStateMonitor(SamplingMonitor):
             first=self._first,
         )
         if self._rule.wants_more:
+            # A sample arrives a step or two late, so that one of the next four is a second one.
             self._until, self._rule.wants_more = facts.step + 4, False
         is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
         if is_bad.any():

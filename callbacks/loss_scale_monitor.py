@@ -103,7 +103,8 @@ class LossScaleMonitor(InstabilityMonitor):
             "skip_rate": self.skip_rate,
         }
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self.record(trainer, metrics, replace(facts, optimizer=0), every_n_steps=every)
+        # All optimizers share the scale, so that its curves get no number.
+        self.record(trainer, metrics, replace(facts, optimizer=0), every)
         in_a_row = {"in_a_row": self.skipped_in_a_row}
         before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
         # A skip at the lowest scale is one that no lower one can cure.

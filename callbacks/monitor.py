@@ -156,7 +156,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
             return None
         self._raised[key] = facts.step
-        numbers["lower_rate"] = learning_rate_of(trainer) / 2  # what most remedies advise
+        numbers |= {"lower_rate": learning_rate_of(trainer) / 2, "whose": facts.whose}
         message, remedy = words_for(verdict, is_ending=facts.is_rate_ending, **numbers)
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
@@ -193,11 +193,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         """Called of every alarm that any monitor of the Trainer raises, on the rank that does."""
 
     def record(
-        self,
-        trainer: pl.Trainer,
-        metrics: Mapping[str, float],
-        facts: StepFacts,
-        every_n_steps: int = 1,
+        self, trainer: pl.Trainer, metrics: Mapping[str, float], facts: StepFacts, every: int = 1
     ) -> None:
         """Add the finite numbers of a step to the curves, by name; those of optimizer 1 get `_1`.
 
@@ -207,7 +203,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
         for name, value in finite.items():
             self.history.add_point(name, facts.step, value)
-        if finite and every_n_steps and (facts.step + 1) % every_n_steps == 0:
+        if finite and every and (facts.step + 1) % every == 0:
             named = {f"instability/{name}": value for name, value in finite.items()}
             self.log_metrics(trainer, named, facts.step)
 

@@ -8,19 +8,16 @@ from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
 
 __all__ = ["SAYS", "Finding", "find_source", "headroom", "remedy_for"]
 
-_MOST_SUSPECTS = 4
+_MOST_SUSPECTS = 4  # that an alarm names
 
 Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The first producer of values that are not finite.
+    """The first producer of values that are not finite."""
 
-    Its source is `"nowhere"` where the replay came out finite, and `"failed"` where it raised.
-    """
-
-    source: Source
+    source: Source  # `"nowhere"`: the replay came out finite; `"failed"`: it raised
     name: str  # dotted, of the tensor or module; the class of the root
     sentence: str  # without its full stop
     dtype: str = ""  # of what is not finite, such as `"float16"`
@@ -32,12 +29,8 @@ class Finding:
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
-    """Return the first producer, or `None` where all was finite.
-
-    A producer takes what is finite and gives what is not. Modules inside a module end before it, so
-    that the innermost is the first. From `near_limit` of a dtype's largest number on, a module is a
-    suspect.
-    """
+    """Return what took finite values and gave others first; `None` where all was finite."""
+    # Modules inside a module end before it, so that the innermost is the first.
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.groups["parameters"])
     if parameter is not None:
@@ -58,6 +51,7 @@ def headroom(trace: Trace) -> float:
     seen += trace.groups["gradients"]
     if _first_bad(seen) is not None or _first_bad(trace.groups["loss"]) is not None:
         return 0.0
+    # Under autocast all of them pass through the narrowest dtype.
     narrowest = min((s.limit for s in seen), default=0.0)
     return min((narrowest / s.amax for s in seen if s.amax), default=0.0)
 
@@ -68,11 +62,9 @@ def headroom(trace: Trace) -> float:
 def _first_producer(
     trace: Trace, ended: list[Call], near_limit: float
 ) -> tuple[Call | None, list[Call]]:
-    """Return the first producer of a forward, and the calls before it that gave -inf on purpose.
-
-    Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
-    where a softmax takes them or what is around them comes out finite.
-    """
+    """Return the first producer of a forward, and the calls before it that gave -inf on purpose."""
+    # Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
+    # where a softmax takes them or what is around them comes out finite.
     masked: list[Call] = []
     for call in ended:
         bad = [s for s in call.seen["output"] if not s.is_finite]
@@ -81,6 +73,7 @@ def _first_producer(
         is_passed_on = bool(given) and not (masked and all(s.is_masked for s in given))
         if not bad or is_passed_on:
             continue
+        # Beside values near the limit, -inf is more likely an overflow than a mask.
         if all(s.is_masked and s.amax <= near_limit * s.limit for s in bad):
             if not given:
                 masked.append(call)
@@ -106,6 +99,7 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
     inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
+    # A module may pass what it made itself to one inside it, which only hands it on.
     given = next((c for c in inside if _first_tainted(c.seen["input"])), None)
     seen = given.seen["input"] if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
@@ -361,7 +355,7 @@ def remedy_for(finding: Finding, plugin: str) -> str:
     key: str = finding.source
     if key == "backward" and finding.fitting_scale is not None:
         key += "_scale"
-    elif key in ("forward", "backward") and finding.dtype != "float16":
+    elif key in ("forward", "backward") and finding.dtype != "float16":  # no wider format helps
         key += "_wide"
     elif key == "forward" and finding.is_root:
         key += "_root"

@@ -106,7 +106,7 @@ def _row(
     if "exp_avg_sq" not in state or not local_shard(gradient).numel():
         return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
     held = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
-    # Of complex ones the parts, as torch steps them.
+    # Complex values as their real and imaginary parts, as torch steps them.
     tensors = [stored_values(t.to_dense() if t.is_sparse else t) for t in held]
     step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
     # A GPU would launch a dozen kernels for each block, so it takes all in one.
@@ -117,6 +117,7 @@ def _row(
     # Flagged and set to 0: one NaN would take the sums of all other shards with it.
     is_bad = ~sums.isfinite().all()
     inputs = [AdamField.SQUARED_WEIGHT - 1, AdamField.SQUARED_GRADIENT - 1]
+    # Neither gradient nor weights can have made it.
     is_state_bad = is_bad & sums[inputs].isfinite().all()
     sums = torch.where(is_bad, 0, sums)
     count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
@@ -132,7 +133,7 @@ def _block_sums(
     weight, g, m, v = (part.float() for part in block)
     if isinstance(unscale, Tensor) or unscale != 1:
         g = g * unscale
-    # Adam's own step is foreseen, as its states change in it and the old ones are gone after it.
+    # Ahead of the step: after it, the states that it started from are gone.
     root = torch.addcmul(v * beta2, g, g, value=1 - beta2).div_(1 - beta2**step).sqrt_()
     update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
     factor = group["lr"] / (1 - beta1**step)

@@ -37,6 +37,11 @@ class StepFacts:
     skipped: bool | None = None  # by the loss scaler or the precision plugin
 
     @property
+    def whose(self) -> str:
+        """Which optimizer's loss it is, where there are several; else nothing."""
+        return f" of optimizer {self.optimizer}" if self.optimizer else ""
+
+    @property
     def is_rate_ending(self) -> bool:
         """Whether a schedule has lowered the learning rate to less than a tenth."""
         lr, highest = self.lr, self.highest_lr

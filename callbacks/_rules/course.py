@@ -1,5 +1,6 @@
 """Whether a run learns: its loss against its best and its start, and the trend of its gradients."""
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -33,7 +34,7 @@ def noise_of(values: Sequence[float]) -> float:
     """Return the deviation of single values, three at least, about their trend."""
     # By the median of differences, so that neither a slope nor outliers count. Independent values
     # differ by sqrt(2) times their deviation.
-    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(values)]
     center = statistics.median(steps)
     return _SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
 
@@ -54,7 +55,6 @@ class CourseRule(Learning):
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW), init=False)
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW), init=False)
     _norm_levels: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND), init=False)
-    _levels: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
     # Numbers, so that they go into a checkpoint as they are. Steps are those that were finite.
     _known: dict[str, float] = field(default_factory=lambda: {"steps": 0.0}, init=False)
 
@@ -69,6 +69,7 @@ class CourseRule(Learning):
                 known["best_step"] = step
         if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)
+        # Medians of 32 steps change little from one step to the next.
         if known["steps"] % _EVERY:
             return []
         found = [] if "start" not in known else self._judge_loss(step)
@@ -84,10 +85,11 @@ class CourseRule(Learning):
         if len(losses) < _WINDOW:
             return []
         level = statistics.median(losses[-_WINDOW:])
-        self._levels.append(level)
+        known["level"] = level
         if level < known["best"]:
             known["recovered"] = max(known.get("recovered", 0.0), known.get("rise", 0.0))
             known |= {"best": level, "best_step": step, "noise": noise, "rise": 0.0}
+        # What came back to a new best was a swing, as of rewards, and no divergence.
         rise = level - known["best"]
         known["rise"] = max(known.get("rise", 0.0), rise)
         gained = known["start"] - known["best"]
@@ -97,6 +99,7 @@ class CourseRule(Learning):
         limit = max(limit, _NOISES_NOW * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
         numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
         known["excess"] = rise - limit
+        # Of losses that oppose each other one may rise for long: all must be lost at once.
         is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *rivals))
         is_new = self._lasts("divergence", is_lost)
         if known["divergence"] >= _LASTING:
@@ -136,7 +139,8 @@ class CourseRule(Learning):
             known |= {"lowest": level, "lowest_step": step}
         quarters = list(self._norm_levels)[:: _TREND // 4]
         is_rising = len(self._norm_levels) == _TREND and quarters == sorted(set(quarters))
-        above = self._levels[-1] - known["best"] if self._levels else 0.0
+        # A norm that grows while the loss is at its best is learning.
+        above = known["level"] - known["best"] if "level" in known else 0.0
         is_best = not self._true_rivals() and above <= known.get("noise", 0.0)
         limit = _GROWTH * known["lowest"]
         if not self._lasts("trend", level > limit and is_rising and not is_best):

@@ -82,6 +82,7 @@ class History:
         points = self.curves.setdefault(name, [])
         if self._is_due("curve " + name):
             points.append((step, float(value)))
+            # Every second one goes, and from now on only every second one comes.
             if len(points) >= _MAX_POINTS:
                 del points[1::2]
                 self._strides["curve " + name] *= 2

@@ -105,4 +105,4 @@ class GrowthRule(Learning):
         error = (left / sum((s - mean) ** 2 for s in steps)) ** 0.5
         if not slope < -_SIGNIFICANT * error:
             return None
-        return max(int(steps[-1] - bits[-1] / slope), int(steps[-1]))
+        return max(int(steps[-1] - bits[-1] / slope), int(steps[-1]))  # never in the past

@@ -84,6 +84,7 @@ MESSAGES = {
     "rewind_lost": "Of the checkpoints to go back to, {value:.0f} could not be read.",
     "rewind_to_step_short": _REWIND + " No checkpoint is {wanted} steps back.",
 }
+# The same is said of outputs, of their gradients, and of what goes into norms.
 for _kind, _what in (("activation", "output"), ("output_gradient", "gradient of the output")):
     _what = f"The {_what} of `{{tensor}}` in {{dtype}}"
     MESSAGES |= {
@@ -197,20 +198,16 @@ class _Number:
 
     def __format__(self, spec: str) -> str:
         count = int(self.value) if spec == "th" or spec.startswith(("count ", "is")) else 0
+        if spec == "th" and count < len(_ORDINALS):
+            return _ORDINALS[count]
         if spec == "th":
-            return _ordinal(count)
+            last = 0 if count % 100 in (11, 12, 13) else count % 10
+            return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
         if spec == "is":
             return "is" if count == 1 else "are"
         if spec.startswith("count "):
             return f"{count} {spec.removeprefix('count ')}{'' if count == 1 else 's'}"
         return format(self.value, spec)
-
-
-def _ordinal(count: int) -> str:
-    if count < len(_ORDINALS):
-        return _ORDINALS[count]
-    last = 0 if count % 100 in (11, 12, 13) else count % 10
-    return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
 
 
 def words_for(verdict: Verdict, *, is_ending: bool = False, **numbers: Any) -> tuple[str, str]:

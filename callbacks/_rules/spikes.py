@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp.callbacks._rules.base import Severity, StepFacts, Verdict
 
-__all__ = ["RobustWindow", "Scene", "SignalVerdict", "describe", "is_slight", "whose"]
+__all__ = ["RobustWindow", "Scene", "SignalVerdict", "describe", "is_slight"]
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
@@ -61,7 +61,9 @@ class RobustWindow:
 
     def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
         """Judge the signals of a step, fp32, and take in what is healthy, as what is not judged."""
-        self._to(values_k.device)
+        if self._values_kn.device != values_k.device:
+            for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
+                setattr(self, name, getattr(self, name).to(values_k.device))
         # Exactly 0 is no measurement: no sample of the batch violates its margin.
         judged_k = judged_k & (values_k != 0)
         verdict = self._look(values_k, judged_k, spread)
@@ -74,7 +76,7 @@ class RobustWindow:
         return verdict
 
     def _look(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
-        # Not `nanmedian`, which deterministic algorithms refuse on CUDA.
+        # Sorted, as `nanmedian` refuses to run on CUDA under deterministic algorithms.
         sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
         count_k = self._values_kn.isfinite().sum(dim=1)
         last_k1 = (count_k - 1).clamp(min=0)[:, None]
@@ -113,11 +115,6 @@ class RobustWindow:
             is_finite=is_finite_k,
             is_new_level=is_spike_k & (self._streak_k + 1 >= self.patience),
         )
-
-    def _to(self, device: torch.device) -> None:
-        if self._values_kn.device != device:
-            for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
-                setattr(self, name, getattr(self, name).to(device))
 
     def state_dict(self) -> dict[str, Any]:
         known = {"values": self._values_kn, "streak": self._streak_k, "highest": self.highest_k}
@@ -160,12 +157,12 @@ def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
     facts, is_scaled = scene.facts, scene.facts.loss_scale is not None
     if not loss.is_finite:
         kind, bad, tensor = "non_finite_loss", loss, "loss"
-        message = f"The loss{whose(facts)} is {_written(loss)}."
+        message = f"The loss{facts.whose} is {_written(loss)}."
     # Under a loss scale a loss spike overflows the gradients: the loss is the news.
     elif not norm.is_finite and not (loss.is_spike and is_scaled):
         kind, bad, tensor = "non_finite_gradient", norm, str(facts.largest_gradient)
         message = (
-            f"The gradient norm{whose(facts)} is {_written(norm)} while the loss is finite; the "
+            f"The gradient norm{facts.whose} is {_written(norm)} while the loss is finite; the "
             f"gradient of `{tensor}` is among those that are not."
         )
         if is_scaled:
@@ -183,11 +180,6 @@ def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
         ways.append(f"lower the learning rate from {facts.lr:.3g} to {facts.lr / 2:.2g}")
     words = (message + _what_is_done(scene), _any_of(ways, scene))
     return Verdict(kind, bad.value, None, "error", tensor, words=words)
-
-
-def whose(facts: StepFacts) -> str:
-    """Return which optimizer's loss it is, where there are several; else nothing."""
-    return f" of optimizer {facts.optimizer}" if facts.optimizer else ""
 
 
 def _what_is_done(scene: Scene) -> str:
@@ -208,7 +200,7 @@ def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
     worse, what = (loss, "loss") if is_loss else (norm, "gradient norm")
     times = f", {worse.value / worse.median:.1f} times" if worse.median > 0 else " against"
     message = (
-        f"The {what}{whose(scene.facts)} is {worse.value:.4g}{times} its median of "
+        f"The {what}{scene.facts.whose} is {worse.value:.4g}{times} its median of "
         f"{worse.median:.4g} in the last {scene.window_steps} healthy steps, above the limit of "
         f"{worse.limit:.4g} (z = {worse.z:.1f}, threshold {scene.z_threshold:g})."
     )

@@ -18,10 +18,10 @@ from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
-_MOST_FILES = 20  # of a run
+_MOST_FILES = 20  # of a run: batches of images fill a disk
 
 
-# Lightning's `apply_to_collection` hands objects of other classes, as PyG's, on uncopied.
+# Lightning's `apply_to_collection` does not copy objects of other classes, such as PyG's.
 def copy_containers(value: Any) -> Any:
     """Return a batch with copied containers, as steps may do `batch.pop("labels")`."""
     if isinstance(value, Tensor | str | bytes | int | float | None):
@@ -82,7 +82,7 @@ def loss_in(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
 
 
-_DEEPEST = 8  # levels of nesting that are looked into
+_DEEPEST = 8  # levels of nesting that are looked into: objects may hold themselves
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -70,13 +70,12 @@ class MarkStore:
         if trainer.is_global_zero:
             if before is not None:
                 self._lock = _locked(before)
-            self._folder = before if before and self._lock else self._folder
+            self._folder = before if before and self._lock else self._folder  # go on in it
             kept = {Path(m.path) for m in marks if Path(m.path).parent == self._folder}
             beside = () if self.dirpath else parent.parent.glob(f"*/{_PREFIX}*")
             self._clean([*parent.glob(f"{_PREFIX}*"), *beside], kept)
         self._folder = trainer.strategy.broadcast(self._folder)
-        there = [m.path in self._held or Path(m.path).parent == self._folder for m in marks]
-        return [mark for mark, is_there in zip(marks, there, strict=True) if is_there]
+        return [mark for mark in marks if Path(mark.path).parent == self._folder]
 
     def _clean(self, folders: Iterable[Path], kept: set[Path]) -> None:
         for folder in folders:
@@ -100,12 +99,16 @@ class MarkStore:
             self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
         if self.is_in_memory:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            # Nothing goes back to them, and they may refuse to be pickled.
             checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
+            # Pickled, as the optimizer goes on to write into the tensors of its state.
             held = self._held[mark.path] = io.BytesIO()
             torch.save(checkpoint, held)
             self.bytes = held.tell()
         else:
-            if trainer.is_global_zero and self._lock is None:
+            if (
+                trainer.is_global_zero and self._lock is None
+            ):  # a run without marks leaves no folder
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(self._folder)
             trainer.save_checkpoint(mark.path, weights_only=False)  # written whole or not at all
@@ -122,6 +125,7 @@ class MarkStore:
                 checkpoint = torch.load(held, map_location="cpu", weights_only=False)
             elif trainer.strategy.reduce_boolean_decision(Path(mark.path).exists(), all=True):
                 checkpoint = _load(trainer, mark.path)
+        # A mark that one rank cannot read is none: ranks must go back to the same one.
         is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
         return checkpoint if is_read else None, self._rng.get(mark.path)
 

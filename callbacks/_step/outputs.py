@@ -6,7 +6,7 @@ Legend: B batch, H heads, L queries, S keys, E width of a head.
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,7 +89,7 @@ class OutputSampler:
         tensors = [t for t in tensors_in(value) if t.dtype in VALUE_DTYPES and t.numel()]
         if kind != "output_gradient":  # which only calls that were looked at have
             self._calls[name, kind] += bool(tensors)
-        # After the step that was sampled there may be another backward.
+        # After the step that was sampled there may be another backward, of a graph that was kept.
         if not self.is_running or self._calls[name, kind] > self.max_calls:
             return []
         for tensor in tensors:
@@ -126,7 +126,7 @@ def blocks_in(root: nn.Module) -> Iterator[nn.Module]:
 class AttentionMode(TorchFunctionMode):
     """Calls `look` of each attention with the innermost module that runs, and the logits."""
 
-    # A mode, as attention is a function, and of no module whose hooks would see its logits.
+    # A mode: attention is a function, and no module's hooks would see its logits.
     def __init__(
         self, modules: Mapping[str, nn.Module], look: Callable[[str, Tensor], object]
     ) -> None:
@@ -135,11 +135,7 @@ class AttentionMode(TorchFunctionMode):
         self._look = look
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         find = _FINDERS.get(func)
@@ -151,7 +147,7 @@ class AttentionMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _running(self) -> str | None:
-        # Torch says nowhere which module calls it; the frames of its callers do.
+        # torch does not say which module calls; the frames of the callers do.
         frame = sys._getframe(2)
         while frame is not None:
             module = frame.f_locals.get("self")

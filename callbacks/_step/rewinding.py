@@ -29,7 +29,7 @@ class Rewinder:
     skip_batches: int
     lr_factor: float
     marks: list[Mark] = field(default_factory=list, init=False)
-    lost: list[Mark] = field(default_factory=list, init=False)  # could not be read
+    lost: int = field(default=0, init=False)  # marks that could not be read
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
     to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
@@ -63,8 +63,10 @@ class Rewinder:
             lr_factor=self._total_factor,
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
+        # Those within `rewind_steps`, one that is as far back, and the one just taken.
         most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
         self.store.write(trainer, mark, most)
+        # Of those that are far enough back the newest will do.
         for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
@@ -92,28 +94,29 @@ class Rewinder:
         Return the mark and how many batches are still to be skipped; `None` without a mark.
         """
         far = self._far_from(global_step)
-        self.lost = []
+        self.lost = 0
         # The newest that is far enough back; else one before it, else one behind it.
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
             if checkpoint is not None:
                 break
-            self.lost.append(mark)
-        for lost in self.lost:
-            self._remove(trainer, lost)
-        if not self.marks:
+            self.lost += 1
+            self._remove(trainer, mark)
+        else:
             return None
         for later in self.marks[self.marks.index(mark) + 1 :]:
             self._remove(trainer, later)
         self._restore(trainer, mark, checkpoint)
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()  # of a step that accumulation has not finished
+        # The checkpoint's rates are as its own rewinds left them.
         self._total_factor *= self.lr_factor
         _scale_rates(trainer, self._total_factor / mark.lr_factor)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         batches = trainer.accumulate_grad_batches
         to_skip = max(0, self.skip_batches - (progress.total.ready - mark.position))
         to_skip += -(progress.current.ready + to_skip) % batches  # after them a step starts
+        # A second rewind to this mark goes on behind what is left out now.
         mark.position = progress.total.ready + to_skip
         fetcher: Any = trainer.fit_loop._data_fetcher
         # What the epoch cannot give is taken from the next ones, which start with a new step.
@@ -151,13 +154,13 @@ class Rewinder:
         # No hook could skip it, as the first batch is fetched before any. An epoch of which all
         # batches are skipped ends without validation.
         fetcher: Any = trainer.fit_loop._data_fetcher
-        if self.to_skip <= 0 or fetcher is None:
+        if self.to_skip <= 0:
             return
         rewinder, plain, loop = self, type(fetcher), trainer.fit_loop.epoch_loop
 
         class Skipping(plain):  # type: ignore[misc, valid-type]
             def __next__(self) -> Any:
-                self.__class__ = plain
+                self.__class__ = plain  # for the first batch of the epoch alone
                 if loop.batch_progress.current.ready == 0:
                     rng = _collect_rng_states()
                     rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)

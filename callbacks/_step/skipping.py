@@ -43,7 +43,7 @@ class StepSkipper:
         self._held = False
         if flag is None:
             flag = torch.ones((), device=trainer.strategy.root_device)
-        if isinstance(plugin, ScaledPrecision):
+        if isinstance(plugin, ScaledPrecision):  # skips on the device, together with overflows
             plugin.request_skip(flag)
         elif self._takes_found_inf(optimizer):
             if optimizer not in self._seen:
@@ -52,6 +52,7 @@ class StepSkipper:
                 self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
+            # A `GradScaler` sets its own just before the step; that is merged in a hook.
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
             if is_certain:
@@ -61,6 +62,7 @@ class StepSkipper:
                 self._seen.add(optimizer)
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
+                # Without gradients every optimizer leaves weights and states as they are.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
