@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.base import StepFacts, Verdict
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats

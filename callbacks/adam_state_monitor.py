@@ -19,7 +19,7 @@ from lightning_mp.callbacks._rules.adam import (
     has_second_moments,
     quantized_states,
 )
-from lightning_mp.callbacks._rules.base import Verdict
+from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of

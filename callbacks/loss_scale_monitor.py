@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.base import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
 

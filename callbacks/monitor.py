@@ -17,8 +17,14 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
-from lightning_mp.callbacks._rules.base import Learning, Severity, StepFacts, Verdict
-from lightning_mp.callbacks._rules.history import Alarm, History
+from lightning_mp.callbacks._rules.records import (
+    Alarm,
+    History,
+    Learning,
+    Severity,
+    StepFacts,
+    Verdict,
+)
 from lightning_mp.callbacks._rules.sentences import ACCEPTED, usage, words_for
 from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._locate.finding import SAYS, remedy_for
 from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
-from lightning_mp.callbacks._rules.base import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
@@ -241,8 +241,8 @@ class NonFiniteLocator(InstabilityMonitor):
         is_ours = isinstance(trainer.precision_plugin, ScaledPrecision)
         plugin = type(trainer.precision_plugin).__name__ if is_ours else "BalancedAMP"
         words = (f"{cause}: {finding.sentence}.", remedy_for(finding, plugin))
-        amax, limit = (finding.amax, finding.limit) if finding.dtype else (None, None)
-        verdict = Verdict("non_finite", amax, limit, "error", finding.name or None, words=words)
+        amax, limit, name = finding.amax, finding.limit, finding.name or None
+        verdict = Verdict("non_finite", amax, limit, "error", name, words=words)
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":

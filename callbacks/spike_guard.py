@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.base import StepFacts, Verdict
 from lightning_mp.callbacks._rules.course import CourseRule
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._rules.spikes import (
     RobustWindow,

@@ -18,11 +18,11 @@ class Finding:
     """The first producer of values that are not finite."""
 
     source: Source  # `"nowhere"`: the replay came out finite; `"failed"`: it raised
-    name: str  # dotted, of the tensor or module; the class of the root
+    name: str = ""  # dotted, of the tensor or module; the class of the root
     sentence: str  # without its full stop
     dtype: str = ""  # of what is not finite, such as `"float16"`
-    amax: float = 0.0  # the largest magnitude that went in
-    limit: float = 0.0  # the largest number of the dtype
+    amax: float | None = None  # the largest magnitude that went in
+    limit: float | None = None  # the largest number of the dtype
     suspects: tuple[str, ...] = ()  # modules near the limit before it, the nearest first
     is_root: bool = False  # whether no submodule made it, but code of the LightningModule
     fitting_scale: float | None = None  # loss scale at which the replayed backward was finite

@@ -66,7 +66,7 @@ def search(
     # Batches must be handed to `training_step`, which then does not fetch them itself.
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
+        return 0, 0, Finding(source="failed", sentence=SAYS["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
         look = partial(_look, trainer, record, steps, near)
@@ -78,7 +78,7 @@ def search(
                 rank, finding = _at_lower_scales(look, rank, finding, scale)
             return index, rank, replace(finding, sentence=finding.sentence + difference)
     nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
-    return 0, 0, Finding(source="nowhere", name="", sentence=nowhere + inexact)
+    return 0, 0, Finding(source="nowhere", sentence=nowhere + inexact)
 
 
 def _difference(trace: Trace, record: Record) -> str:
@@ -127,7 +127,7 @@ def _look(
         # Without memory for a second backward, say: no reason to end a run that goes on without.
         text = (str(error).splitlines() or [""])[0][:200]
         sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
-        seen: _Seen = Finding(source="failed", name="", sentence=sentence), 0.0, ""
+        seen: _Seen = Finding(source="failed", sentence=sentence), 0.0, ""
     else:
         seen = find_source(trace, near, scale), headroom(trace), _difference(trace, record)
     return gather_objects(trainer, seen)
@@ -171,7 +171,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trace)
         record.rng.restore()
-        loss = None
+        loss = None  # in manual optimization, or where `training_step` returns None
         with suppress(_ReachedStepError):
             loss = loss_in(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:

@@ -136,10 +136,7 @@ class Trace:
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        calls = self._open[module]
-        if not calls:
-            return
-        call = calls.pop()
+        call = self._open[module].pop()  # the newest: a module may be called inside its own call
         outputs = list(named_tensors(output))
         call.seen["output"] = self._take(outputs)
         call.ended = self._tick()

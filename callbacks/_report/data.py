@@ -141,6 +141,7 @@ def _thin(points: _Points) -> _Points:
     return [points[index] for index in sorted(kept)]
 
 
+# A chart shows no more digits, and each would make the page larger.
 def _digits(value: float, digits: int) -> float:
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mp.callbacks._report.page import verdict
-from lightning_mp.callbacks._rules.history import Alarm
+from lightning_mp.callbacks._rules.records import Alarm
 from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["Alerts", "log_report"]
@@ -42,7 +42,7 @@ class Alerts:
     def _try(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
-        except Exception as error:
+        except Exception as error:  # on a thread of its own: `check` warns where training runs
             self._error = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:

@@ -81,6 +81,7 @@ def verdict(data: dict[str, Any]) -> str:
 
 def _text(message: str) -> str:
     """Return escaped text in which names in backticks are code."""
+    # Escaped first, as a name may hold markup.
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
 
 
@@ -101,6 +102,7 @@ def _verdicts(data: dict[str, Any]) -> str:
 
 
 def _facts(run: dict[str, Any]) -> str:
+    # A long value takes a row of its own.
     monitors = ", ".join(run["monitors"]) or "none beside this report"
     return "\n".join(
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"

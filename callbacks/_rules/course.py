@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_mp.callbacks._rules.base import Learning, Verdict
+from lightning_mp.callbacks._rules.records import Learning, Verdict
 
 __all__ = ["CourseRule", "noise_of"]
 

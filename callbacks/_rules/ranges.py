@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_mp.callbacks._rules.base import Learning, Severity, Verdict
+from lightning_mp.callbacks._rules.records import Learning, Severity, Verdict
 
 __all__ = ["GrowthRule", "ROUNDING", "UnderflowJudge"]
 

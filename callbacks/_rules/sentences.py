@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from lightning_mp.callbacks._rules.base import Verdict
+from lightning_mp.callbacks._rules.records import Verdict
 
 __all__ = [
     "ACCEPTED",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.base import Severity, StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
 
 __all__ = ["RobustWindow", "Scene", "SignalVerdict", "describe", "is_slight"]
 

@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lightning_mp.callbacks._rules.base import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]

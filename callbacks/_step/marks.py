@@ -112,6 +112,7 @@ class MarkStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(self._folder)
             trainer.save_checkpoint(mark.path, weights_only=False)  # written whole or not at all
+            # With shards it is a folder.
             files = [Path(mark.path), *Path(mark.path).rglob("*")]
             self.bytes = sum(file.stat().st_size for file in files if file.is_file())
         self._rng[mark.path] = _collect_rng_states()
@@ -164,6 +165,7 @@ def _locked(folder: Path) -> IO[str] | None:
     """Return a lock on a folder, `None` where a living process has it or it is gone."""
     if fcntl is None:
         return None
+    # It lasts as long as the file is open, so that a process that was killed has none.
     with ExitStack() as stack, suppress(OSError):  # also where the file system has no locks
         lock = stack.enter_context((folder / _LOCK).open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

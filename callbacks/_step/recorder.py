@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.callbacks._rules.base import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.training_state import (
     NamedTensors,

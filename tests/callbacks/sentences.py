@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_mp.callbacks._locate import finding as locator
 from lightning_mp.callbacks._locate.trace import Call, Seen
-from lightning_mp.callbacks._rules.base import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import (
     ACCEPTED,
     MESSAGES,

@@ -22,7 +22,7 @@ from lightning_mp.callbacks import (
     SpikeGuard,
 )
 from lightning_mp.callbacks._report.page import MAP_TITLES
-from lightning_mp.callbacks._rules.base import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step import recorder
 from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
 from lightning_mp.callbacks.monitor import InstabilityMonitor
