@@ -1,8 +1,7 @@
 """`ActivationRangeMonitor`: sees activations grow towards the largest number of their format."""
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +13,8 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import loss_scale_of
@@ -92,6 +90,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         if not eager:
             rank_zero_warn(usage("compiled"))
         if self.modules is None:
+            # `x + f(x)` is the output of a block or the input of a norm, and of no leaf.
             parents = {name.rpartition(".")[0] for name in eager}
             blocks = set(blocks_in(pl_module))
             chosen = {n: m for n, m in eager.items() if n and (n not in parents or m in blocks)}
@@ -152,42 +151,37 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        by_kind: dict[str, list[int]] = defaultdict(list)
-        for at, key in enumerate(sample.context["keys"]):
-            by_kind[key.kind].append(at)
-        losses = sample.array[:, by_kind.pop("loss", [])]
-        is_lost = bool(losses[..., StatField.NON_FINITE].any())
-        self._judge_buffers(trainer, sample, by_kind.pop("buffer", []))
-        metrics = self._judge_logits(trainer, sample, by_kind.pop("attention_logit", []))
-        clamped = by_kind.pop("clamped", [])
-        for kind, chosen in by_kind.items():
-            metrics |= self._judge_kind(trainer, sample, kind, chosen, is_lost)
-        metrics |= self._judge_clamped(trainer, sample, clamped)
+        self._judge_buffers(trainer, sample)
+        metrics = self._judge_logits(trainer, sample)
+        is_lost = any(bad_W.any() for _, bad_W in _rows(sample, "loss", StatField.NON_FINITE))
+        for kind in dict.fromkeys(key.kind for key in sample.context["keys"]):
+            if kind in ("activation", "output_gradient", "norm_input"):
+                metrics |= self._judge_kind(trainer, sample, kind, is_lost)
+        metrics |= self._judge_clamped(trainer, sample)
         facts = sample.context["facts"]
         self.record(trainer, metrics, dataclasses.replace(facts, optimizer=0))
 
-    def _judge_clamped(
-        self, trainer: pl.Trainer, sample: Readback, chosen: list[int]
-    ) -> dict[str, float]:
-        totals = sample.array[:, chosen, StatField.AMAX].sum(axis=0).tolist()
-        for at, total in zip(chosen, totals, strict=True):
-            name = sample.context["keys"][at].name
+    def _judge_clamped(self, trainer: pl.Trainer, sample: Readback) -> dict[str, float]:
+        rows = _rows(sample, "clamped", StatField.AMAX)
+        totals = {name: float(counts_W.sum()) for name, counts_W in rows}
+        for name, total in totals.items():
             new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
             if new > 0:
                 numbers = {"total": total}
                 verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers=numbers)
                 self.say(trainer, verdict, sample.context["facts"])
-        return {"clamped_values": float(sum(totals))} if chosen else {}
+        return {"clamped_values": sum(totals.values())} if totals else {}
 
     def _judge_kind(
-        self, trainer: pl.Trainer, sample: Readback, kind: str, chosen: list[int], is_lost: bool
+        self, trainer: pl.Trainer, sample: Readback, kind: str, is_lost: bool
     ) -> dict[str, float]:
-        keys = [sample.context["keys"][i] for i in chosen]
+        chosen = [at for at, key in enumerate(sample.context["keys"]) if key.kind == kind]
+        keys = [sample.context["keys"][at] for at in chosen]
         labels = [_label(key, keys) for key in keys]
         ranks = sample.array[:, chosen]
         stats = merge_ranks(labels, ranks)
         largest = np.array([torch.finfo(key.dtype).max for key in keys])
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore"):  # all zeros have inf bits
             bits = np.log2(largest) - np.log2(stats.column(StatField.AMAX))
         left = dict(zip(labels, bits.tolist(), strict=True))
         self.history.add_column(f"{kind}_headroom_bits", sample.step, left)
@@ -201,6 +195,7 @@ class ActivationRangeMonitor(SamplingMonitor):
                 field = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
                 facts = _of_worst_rank(sample, ranks[:, at, field])
                 scale = loss_scale_of(trainer)
+                # A fourth leaves the two bits that `min_headroom_bits` asks for.
                 lower_scale = 1.0 if scale is None else float(scale) / 4
                 self.say(trainer, verdict, facts, lower_scale=lower_scale)
         all_zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
@@ -230,29 +225,33 @@ class ActivationRangeMonitor(SamplingMonitor):
         kind, numbers = f"{key.kind}_{found.kind}", {**numbers, **found.numbers}
         return dataclasses.replace(found, kind=kind, tensor=key.name, numbers=numbers)
 
-    def _judge_buffers(self, trainer: pl.Trainer, sample: Readback, chosen: list[int]) -> None:
-        for at in chosen:
-            name = sample.context["keys"][at].name
-            counts = sample.array[:, at, StatField.NON_FINITE]
-            was_finite = self._finite.setdefault(f"buffer:{name}", not counts.any())
-            if counts.any() and was_finite:
-                verdict = Verdict("buffer_non_finite", counts.max(), 0, "error", name)
-                self.say(trainer, verdict, _of_worst_rank(sample, counts))
+    def _judge_buffers(self, trainer: pl.Trainer, sample: Readback) -> None:
+        for name, bad_W in _rows(sample, "buffer", StatField.NON_FINITE):
+            was_finite = self._finite.setdefault(f"buffer:{name}", not bad_W.any())
+            if bad_W.any() and was_finite:  # others hold -inf on purpose, as masks
+                verdict = Verdict("buffer_non_finite", bad_W.max(), 0, "error", name)
+                self.say(trainer, verdict, _of_worst_rank(sample, bad_W))
 
-    def _judge_logits(
-        self, trainer: pl.Trainer, sample: Readback, chosen: list[int]
-    ) -> dict[str, float]:
-        if not chosen:
+    def _judge_logits(self, trainer: pl.Trainer, sample: Readback) -> dict[str, float]:
+        limit, largest = self.max_attention_logit, {}
+        for name, logits_W in _rows(sample, "attention_logit", StatField.AMAX):
+            largest[name] = float(logits_W.max())
+            if largest[name] > limit:
+                verdict = Verdict("attention_logit", largest[name], limit, tensor=name)
+                self.say(trainer, verdict, _of_worst_rank(sample, logits_W))
+        if not largest:
             return {}
-        names = [sample.context["keys"][at].name for at in chosen]
-        ranks, limit = sample.array[:, chosen, StatField.AMAX], self.max_attention_logit
-        largest = ranks.max(axis=0)
-        column = dict(zip(names, largest.tolist(), strict=True))
-        self.history.add_column("attention_logit", sample.step, column)
-        for at in np.flatnonzero(largest > limit):
-            verdict = Verdict("attention_logit", float(largest[at]), limit, tensor=names[at])
-            self.say(trainer, verdict, _of_worst_rank(sample, ranks[:, at]))
-        return {"attention_logit": float(largest.max())}
+        self.history.add_column("attention_logit", sample.step, largest)
+        return {"attention_logit": max(largest.values())}
+
+
+def _rows(
+    sample: Readback, kind: str, field: StatField
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield the name and one statistic by rank of each row of a kind."""
+    for at, key in enumerate(sample.context["keys"]):
+        if key.kind == kind:
+            yield key.name, sample.array[:, at, field]
 
 
 def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:

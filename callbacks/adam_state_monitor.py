@@ -11,15 +11,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.adam_state import AdamNumbers, AdamStateRule
-from lightning_mp.callbacks._rules.adam_statistics import (
+from lightning_mp.callbacks._rules.adam import (
     AdamField,
+    AdamNumbers,
+    AdamStateRule,
     adam_statistics,
     has_second_moments,
     quantized_states,
 )
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.records import Verdict
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback
@@ -131,9 +132,10 @@ class AdamStateMonitor(SamplingMonitor):
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         names, facts = sample.context["names"], sample.context["facts"]
+        # Columns are sums, so that the shards of ranks add up to the whole.
         sums_NK = sample.array.sum(axis=0)
         sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
-        if not sums_NK[:, AdamField.STEP].any():
+        if not sums_NK[:, AdamField.STEP].any():  # there were no states yet: sample the next step
             self._until = facts.step + 1
             return
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
@@ -153,6 +155,7 @@ class AdamStateMonitor(SamplingMonitor):
             first=self._first,
         )
         if self._rule.wants_more:
+            # A sample arrives a step or two late, so that one of the next four is a second one.
             self._until, self._rule.wants_more = facts.step + 4, False
         is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
         if is_bad.any():

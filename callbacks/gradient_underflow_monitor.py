@@ -12,9 +12,8 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import is_sharded, loss_scale_of
 from lightning_mp.numerics.async_readback import Readback
@@ -74,9 +73,10 @@ class GradientUnderflowMonitor(SamplingMonitor):
         scale, loss = loss_scale_of(trainer), self.recorder.newest_loss
         held_at = 1.0 if scale is None else scale
         held_at = held_at if _passes_through_fp16(trainer) else _WIDE_SCALE
+        # The loss is sent as a tensor of one value: one copy for both.
         last = torch.full((), torch.nan) if loss is None else loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
-        # A number on the host is known for this step; one on the device belongs to its row.
+        # A scale on the host is that of this step; one on the device is not read, to save the sync.
         self.submit(
             trainer,
             packed,
@@ -106,12 +106,14 @@ class GradientUnderflowMonitor(SamplingMonitor):
         for name, column in columns.items():
             self.history.add_column(name, facts.step, column)
         self.record(trainer, metrics, facts)
+        # A loss of exactly 0 has no gradient; with any other one it has been lost.
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():
             return  # a loss of exactly 0, as of a margin that all samples keep
         is_gone = zeros == 1 and is_finite and _passes_through_fp16(trainer)
         judge, prefix = functools.partial(self._rule.judge, is_gone=is_gone), f"{facts.optimizer}:"
         squares = stats.column(StatField.SUM_OF_SQUARES)
+        # Too small to be of a gradient at all: as of a bias in front of a norm.
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
         verdicts = [judge(prefix + _ALL, zeros, subnormals)]
@@ -126,6 +128,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
 
     def _say(self, trainer: pl.Trainer, sample: Readback, found: Verdict, count: int) -> None:
         name, scale = str(found.tensor).partition(":")[2], sample.context["scale"]
+        # 64 times the scale now, as a power of two, or the largest that fp16 itself could take.
         start = torch.finfo(torch.float16).max if scale is None else scale * 64
         says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
         # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.

@@ -21,14 +21,14 @@ from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, 
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
 
-_REST = 20  # times as long as the last report took
+_REST = 20  # times as long as the last report took: at most 5% of a run
 
 
 @explains_arguments()
@@ -105,7 +105,7 @@ class InstabilityReport(InstabilityMonitor):
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
-        self.needs_gradient_norm = not samplers
+        self.needs_gradient_norm = not samplers  # they record it for the page
         # Behind monitors, before checkpoints; in a new list, as Lightning goes through this one.
         ordered = sorted(callbacks, key=lambda c: (isinstance(c, Checkpoint), c is self))
         trainer.callbacks = ordered  # type: ignore[attr-defined]
@@ -152,12 +152,6 @@ class InstabilityReport(InstabilityMonitor):
             self._write(trainer)
 
     def _record_steps(self) -> None:
-        """Write the steps that have arrived into the history.
-
-        A history keeps every 1024th step of a run of 4 million, in which one NaN would be lost:
-        values that are not finite go into a curve of their own, named after it. `skipped` has a
-        point for each skipped step, whose value is how many there were so far.
-        """
         for facts, _ in self.arrived():
             suffix = f"_{facts.optimizer}" if facts.optimizer else ""
             numbers = {
@@ -168,12 +162,13 @@ class InstabilityReport(InstabilityMonitor):
             known = {name: value for name, value in numbers.items() if value is not None}
             for name, value in known.items():
                 self.history.add_point(name, facts.step, value)
+                # A history keeps every 1024th step of a run of 4 million; one NaN would be lost.
                 if not math.isfinite(value):
                     self.history.add_point(f"{name}_not_finite", facts.step, value)
             if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
                 self._skips = facts.step
-                skipped = self.history.curves.get("skipped", [])
-                self.history.add_point("skipped", facts.step, skipped[-1][1] + 1 if skipped else 1)
+                before = (self.history.curves.get("skipped") or [(0, 0)])[-1][1]
+                self.history.add_point("skipped", facts.step, before + 1)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -208,7 +203,6 @@ class InstabilityReport(InstabilityMonitor):
     def _write(
         self, trainer: pl.Trainer, *, is_last: bool = False, is_wanted: bool = False
     ) -> Path | None:
-        """Write page and data; waits for the steps on their way where `is_last`."""
         if not self._is_started:
             self._is_started = True
             self._steps = step = step_of(trainer)
@@ -220,7 +214,7 @@ class InstabilityReport(InstabilityMonitor):
             return None
         wanted = self.path or self._wanted or self._page_path(trainer)
         with forgiven("report_not_written", path=str(wanted)), self._pace.measured():
-            if is_last:
+            if is_last:  # the steps on their way belong to it
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()
                 self._record_steps()
@@ -233,8 +227,8 @@ class InstabilityReport(InstabilityMonitor):
 
     def _data(self, trainer: pl.Trainer) -> dict[str, Any]:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        monitors = [c for c in callbacks if isinstance(c, InstabilityMonitor)]
-        monitors = [c for c in monitors if not isinstance(c, InstabilityReport)]
+        watching = [c for c in callbacks if isinstance(c, InstabilityMonitor)]
+        monitors = [c for c in watching if not isinstance(c, InstabilityReport)]
         run: dict[str, Any] = {
             "title": type(trainer.lightning_module).__name__,
             "steps": self._steps,
@@ -260,7 +254,7 @@ class InstabilityReport(InstabilityMonitor):
 
 
 class _Pace:
-    """When to write: by time, at once after an alarm, and never for more than 5% of a run."""
+    """When to write: by time, and at once after an alarm."""
 
     def __init__(self, every_n_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.every_n_seconds = every_n_seconds

@@ -9,8 +9,7 @@ import torch
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
 
@@ -104,7 +103,8 @@ class LossScaleMonitor(InstabilityMonitor):
             "skip_rate": self.skip_rate,
         }
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self.record(trainer, metrics, replace(facts, optimizer=0), every_n_steps=every)
+        # All optimizers share the scale, so that its curves get no number.
+        self.record(trainer, metrics, replace(facts, optimizer=0), every)
         in_a_row = {"in_a_row": self.skipped_in_a_row}
         before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
         # A skip at the lowest scale is one that no lower one can cure.

@@ -17,11 +17,15 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp._foreign import check_trainer
-from lightning_mp.callbacks._rules.history import Alarm, History
-from lightning_mp.callbacks._rules.sentences import words_for
-from lightning_mp.callbacks._rules.usage import ACCEPTED, usage
-from lightning_mp.callbacks._rules.verdict import Learning, Severity, Verdict
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.records import (
+    Alarm,
+    History,
+    Learning,
+    Severity,
+    StepFacts,
+    Verdict,
+)
+from lightning_mp.callbacks._rules.sentences import ACCEPTED, usage, words_for
 from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
 
@@ -42,7 +46,7 @@ class InstabilityError(FloatingPointError):
     """
 
     def __init__(self, alarm: Alarm) -> None:
-        super().__init__(alarm)
+        super().__init__(alarm)  # not its message: exceptions are pickled by their arguments
         self.alarm = alarm
 
     def __str__(self) -> str:
@@ -150,17 +154,15 @@ class InstabilityMonitor(Learning, pl.Callback):
     def say(
         self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
     ) -> Alarm | None:
-        """Raise the alarm of a verdict, in the words of `_rules/sentences.py`; as `alarm` does.
-
-        `numbers` are what the sentences have further.
-        """
+        """Raise the alarm of a verdict, as `alarm` does; `numbers` are what its words have more."""
         facts = facts or self.recorder.now or facts_of(trainer)
+        # A step before the last one is of another run, in which it is news.
         key, is_note = (verdict.kind, verdict.tensor), verdict.severity == "info"
         last = self._raised.get(key)
         if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
             return None
         self._raised[key] = facts.step
-        numbers["lower_rate"] = learning_rate_of(trainer) / 2
+        numbers |= {"lower_rate": learning_rate_of(trainer) / 2, "whose": facts.whose}
         message, remedy = words_for(verdict, is_ending=facts.is_rate_ending, **numbers)
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
@@ -179,11 +181,12 @@ class InstabilityMonitor(Learning, pl.Callback):
             batch_path=None if keeper is None else keeper.save(trainer, facts),
         )
         saved = usage("batch_saved", path=alarm.batch_path) if alarm.batch_path else ""
-        text = " ".join(part for part in (f"{alarm.place}:", message, remedy, saved) if part)
+        text = " ".join(filter(None, (f"{alarm.place}:", message, remedy, saved)))
         alarm = dataclasses.replace(alarm, message=text)
         self.history.add_alarm(alarm)
         if not is_note:
             rank_zero_warn(alarm.message, category=InstabilityWarning)
+        # A logger's plot of NaN shows nothing; 1 marks the step.
         is_plottable = alarm.value is not None and math.isfinite(alarm.value)
         value = alarm.value if is_plottable else 1.0
         self.log_metrics(trainer, {f"instability/{alarm.kind}": value}, facts.step)
@@ -196,11 +199,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         """Called of every alarm that any monitor of the Trainer raises, on the rank that does."""
 
     def record(
-        self,
-        trainer: pl.Trainer,
-        metrics: Mapping[str, float],
-        facts: StepFacts,
-        every_n_steps: int = 1,
+        self, trainer: pl.Trainer, metrics: Mapping[str, float], facts: StepFacts, every: int = 1
     ) -> None:
         """Add the finite numbers of a step to the curves, by name; those of optimizer 1 get `_1`.
 
@@ -210,7 +209,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
         for name, value in finite.items():
             self.history.add_point(name, facts.step, value)
-        if finite and every_n_steps and (facts.step + 1) % every_n_steps == 0:
+        if finite and every and (facts.step + 1) % every == 0:
             named = {f"instability/{name}": value for name, value in finite.items()}
             self.log_metrics(trainer, named, facts.step)
 

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._locate.finding import SAYS, remedy_for
 from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
-from lightning_mp.callbacks._locate.sentences import SAYS, remedy_for
-from lightning_mp.callbacks._rules.verdict import Verdict
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
-from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import loss_scale_of
@@ -119,6 +118,7 @@ class NonFiniteLocator(InstabilityMonitor):
         facts, is_manual = facts_of(trainer, batch_idx), _is_manual(trainer)
         if self._step is None or self._step.facts.step != facts.step or is_manual:
             scale = loss_scale_of(trainer)
+            # The replay is at the scale of the step, which the scaler lowers in place after it.
             scale = scale.clone() if isinstance(scale, Tensor) else scale
             self._step = _Step(facts, scale)
         rng = RngState(trainer.strategy.root_device, generators=self._generators)
@@ -131,8 +131,9 @@ class NonFiniteLocator(InstabilityMonitor):
             return
         step.backwards += 1
         is_bad = torch.isfinite(seen).logical_not().float()
-        if step.scale is None:
+        if step.scale is None:  # ranks replay together, so all must know of it before the step
             all_reduce_found_inf(is_bad)
+        # Sent before the backward is queued, so that the host need not wait for that.
         self._losses.submit(len(step.records) - 1, torch.stack([is_bad, seen]))
 
     @override
@@ -160,7 +161,7 @@ class NonFiniteLocator(InstabilityMonitor):
             return  # batches are being accumulated
         self._step = None
         if step.scale is not None and step.backwards:
-            if self.recorder.skipped is None:
+            if self.recorder.skipped is None:  # a fused optimizer, of whom the next step tells
                 self._unjudged = step
             else:
                 self._judge(trainer, step, self.recorder.skipped)
@@ -222,7 +223,7 @@ class NonFiniteLocator(InstabilityMonitor):
         bad = {index for each in gather_objects(trainer, step.bad) for index in each}
         if bad:
             self._locate(trainer, step, sorted(bad), SAYS["bad_loss"])
-        elif self._skips >= self.repeated:
+        elif self._skips >= self.repeated:  # one overflow is how a dynamic scale finds its height
             cause = SAYS["overflows" if self._skips > 1 else "overflow"].format(count=self._skips)
             self._locate(trainer, step, [], cause)
 
@@ -236,11 +237,12 @@ class NonFiniteLocator(InstabilityMonitor):
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
         scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
         index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
+        # Remedies name the plugin of the run; Lightning's own take no such arguments.
         is_ours = isinstance(trainer.precision_plugin, ScaledPrecision)
         plugin = type(trainer.precision_plugin).__name__ if is_ours else "BalancedAMP"
         words = (f"{cause}: {finding.sentence}.", remedy_for(finding, plugin))
-        amax, limit = (finding.amax, finding.limit) if finding.dtype else (None, None)
-        verdict = Verdict("non_finite", amax, limit, "error", finding.name or None, words=words)
+        amax, limit, name = finding.amax, finding.limit, finding.name or None
+        verdict = Verdict("non_finite", amax, limit, "error", name, words=words)
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
@@ -127,20 +127,20 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if step_of(trainer) == 0:
+        if step_of(trainer) == 0:  # a run from the start continues no other
             self._earlier = None
         self._rows.clear()
         self._unhook()
         modules = {as_written(path): module for path, module in eager_modules(pl_module) if path}
         parameters = parameter_names(pl_module)
+        # A pattern that matches nothing is a mistake, whatever it was meant for.
         known = list(modules) if "outputs" in self.collect else []
         known += parameters.values() if {*self.collect} - {"outputs"} else []
         chosen = set(self._matching(known))
         self._modules = {name: modules[name] for name in modules if name in chosen}
         self._names = {key: name for key, name in parameters.items() if name in chosen}
 
-    def _matching(self, names: Iterable[str]) -> Iterable[str]:
-        names = list(names)
+    def _matching(self, names: list[str]) -> Iterable[str]:
         for text, pattern in self._patterns.items():
             found = [name for name in names if pattern.fullmatch(name)]
             if not found:
@@ -183,6 +183,7 @@ class TensorCollector(SamplingMonitor):
             for parameter, gradient in zip(found.parameters, found.gradients, strict=True):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
+        # Several optimizers step in a batch; weights are taken before the first of them.
         if "weights" in self.collect and not any(key.startswith("weights/") for key in self._rows):
             for parameter in trainer.lightning_module.parameters():
                 if name := self._names.get(id(parameter)):

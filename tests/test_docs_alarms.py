@@ -19,7 +19,7 @@ from lightning_mp import (
     LossScaleMonitor,
     SpikeGuard,
 )
-from lightning_mp.callbacks._rules.history import History
+from lightning_mp.callbacks._rules.records import History
 from lightning_mp.callbacks._rules.sentences import MESSAGES
 
 ROOT = Path(__file__).parents[1]

@@ -1,44 +1,36 @@
-"""Where values that are not finite were made: the judgement on a replayed step."""
+"""Where values that are not finite were made: the judgement on a replayed step, and its words."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_mp.callbacks._locate import sentences
 from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
 
-__all__ = ["Finding", "find_source", "headroom"]
+__all__ = ["SAYS", "Finding", "find_source", "headroom", "remedy_for"]
 
-_MOST_SUSPECTS = 4
+_MOST_SUSPECTS = 4  # that an alarm names
 
 Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The first producer of values that are not finite.
+    """The first producer of values that are not finite."""
 
-    Its source is `"nowhere"` where the replay came out finite, and `"failed"` where it raised.
-    """
-
-    source: Source
-    name: str  # dotted, of the tensor or module; the class of the root
+    source: Source  # `"nowhere"`: the replay came out finite; `"failed"`: it raised
+    name: str = ""  # dotted, of the tensor or module; the class of the root
     sentence: str  # without its full stop
     dtype: str = ""  # of what is not finite, such as `"float16"`
-    amax: float = 0.0  # the largest magnitude that went in
-    limit: float = 0.0  # the largest number of the dtype
+    amax: float | None = None  # the largest magnitude that went in
+    limit: float | None = None  # the largest number of the dtype
     suspects: tuple[str, ...] = ()  # modules near the limit before it, the nearest first
     is_root: bool = False  # whether no submodule made it, but code of the LightningModule
     fitting_scale: float | None = None  # loss scale at which the replayed backward was finite
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
-    """Return the first producer, or `None` where all was finite.
-
-    A producer takes what is finite and gives what is not. Modules inside a module end before it, so
-    that the innermost is the first. From `near_limit` of a dtype's largest number on, a module is a
-    suspect.
-    """
+    """Return what took finite values and gave others first; `None` where all was finite."""
+    # Modules inside a module end before it, so that the innermost is the first.
     ended = sorted((c for c in trace.calls if c.ended), key=lambda c: c.ended)
     parameter = _first_bad(trace.groups["parameters"])
     if parameter is not None:
@@ -59,6 +51,7 @@ def headroom(trace: Trace) -> float:
     seen += trace.groups["gradients"]
     if _first_bad(seen) is not None or _first_bad(trace.groups["loss"]) is not None:
         return 0.0
+    # Under autocast all of them pass through the narrowest dtype.
     narrowest = min((s.limit for s in seen), default=0.0)
     return min((narrowest / s.amax for s in seen if s.amax), default=0.0)
 
@@ -69,11 +62,9 @@ def headroom(trace: Trace) -> float:
 def _first_producer(
     trace: Trace, ended: list[Call], near_limit: float
 ) -> tuple[Call | None, list[Call]]:
-    """Return the first producer of a forward, and the calls before it that gave -inf on purpose.
-
-    Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
-    where a softmax takes them or what is around them comes out finite.
-    """
+    """Return the first producer of a forward, and the calls before it that gave -inf on purpose."""
+    # Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
+    # where a softmax takes them or what is around them comes out finite.
     masked: list[Call] = []
     for call in ended:
         bad = [s for s in call.seen["output"] if not s.is_finite]
@@ -82,6 +73,7 @@ def _first_producer(
         is_passed_on = bool(given) and not (masked and all(s.is_masked for s in given))
         if not bad or is_passed_on:
             continue
+        # Beside values near the limit, -inf is more likely an overflow than a mask.
         if all(s.is_masked and s.amax <= near_limit * s.limit for s in bad):
             if not given:
                 masked.append(call)
@@ -107,13 +99,14 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
     inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
+    # A module may pass what it made itself to one inside it, which only hands it on.
     given = next((c for c in inside if _first_tainted(c.seen["input"])), None)
     seen = given.seen["input"] if given else outputs
     bad = _first_tainted(seen) or _first_bad(seen) or seen[0]
     if given is not None:
         before = [c for c in before if c.ended < given.ended]
     suspects = _suspects_before(trace, before, call, near_limit)
-    sentence = sentences.forward(
+    sentence = forward_words(
         trace.title(call),
         bad,
         inputs,
@@ -141,7 +134,7 @@ def _outside(
         before = [c for c in ended if c.ended < bad_input.ended]
     outputs = [s for c in before for s in c.seen["output"] if s.is_finite]
     suspects = _suspects_before(trace, before, None, near_limit)
-    sentence = sentences.outside(root, bad, outputs, passed_to=bad_input)
+    sentence = outside_words(root, bad, outputs, passed_to=bad_input)
     return _found("forward", root, sentence, outputs, bad, suspects, is_root=True)
 
 
@@ -160,14 +153,14 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
         if first_bad is None:
             return None
         bad, came, suspects = first_bad, trace.groups["loss"], []
-        at = sentences.at_scale(scale)
-        sentence = sentences.SAYS["backward_of_loss"].format(root=root, bad=bad, at=at)
+        at = at_scale(scale)
+        sentence = SAYS["backward_of_loss"].format(root=root, bad=bad, at=at)
     else:
         came, own = producer.seen["grad_output"], producer.own(gradients)
         leaving = [*producer.seen["grad_input"], *own]
         bad = _first_bad(leaving) or leaving[0]
         title = trace.title(producer)
-        sentence = sentences.backward(title, bad, came, is_parameter=bad in own, scale=scale)
+        sentence = backward_words(title, bad, came, is_parameter=bad in own, scale=scale)
         earlier = [c for c in reached if c.reached <= producer.reached]
         suspects = _suspects_before(trace, earlier, producer, near_limit, "grad_output")
     name = "" if producer is None else producer.name
@@ -200,7 +193,7 @@ def _found(
     return Finding(
         source=source,
         name=name,
-        sentence=sentence + (sentences.SAYS["suspects"].format(listed=listed) if suspects else ""),
+        sentence=sentence + (SAYS["suspects"].format(listed=listed) if suspects else ""),
         dtype=bad.dtype_name,
         amax=max((s.amax for s in went_in), default=0.0),
         limit=bad.limit,
@@ -210,7 +203,7 @@ def _found(
 
 
 def _held(source: Source, bad: Seen) -> Finding:
-    return _found(source, bad.path, sentences.SAYS[source].format(bad=bad), [bad], bad)
+    return _found(source, bad.path, SAYS[source].format(bad=bad), [bad], bad)
 
 
 def _first_bad(seen: Iterable[Seen]) -> Seen | None:
@@ -250,3 +243,125 @@ def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
         "output": [s.amax for s in outputs if s.amax > near_limit * s.limit],
     }
     return ", ".join(f"{what} {max(near):.5g}" for what, near in sizes.items() if near)
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+SAYS = {
+    "bad_loss": "The loss is not finite",
+    "bad_gradients": "The loss is finite, gradients are not",
+    "overflow": "Gradients overflowed in this step",
+    "overflows": "Gradients overflowed in {count} steps in a row",
+    "no_replay": "`training_step(dataloader_iter)` fetches its batches, which cannot be run again",
+    "failed": "the replay failed with {name}: {text}",
+    "nowhere": "the step came out finite when it was run again",
+    "nowhere_of": "each of the {count} accumulated batches is finite by itself",
+    "parameter": "parameter `{bad.path}` held {bad.kind} before the step",
+    "batch": "`{bad.path}` held {bad.kind} when it came from the data loader",
+    "backward_of_loss": "the loss computation in `training_step` of the root `{root}` made "
+    "{bad.kind} in the backward{at}: no submodule did, and the loss is finite",
+    # --- what may stand behind one of these ------------------------------------------------------
+    "not_exact": "; the replay is not exact, with a loss of {now} where the step had "
+    "{before:.4g}: `training_step` keeps state, changes its batch in place or draws from a "
+    "generator that is no attribute of a module",
+    "suspects": "; near the limit before it: {listed}",
+    "fitting_scale": "; at a loss scale of {scale:g} all gradients of this batch are finite",
+}
+
+
+def forward_words(
+    title: str,
+    bad: Seen,
+    inputs: Sequence[Seen],
+    *,
+    passed_to: Call | None,
+    buffer: Seen | None,
+    has_submodules: bool,
+) -> str:
+    where = f" (`{bad.path}` of its output)" if bad.path else ""
+    where = f", which it passed to `{passed_to.name}`" if passed_to else where
+    if buffer is not None:
+        why = f"its buffer `{buffer.path}` held {buffer.kind}"
+    else:
+        why = f"its inputs are finite{_up_to([s for s in inputs if not s.is_mask])}"
+        masks = [s.path for s in inputs if s.is_masked]
+        why += f", but for a mask of -inf, `{masks[0]}`" if masks else ""
+        why += ", and none of its submodules made it" if has_submodules else ""
+    return f"{title} made {bad.kind} in the forward{where}: {why}"
+
+
+def outside_words(root: str, bad: Seen, outputs: Sequence[Seen], *, passed_to: Call | None) -> str:
+    what = f"a loss of {bad.kind}"
+    what = f"{bad.kind}, which it passed to `{passed_to.name}`" if passed_to else what
+    return (
+        f"`training_step` of the root `{root}` made {what} in the forward, outside of any "
+        f"submodule: what submodules gave it is finite{_up_to(outputs)}"
+    )
+
+
+def backward_words(
+    title: str, bad: Seen, came: Sequence[Seen], *, is_parameter: bool, scale: float | None
+) -> str:
+    what = f"that of `{bad.path}`" if is_parameter else "that of its input"
+    return (
+        f"{title} made {bad.kind} in the backward{at_scale(scale)}: the gradient of its output is "
+        f"finite{_up_to(came)}, {what} is not"
+    )
+
+
+def at_scale(scale: float | None) -> str:
+    """Return at which loss scale a backward was run."""
+    return "" if scale is None else f" at a loss scale of {scale:g}"
+
+
+def _up_to(seen: Sequence[Seen]) -> str:
+    if not seen:
+        return ""
+    largest = max(seen, key=lambda s: s.amax / s.limit)
+    return f" (up to {largest.amax:.5g} in {largest.dtype_name}, limit {largest.limit:g})"
+
+
+# --- remedies ------------------------------------------------------------------------------------
+
+_BF16 = "train in bf16, which holds 3.4e38, with `{plugin}(half='bf16')`."
+_ISLAND = "`BalancedAMP(fp32_modules=['norm', '{name}'])`"
+
+REMEDIES = {
+    "batch": "Repair or leave out such samples in the data set, as by "
+    "`torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)`.",
+    "parameter": "An earlier step wrote it, and clipping does nothing for NaN. Go on from a "
+    "checkpoint before it, as `SpikeGuard(action='rewind')` does, with "
+    "`NonFiniteLocator(check_gradients=True)`, which names the module that makes such a gradient "
+    "before the step; where gradients are finite, look at the optimizer's states and its epsilon.",
+    "forward": "Pass `{plugin}(inf_clamp=['{name}'])`, which clamps its output; or compute it in "
+    f"fp32, with {_ISLAND}; or {_BF16}",
+    "forward_suspects": " A lower learning rate or weight decay keeps {suspects} smaller.",
+    "forward_root": f"Compute it in fp32 there, as by `.float()` on what goes in; or {_BF16}",
+    "forward_wide": "Look there for a division by 0, a logarithm or root of 0 or less, a softmax "
+    "of a row that is masked as a whole, an overflowing exponential, or large weights: initialise "
+    "them smaller, or keep them small by a lower learning rate or `gradient_clip_val`.",
+    "backward": f"A lower loss scale does not help: compute `{{name}}` in fp32, with {_ISLAND}, or "
+    "train in bf16 with `{plugin}(half='bf16')`.",
+    "backward_scale": "Pass `{plugin}(loss_scale={scale:g})`, or "
+    "`loss_scale=LossScaleConfig(init_scale={scale:g}, max_scale={scale:g})` to let it fall "
+    "further; or `{plugin}(half='bf16')`, which needs no loss scale.",
+    "backward_wide": "Look there for the derivative of a root, norm, logarithm or quotient at 0: "
+    "add a small number inside, as in `torch.sqrt(x + 1e-6)`.",
+}
+
+
+def remedy_for(finding: Finding, plugin: str) -> str:
+    """Return sentences with values to set, for the precision plugin of a name."""
+    key: str = finding.source
+    if key == "backward" and finding.fitting_scale is not None:
+        key += "_scale"
+    elif key in ("forward", "backward") and finding.dtype != "float16":  # no wider format helps
+        key += "_wide"
+    elif key == "forward" and finding.is_root:
+        key += "_root"
+    text = REMEDIES.get(key, "")
+    if key == "forward" and finding.suspects:
+        text += REMEDIES["forward_suspects"]
+    suspects = ", ".join(f"`{each}`" for each in finding.suspects)
+    fields = {"name": finding.name, "scale": finding.fitting_scale or 1.0, "suspects": suspects}
+    return text.format(plugin=plugin, **fields)

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
-from lightning_mp.callbacks._locate.sentences import SAYS
+from lightning_mp.callbacks._locate.finding import SAYS, Finding, find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
 from lightning_mp.numerics.floats import accumulation_dtype
@@ -30,8 +29,10 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = ["Record", "gather_objects", "replay", "search"]
 
-_LOWERINGS = 6  # of a loss scale that is tried
+_LOWERINGS = 6  # by 4 each, of a loss scale that is tried
 _NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
+# What a metric keeps beside its states.
+_METRIC = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
 _Seen = tuple[Finding | None, float, str]
 
 
@@ -51,28 +52,24 @@ class _ReachedStepError(Exception):
 
 def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
     """Return the values of all ranks; every rank must call it."""
-    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if trainer.world_size == 1:
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(gathered, value)
     return gathered
 
 
 def search(
-    trainer: pl.Trainer,
-    records: Sequence[Record],
-    scale: float | None,
-    optimizer_steps: int,
-    near_limit: float,
+    trainer: pl.Trainer, records: Sequence[Record], scale: float | None, steps: int, near: float
 ) -> tuple[int, int, Finding]:
     """Replay batches until one shows where it began; return index, rank, finding, on all alike."""
     # Batches must be handed to `training_step`, which then does not fetch them itself.
     step = trainer.lightning_module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        return 0, 0, Finding(source="failed", name="", sentence=SAYS["no_replay"])
+        return 0, 0, Finding(source="failed", sentence=SAYS["no_replay"])
     inexact = ""
     for index, record in enumerate(records):
-        look = partial(_look, trainer, record, optimizer_steps, near_limit)
+        look = partial(_look, trainer, record, steps, near)
         for rank, (finding, _, difference) in enumerate(look(scale)):
             inexact = inexact or difference
             if finding is None:
@@ -81,7 +78,7 @@ def search(
                 rank, finding = _at_lower_scales(look, rank, finding, scale)
             return index, rank, replace(finding, sentence=finding.sentence + difference)
     nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
-    return 0, 0, Finding(source="nowhere", name="", sentence=nowhere + inexact)
+    return 0, 0, Finding(source="nowhere", sentence=nowhere + inexact)
 
 
 def _difference(trace: Trace, record: Record) -> str:
@@ -101,6 +98,7 @@ def _at_lower_scales(
     look: Callable[[float], list[_Seen]], rank: int, finding: Finding, scale: float
 ) -> tuple[int, Finding]:
     """Return the finding at a loss scale of 1, else that of before with a scale that fits."""
+    # What is not finite at a scale of 1 either has nothing to do with the scale.
     seen = look(1.0)
     for other, (found, _, _) in enumerate(seen):
         if found is not None:
@@ -120,7 +118,7 @@ def _at_lower_scales(
 
 
 def _look(
-    trainer: pl.Trainer, record: Record, steps: int, near_limit: float, scale: float | None
+    trainer: pl.Trainer, record: Record, steps: int, near: float, scale: float | None
 ) -> list[_Seen]:
     """Replay a batch; return every rank's finding, `headroom`, and words for what is not exact."""
     try:
@@ -129,18 +127,17 @@ def _look(
         # Without memory for a second backward, say: no reason to end a run that goes on without.
         text = (str(error).splitlines() or [""])[0][:200]
         sentence = SAYS["failed"].format(name=type(error).__name__, text=text)
-        seen: _Seen = Finding(source="failed", name="", sentence=sentence), 0.0, ""
+        seen: _Seen = Finding(source="failed", sentence=sentence), 0.0, ""
     else:
-        seen = find_source(trace, near_limit, scale), headroom(trace), _difference(trace, record)
+        seen = find_source(trace, near, scale), headroom(trace), _difference(trace, record)
     return gather_objects(trainer, seen)
 
 
 def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_steps: int) -> Trace:
     """Run a batch again, forward and backward, eagerly and without steps; return what was seen.
 
-    Afterwards all but the trace is as before. In manual optimization it ends before the step of an
-    optimizer with the number `optimizer_steps` within the batch, from 1; with 0 it runs to the end.
-    What `training_step` itself sends to other ranks is sent again: all ranks replay together.
+    In manual optimization it ends before the step of an optimizer with the number `optimizer_steps`
+    within the batch, from 1; with 0 it runs to the end. All ranks replay together.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     trace = Trace(module)
@@ -164,6 +161,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         stack.enter_context(_undisturbed(trainer, record.batch))
         if not module.automatic_optimization:
             _hold_steps(stack, trainer, backward, optimizer_steps)
+        # A backward that DDP takes for its own would all-reduce gradients of this replay.
         if isinstance(model := strategy.model, DistributedDataParallel):
             is_due = model.require_forward_param_sync
             stack.callback(setattr, model, "require_forward_param_sync", is_due)
@@ -173,7 +171,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trace)
         record.rng.restore()
-        loss = None
+        loss = None  # in manual optimization, or where `training_step` returns None
         with suppress(_ReachedStepError):
             loss = loss_in(_training_step(trainer, record))
         if module.automatic_optimization and loss is not None:
@@ -201,6 +199,7 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
 def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     """Put back what a step changes beside its result."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    # Each state is noted here, and put back in the opposite order when the stack is left.
     connector, plugin = trainer._logger_connector, trainer.precision_plugin
     with ExitStack() as stack:
         stack.callback(RngState(trainer.strategy.root_device, module).restore)
@@ -209,7 +208,8 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
             stack.callback(plugin.inf_clamp.load_state_dict, plugin.inf_clamp.state_dict())
         for metric in module.modules():
             if isinstance(metric, Metric):
-                stack.callback(vars(metric).update, _metric_state(metric))
+                kept = {name: vars(metric)[name] for name in _METRIC if name in vars(metric)}
+                stack.callback(vars(metric).update, metric._copy_state_dict() | kept)
         for owner, name in (
             (loop, "_results"),
             (connector, "_current_fx"),
@@ -217,6 +217,7 @@ def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
             (module, "_param_requires_grad_state"),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
+        # Aside, not zeroed: gradients of micro-batches before this one are needed yet.
         for parameter in _parameters(trainer):
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
@@ -232,11 +233,6 @@ def _parameters(trainer: pl.Trainer) -> list[Tensor]:
     stepped = [g["params"] for opt in trainer.optimizers for g in opt.param_groups]
     own = list(trainer.lightning_module.parameters())
     return list(dict.fromkeys([*own, *(p for group in stepped for p in group)]))
-
-
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    names = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
-    return metric._copy_state_dict() | {n: vars(metric)[n] for n in names if n in vars(metric)}
 
 
 def _hold_steps(

@@ -86,12 +86,7 @@ class Call:
 
 
 class Trace:
-    """Hooks on all modules of a model that note statistics of tensors, for one step.
-
-    Nothing is read until the step is over: statistics stay on the device, and the host waits once.
-    Gradients are caught by hooks on tensors, as module hooks overlook those in dicts. A tensor that
-    two modules take has one gradient, their sum; each module is therefore given a view of its own.
-    """
+    """Hooks on all modules of a model that note statistics of tensors, for one step."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -128,6 +123,8 @@ class Trace:
         call = Call(name, module)
         self.calls.append(call)
         self._open[module].append(call)
+        # A tensor that two modules take has one gradient, their sum; a view of its own tells what
+        # each of them gives.
         if torch.is_grad_enabled():
             views: dict[int, Tensor] = {}
             args = tuple(_views(each, views) for each in args)
@@ -139,10 +136,7 @@ class Trace:
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        calls = self._open[module]
-        if not calls:
-            return
-        call = calls.pop()
+        call = self._open[module].pop()  # the newest: a module may be called inside its own call
         outputs = list(named_tensors(output))
         call.seen["output"] = self._take(outputs)
         call.ended = self._tick()
@@ -151,6 +145,7 @@ class Trace:
 
     def _catch(self, call: Call, role: Role, path: str, tensor: Tensor) -> None:
         """Note the gradient of a tensor when there is one."""
+        # By hooks on tensors, as module hooks overlook those in dicts.
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
 
@@ -168,10 +163,12 @@ class Trace:
         kept = [(n, t.detach()) for n, t in tensors if t.dtype in VALUE_DTYPES and not t.is_meta]
         if not kept:
             return []
+        # Of the shard only, as to gather a tensor would take all ranks and its memory.
         values = [local_shard(t) for _, t in kept]
         amax = tensor_stats(values)[:, StatField.AMAX].float()
         counts = count_non_finite(values).to(amax)
         positive = torch.stack([torch.isposinf(stored_values(v)).sum().to(amax) for v in values])
+        # Read when the step is over, so that the host waits once.
         self._rows.append(torch.column_stack([amax, counts, positive]))
         seen = [Seen(name, t.dtype) for name, t in kept]
         self._seen += seen
@@ -190,17 +187,13 @@ class Trace:
                 seen.amax, (seen.nan, seen.inf, seen.positive) = amax, map(int, counts)
 
     def title(self, call: Call) -> str:
-        """Return how a module is called."""
         if not call.name:
             return f"the root `{type(self.root).__name__}` itself"
         return f"`{call.name}` ({type(call.module).__name__})"
 
 
 def _views(value: Any, views: dict[int, Tensor]) -> Any:
-    """Give a module views of the tensors that it takes; the same view for the same tensor.
-
-    Lists and dicts stay as they are, as a module may put something into them.
-    """
+    """Give a module views of the tensors that it takes; the same view for the same tensor."""
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
         if not (value.requires_grad and is_plain):
@@ -208,6 +201,7 @@ def _views(value: Any, views: dict[int, Tensor]) -> Any:
         if id(value) not in views:
             views[id(value)] = value.view_as(value)
         return views[id(value)]
+    # Lists and dicts stay as they are, as a module may put something into them.
     if isinstance(value, tuple):
         items = [_views(each, views) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -18,13 +18,13 @@ __all__ = ["FORMAT", "report_data"]
 
 FORMAT = "lightning-mp instability report 1"
 MAX_ALARMS = 500
+# Together at most a few MB, which a browser opens at once.
 _MAX_CURVES, _MAX_POINTS = 40, 1500
 _MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
 _MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
 _NON_FINITE = "_not_finite"
-# Of an alarm.
 _SHOWN = ("step", "epoch", "batch_idx", "rank", "monitor", "kind", "severity", "remedy", "tensor")
-_OWN = ("loss", "loss_scale", "skipped")
+_OWN = ("loss", "loss_scale", "skipped")  # the report has every step of them, monitors may not
 
 _Cells = npt.NDArray[np.float64]
 _Points = list[tuple[int, float]]
@@ -33,7 +33,7 @@ _Points = list[tuple[int, float]]
 def report_data(
     own: "History", others: Iterable["History"], run: dict[str, Any], max_tensors: int
 ) -> dict[str, Any]:
-    """Return what a page shows, in at most a few MB: facts about the run, and all histories."""
+    """Return what a page shows: facts about the run, and all histories."""
     histories = [own, *others]
     alarms = sorted((a for h in histories for a in h.alarms), key=lambda alarm: alarm.step)
     curves = _pick_curves(histories)
@@ -114,6 +114,7 @@ def _plain_curves(curves: dict[str, _Points]) -> dict[str, Any]:
     for name, points in curves.items():
         if name.endswith(_NON_FINITE):
             continue
+        # Values that are not finite stand apart, as JSON has none.
         bad = dict(curves.get(name + _NON_FINITE, []))
         bad |= {step: value for step, value in points if not math.isfinite(value)}
         digits = 9 if name == "loss_scale" else 5  # powers of two, to 2^29 in full
@@ -140,6 +141,7 @@ def _thin(points: _Points) -> _Points:
     return [points[index] for index in sorted(kept)]
 
 
+# A chart shows no more digits, and each would make the page larger.
 def _digits(value: float, digits: int) -> float:
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
@@ -155,6 +157,7 @@ def _plain_map(
     interest_R = _interest(name, cells_RC)
     # Those that an alarm named come first.
     interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
+    # Stable, so that tensors alike stay in the order of the model.
     rows = np.argsort(-interest_R, kind="stable")[:max_tensors]
     most = max(_MAX_CELLS // max(len(rows), 1), 2)
     columns = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
@@ -178,6 +181,7 @@ def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
     if "headroom" in name:
         interest = -lowest
     elif "zero_share" in name:
+        # A rise counts for more than a level: an embedding's zeros are there from the start.
         usual = np.where(lacks[:, :5], -np.inf, cells_RC[:, :5]).max(axis=1)
         interest = highest - np.where(np.isfinite(usual), usual, 0) + 0.01 * highest
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_mp.callbacks._report.data import FORMAT
 from lightning_mp.callbacks._report.page import report_page
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["alarms_since", "claim", "forgiven", "rebuild_page", "write_atomically"]
 
@@ -57,10 +57,8 @@ def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
 
 
 def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
-    """Return a path that no other run writes to: with `-v1` or higher where `create` finds it.
-
-    What the run that is resumed wrote to is taken again if it is in the same folder.
-    """
+    """Return a path that no other run writes to: with `-v1` or higher where `create` finds it."""
+    # What the run that is resumed wrote to is taken again.
     if earlier and Path(earlier).parent == path.parent and Path(earlier).exists():
         return Path(earlier)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +73,7 @@ def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that at any moment the old or the new one is there, whole."""
     data = content.encode() if isinstance(content, str) else content
+    # In the same folder, as a file is replaced at once only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)
@@ -85,7 +84,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def forgiven(key: str, **fields: object) -> Iterator[None]:
-    """Warn of an error, in the words of `_rules/usage.py`: a file is never worth a run."""
+    """Warn of an error, in the words of `USAGE`: a file is never worth a run."""
     try:
         yield
     except Exception as error:

@@ -12,12 +12,12 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mp.callbacks._report.page import verdict
-from lightning_mp.callbacks._rules.history import Alarm
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.records import Alarm
+from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["Alerts", "log_report"]
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # training does not wait for it, but its end does
 
 
 class Alerts:
@@ -42,7 +42,7 @@ class Alerts:
     def _try(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
-        except Exception as error:
+        except Exception as error:  # on a thread of its own: `check` warns where training runs
             self._error = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
@@ -74,10 +74,8 @@ def _post(url: str, body: Any) -> None:
 
 
 def log_report(logger: Any, page: Path, data: dict[str, Any]) -> None:
-    """Give the page to a logger that keeps files, and text to one that shows text.
-
-    They are told apart by their methods, so that none of them has to be installed.
-    """
+    """Give the page to a logger that keeps files, and text to one that shows text."""
+    # They are told apart by their methods, so that none of them has to be installed.
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "log_asset"):  # Comet
         experiment.log_asset(str(page), file_name=page.name, overwrite=True)

@@ -42,11 +42,9 @@ _NO_MAPS = (
 
 
 def report_page(data: dict[str, Any]) -> str:
-    """Return the page of what `report_data` returned, also after a trip through JSON.
-
-    Names and messages come from users' code: they are escaped here, and the script writes them
-    as text. A content security policy forbids all other scripts and any request.
-    """
+    """Return the page of what `report_data` returned, also after a trip through JSON."""
+    # Names and messages come from users' code: they are escaped here, and the script writes them
+    # as text. A content security policy forbids all other scripts and any request.
     script = "".join(_asset(f"{name}.js") for name in ("base", "lines", "heat"))
     return Template(_asset("page.html")).substitute(
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -67,6 +65,7 @@ def _asset(name: str) -> str:
 
 def _json(value: Any) -> str:
     """Return JSON that cannot end the script element it stands in."""
+    # The two separators end a line of JavaScript before ES2019, but not one of JSON.
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -82,6 +81,7 @@ def verdict(data: dict[str, Any]) -> str:
 
 def _text(message: str) -> str:
     """Return escaped text in which names in backticks are code."""
+    # Escaped first, as a name may hold markup.
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
 
 
@@ -102,6 +102,7 @@ def _verdicts(data: dict[str, Any]) -> str:
 
 
 def _facts(run: dict[str, Any]) -> str:
+    # A long value takes a row of its own.
     monitors = ", ".join(run["monitors"]) or "none beside this report"
     return "\n".join(
         f"<div{_WIDE if len(value) > 90 else ''}><dt>{escape(label)}</dt>"

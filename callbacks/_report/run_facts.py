@@ -14,7 +14,7 @@ from lightning_mp.precision.loss_scaler import LossScaler
 
 __all__ = ["now", "run_facts"]
 
-_MAX_GROUPS = 8
+_MAX_GROUPS = 8  # layer-wise rates make one for each layer
 _GROUP_KEYS = ("lr", "betas", "eps", "momentum", "weight_decay")
 
 

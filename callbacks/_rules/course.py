@@ -1,12 +1,13 @@
 """Whether a run learns: its loss against its best and its start, and the trend of its gradients."""
 
+import itertools
 import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_mp.callbacks._rules.verdict import Learning, Verdict
+from lightning_mp.callbacks._rules.records import Learning, Verdict
 
 __all__ = ["CourseRule", "noise_of"]
 
@@ -23,17 +24,17 @@ _FLOOR = 0.05  # of the best level: less noise counts as this much, as for spike
 _TIMES_RECOVERED = 3.0  # a loss that swings (rewards) is held against swings it came back from
 _RIVALS = 10.0  # a GAN's losses may both rise to several times their start, towards a balance
 _LOST = 0.5  # the share of what was gained that a divergence has lost again
+_STALLED = 96  # steps without a loss below its start that are too many after a rise
+_HORIZON = 1000  # the same where it has not risen either, which is only noted
 _GROWTH = 10.0  # of a gradient norm above its lowest level
 _TREND = 16  # judgements, 128 steps, over which it must have risen from quarter to quarter
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """Return the deviation of single values, three at least, about their trend.
-
-    By the median of differences, so that neither a slope nor outliers count: independent values
-    differ by sqrt(2) times their deviation.
-    """
-    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    """Return the deviation of single values, three at least, about their trend."""
+    # By the median of differences, so that neither a slope nor outliers count. Independent values
+    # differ by sqrt(2) times their deviation.
+    steps = [after - before for before, after in itertools.pairwise(values)]
     center = statistics.median(steps)
     return _SIGMA_PER_MAD * statistics.median(abs(s - center) for s in steps) / 2**0.5
 
@@ -48,20 +49,12 @@ class CourseRule(Learning):
         level - best > max(6 noise at the best, 3 noise now, 3 recovered, (start - best) / 2)
 
     Why so, what is a stall, and what a trend: docs/callbacks/spike-guard.md.
-
-    Args:
-        rivals: Rules of the run's other optimizers, which may train against this one (a GAN).
-        stalled_steps: Steps without a loss below its start that are too many.
-        horizon_steps: The same where the loss has not risen either, which is only noted.
     """
 
-    rivals: Sequence["CourseRule"] = ()
-    stalled_steps: int = 96
-    horizon_steps: int = 1000
+    rivals: Sequence["CourseRule"] = ()  # of other optimizers, which may train against this (a GAN)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW), init=False)
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW), init=False)
     _norm_levels: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND), init=False)
-    _levels: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
     # Numbers, so that they go into a checkpoint as they are. Steps are those that were finite.
     _known: dict[str, float] = field(default_factory=lambda: {"steps": 0.0}, init=False)
 
@@ -76,6 +69,7 @@ class CourseRule(Learning):
                 known["best_step"] = step
         if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)
+        # Medians of 32 steps change little from one step to the next.
         if known["steps"] % _EVERY:
             return []
         found = [] if "start" not in known else self._judge_loss(step)
@@ -86,15 +80,16 @@ class CourseRule(Learning):
         noise = max(noise_of(losses), _FLOOR * abs(known["best"]))
         # Few steps are enough for a rise right at the start.
         early = statistics.median(losses[-_EVERY:]) - known["start"]
-        if known["steps"] <= self.stalled_steps and early > known.get("risen", 0.0):
+        if known["steps"] <= _STALLED and early > known.get("risen", 0.0):
             known["risen"] = early
         if len(losses) < _WINDOW:
             return []
         level = statistics.median(losses[-_WINDOW:])
-        self._levels.append(level)
+        known["level"] = level
         if level < known["best"]:
             known["recovered"] = max(known.get("recovered", 0.0), known.get("rise", 0.0))
             known |= {"best": level, "best_step": step, "noise": noise, "rise": 0.0}
+        # What came back to a new best was a swing, as of rewards, and no divergence.
         rise = level - known["best"]
         known["rise"] = max(known.get("rise", 0.0), rise)
         gained = known["start"] - known["best"]
@@ -104,6 +99,7 @@ class CourseRule(Learning):
         limit = max(limit, _NOISES_NOW * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
         numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
         known["excess"] = rise - limit
+        # Of losses that oppose each other one may rise for long: all must be lost at once.
         is_lost = all(rule._known.get("excess", -1.0) > 0 for rule in (self, *rivals))
         is_new = self._lasts("divergence", is_lost)
         if known["divergence"] >= _LASTING:
@@ -124,10 +120,10 @@ class CourseRule(Learning):
         if start - known["best"] > noise or "stalled" in known or self._true_rivals():
             return []
         numbers = {"start": start, "steps": steps, "peak": start + risen}
-        if steps >= self.stalled_steps and risen > _NOISES * noise:
+        if steps >= _STALLED and risen > _NOISES * noise:
             known["stalled"] = steps
             return [Verdict("stalled_loss", level, start, tensor="loss", numbers=numbers)]
-        if steps >= self.horizon_steps:
+        if steps >= _HORIZON:
             known["stalled"] = steps
             says = "stalled_loss_long"
             return [Verdict("stalled_loss", level, start, "info", "loss", says, says, numbers)]
@@ -143,7 +139,8 @@ class CourseRule(Learning):
             known |= {"lowest": level, "lowest_step": step}
         quarters = list(self._norm_levels)[:: _TREND // 4]
         is_rising = len(self._norm_levels) == _TREND and quarters == sorted(set(quarters))
-        above = self._levels[-1] - known["best"] if self._levels else 0.0
+        # A norm that grows while the loss is at its best is learning.
+        above = known["level"] - known["best"] if "level" in known else 0.0
         is_best = not self._true_rivals() and above <= known.get("noise", 0.0)
         limit = _GROWTH * known["lowest"]
         if not self._lasts("trend", level > limit and is_rising and not is_best):

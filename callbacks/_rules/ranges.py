@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_mp.callbacks._rules.verdict import Learning, Severity, Verdict
+from lightning_mp.callbacks._rules.records import Learning, Severity, Verdict
 
 __all__ = ["GrowthRule", "ROUNDING", "UnderflowJudge"]
 
@@ -15,17 +15,12 @@ ROUNDING = 2.0**-9
 
 @dataclass(eq=False)
 class UnderflowJudge(Learning):
-    """Tells values that vanish from values that are zero by nature.
-
-    An excess of zeros above `warn_excess` warns if it is rising, above `alarm_excess` in any case;
-    `is_absolute` is whether to judge without a baseline too, at the first sample or at any two in a
-    row. Why so: docs/callbacks/gradient-underflow-monitor.md.
-    """
+    """Tells vanished values from zeros by nature; docs/callbacks/gradient-underflow-monitor.md."""
 
     baseline_samples: int
-    warn_excess: float
-    alarm_excess: float
-    is_absolute: bool = False
+    warn_excess: float  # of zeros above the usual, if it is rising
+    alarm_excess: float  # in any case
+    is_absolute: bool = False  # judges the first sample, or any two in a row, without a baseline
     # Of each tensor: samples, largest share and its lowest at the start, newest four after it, and
     # whether the last sample was an underflow by itself.
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
@@ -41,15 +36,16 @@ class UnderflowJudge(Learning):
     ) -> Verdict | None:
         """Take a sample of a tensor in, and return what is wrong with it: `says` how it was found.
 
-        Shares are from 0 to 1; `is_gone` where no gradient is left, though there is a loss;
-        `is_rounding` where it is no gradient at all, of which something could vanish.
+        `is_gone` where no gradient is left, though there is a loss; `is_rounding` where it is no
+        gradient at all, of which something could vanish.
         """
         usual = self._usual.setdefault(
             name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": [], "was_cut": False}
         )
         usual["samples"] += 1
         was_cut = usual["was_cut"] or usual["samples"] == 1
-        # A format ends inside of the distribution.
+        # A format ends inside of the distribution: as many values are just above its end, and nine
+        # in ten of those that are not zero.
         is_many = zero_share > self.alarm_excess and subnormal_share > 0
         is_cut = is_many and subnormal_share >= min(zero_share, 0.9 * (1 - zero_share))
         usual["was_cut"] = is_gone or (self.is_absolute and is_cut and not is_rounding)
@@ -68,6 +64,7 @@ class UnderflowJudge(Learning):
         steady = min(newest[-2:])  # one odd batch does not count
         # As far above the highest as that was above the lowest is still usual.
         excess = steady - (2 * usual["highest"] - usual["lowest"])
+        # Zeros without subnormals are those of a dead unit, not of a format that ends.
         has_stopped = steady == 1 > usual["highest"]
         if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
@@ -108,4 +105,4 @@ class GrowthRule(Learning):
         error = (left / sum((s - mean) ** 2 for s in steps)) ** 0.5
         if not slope < -_SIGNIFICANT * error:
             return None
-        return max(int(steps[-1] - bits[-1] / slope), int(steps[-1]))
+        return max(int(steps[-1] - bits[-1] / slope), int(steps[-1]))  # never in the past

@@ -13,14 +13,15 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lightning_mp.callbacks._rules.usage import usage
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.records import StepFacts
+from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
-_MOST_FILES = 20  # of a run
+_MOST_FILES = 20  # of a run: batches of images fill a disk
 
 
+# Lightning's `apply_to_collection` does not copy objects of other classes, such as PyG's.
 def copy_containers(value: Any) -> Any:
     """Return a batch with copied containers, as steps may do `batch.pop("labels")`."""
     if isinstance(value, Tensor | str | bytes | int | float | None):
@@ -42,12 +43,9 @@ def copy_containers(value: Any) -> Any:
 
 
 class BatchKeeper:
-    """Holds the batches of the newest steps, and writes those of a step to a file of the run.
+    """Holds the batches of the newest steps, and writes those of a step to a file of the run."""
 
-    `torch.load(path, weights_only=False)` gives a dict of step, epoch, rank and `batches`, which
-    are the micro-batches of the step, on the CPU. Made on all ranks, as its folder is broadcast.
-    """
-
+    # Made on all ranks, as `log_dir` is broadcast.
     def __init__(self, trainer: pl.Trainer) -> None:
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "bad_batches"
         self._held: dict[int, list[Any]] = {}
@@ -84,7 +82,7 @@ def loss_in(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.is_floating_point() else None
 
 
-_DEEPEST = 8  # levels of nesting that are looked into
+_DEEPEST = 8  # levels of nesting that are looked into: objects may hold themselves
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_sharded
 
 try:
@@ -48,8 +48,6 @@ class MarkStore:
 
     On disk they are in a folder that is locked while its run lives: the next run in the place of
     that one, or in a folder beside it, removes what nobody has locked.
-
-    The arguments are those of `SpikeGuard`; `memory_gb` is for all checkpoints of a rank together.
     """
 
     def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
@@ -72,13 +70,12 @@ class MarkStore:
         if trainer.is_global_zero:
             if before is not None:
                 self._lock = _locked(before)
-            self._folder = before if before and self._lock else self._folder
+            self._folder = before if before and self._lock else self._folder  # go on in it
             kept = {Path(m.path) for m in marks if Path(m.path).parent == self._folder}
             beside = () if self.dirpath else parent.parent.glob(f"*/{_PREFIX}*")
             self._clean([*parent.glob(f"{_PREFIX}*"), *beside], kept)
         self._folder = trainer.strategy.broadcast(self._folder)
-        there = [m.path in self._held or Path(m.path).parent == self._folder for m in marks]
-        return [mark for mark, is_there in zip(marks, there, strict=True) if is_there]
+        return [mark for mark in marks if Path(mark.path).parent == self._folder]
 
     def _clean(self, folders: Iterable[Path], kept: set[Path]) -> None:
         for folder in folders:
@@ -102,15 +99,20 @@ class MarkStore:
             self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
         if self.is_in_memory:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            # Nothing goes back to them, and they may refuse to be pickled.
             checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
+            # Pickled, as the optimizer goes on to write into the tensors of its state.
             held = self._held[mark.path] = io.BytesIO()
             torch.save(checkpoint, held)
             self.bytes = held.tell()
         else:
-            if trainer.is_global_zero and self._lock is None:
+            if (
+                trainer.is_global_zero and self._lock is None
+            ):  # a run without marks leaves no folder
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(self._folder)
             trainer.save_checkpoint(mark.path, weights_only=False)  # written whole or not at all
+            # With shards it is a folder.
             files = [Path(mark.path), *Path(mark.path).rglob("*")]
             self.bytes = sum(file.stat().st_size for file in files if file.is_file())
         self._rng[mark.path] = _collect_rng_states()
@@ -124,6 +126,7 @@ class MarkStore:
                 checkpoint = torch.load(held, map_location="cpu", weights_only=False)
             elif trainer.strategy.reduce_boolean_decision(Path(mark.path).exists(), all=True):
                 checkpoint = _load(trainer, mark.path)
+        # A mark that one rank cannot read is none: ranks must go back to the same one.
         is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
         return checkpoint if is_read else None, self._rng.get(mark.path)
 
@@ -162,6 +165,7 @@ def _locked(folder: Path) -> IO[str] | None:
     """Return a lock on a folder, `None` where a living process has it or it is gone."""
     if fcntl is None:
         return None
+    # It lasts as long as the file is open, so that a process that was killed has none.
     with ExitStack() as stack, suppress(OSError):  # also where the file system has no locks
         lock = stack.enter_context((folder / _LOCK).open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

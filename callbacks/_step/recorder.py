@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
-from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks._step.training_state import (
     NamedTensors,
     Signals,
@@ -53,12 +53,7 @@ class _Pending:
 class FactsRecorder(pl.Callback):
     """Reads every step once; the callbacks of this package share the one of their Trainer.
 
-    It stands first among the Trainer's callbacks, so that what it has read is there in every hook
-    of theirs. Whoever wants steps that have arrived has an `inbox`. The gradient norm is measured
-    where a callback has `needs_gradient_norm`.
-
-    torch's `GradScaler` does not say whether it skipped: a step that was due and not called was. It
-    always calls fused optimizers, which skip on the device; there a fall of the scale tells, later.
+    Whoever wants steps that have arrived has an `inbox`; the gradient norm, `needs_gradient_norm`.
     """
 
     def __init__(self) -> None:
@@ -95,7 +90,7 @@ class FactsRecorder(pl.Callback):
 
     def send_along(self, callback: pl.Callback, numbers: Tensor) -> None:
         """Send numbers on the device, of shape [n], with the step that is about to be made."""
-        self._pending[-1].parts[id(callback)] = numbers
+        self._pending[-1].parts[id(callback)] = numbers  # one copy to the host for all
 
     def drain(self) -> None:
         self._deliver(self._readback.drain())
@@ -145,6 +140,7 @@ class FactsRecorder(pl.Callback):
             # Callbacks act on what arrives, on all ranks at the same step. Lightning has waited for
             # the device at the start of the batch, so that nothing is waited for here.
             self.drain()
+        # Of a `LightningOptimizer` the one inside, which `trainer.optimizers` holds.
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
         lr = next((group.get("lr") for group in optimizer.param_groups), None)
         self.now = replace(
@@ -156,7 +152,7 @@ class FactsRecorder(pl.Callback):
             loss_scale=scale if isinstance(scale, float) else None,
         )
         loss = self._take_loss(trainer)
-        if loss is not None:
+        if loss is not None:  # a `training_step` that returned None is not skipped for overflow
             self._due.add(plain)
         pending = _Pending(self.now, [])
         self._gradients, self.signals = None, None
@@ -168,6 +164,7 @@ class FactsRecorder(pl.Callback):
                 pending.parts |= {"signals": self.signals.packed}
                 pending.names = found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
+        # Cloned, as the scaler and schedules change theirs in place before the copy is made.
         pending.parts |= {
             k: v.detach().reshape(1).clone() for k, v in numbers.items() if isinstance(v, Tensor)
         }
@@ -219,7 +216,7 @@ class FactsRecorder(pl.Callback):
         known, device = after if isinstance(after, float) else None, trainer.strategy.root_device
         for each in pending:
             facts = replace(each.facts, skipped=self.skipped, next_loss_scale=known)
-            if isinstance(after, Tensor):
+            if isinstance(after, Tensor):  # of torch's scaler: read here, it would be a host sync
                 each.parts["next_loss_scale"] = after.detach().reshape(1)
             parts = each.parts.values()
             sent = [part.to(device, torch.float32, non_blocking=True) for part in parts]
@@ -234,6 +231,8 @@ class FactsRecorder(pl.Callback):
 
     def _outcome(self, trainer: pl.Trainer) -> bool | None:
         """Return whether the step was skipped; `None` where only the scale can tell, later."""
+        # torch's `GradScaler` does not say whether it skipped: a step that was due and not called
+        # was. It always calls fused optimizers, which skip on the device.
         due, self._due = self._due, set()
         scaler = scaler_of(trainer)
         if isinstance(trainer.precision_plugin, ScaledPrecision):
@@ -273,6 +272,7 @@ def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
     recorder = next((c for c in callbacks if isinstance(c, FactsRecorder)), None)
     if recorder is None:
         recorder = FactsRecorder()
+        # First, so that what it has read is there in every hook of the others.
         trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
     return recorder
 

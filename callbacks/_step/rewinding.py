@@ -11,21 +11,17 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 
-__all__ = ["Rewinder", "scale_rates"]
+__all__ = ["Rewinder"]
 
 
 @dataclass(kw_only=True, eq=False)
 class Rewinder:
-    """Keeps checkpoints of the last steps, and goes back to one of them.
-
-    The arguments are those of `SpikeGuard`, whose page in docs/callbacks/ says what goes back and
-    what goes on; `store` keeps the checkpoints.
-    """
+    """Keeps checkpoints of the last steps, and goes back to one: docs/callbacks/spike-guard.md."""
 
     store: MarkStore
     every_n_steps: int
@@ -33,7 +29,7 @@ class Rewinder:
     skip_batches: int
     lr_factor: float
     marks: list[Mark] = field(default_factory=list, init=False)
-    lost: list[Mark] = field(default_factory=list, init=False)  # could not be read
+    lost: int = field(default=0, init=False)  # marks that could not be read
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
     to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
@@ -57,10 +53,7 @@ class Rewinder:
         return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
-        """Take the checkpoint before a step on all ranks, and remove those that are too old.
-
-        `position` is how many batches have been taken from the data.
-        """
+        """Take the checkpoint before a step on all ranks, and remove those that are too old."""
         mark = Mark(
             path=self.store.path_of(step),
             step=step,
@@ -70,8 +63,10 @@ class Rewinder:
             lr_factor=self._total_factor,
         )
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
+        # Those within `rewind_steps`, one that is as far back, and the one just taken.
         most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
         self.store.write(trainer, mark, most)
+        # Of those that are far enough back the newest will do.
         for stale in self._far_from(mark.global_step)[:-1]:
             self._remove(trainer, stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
@@ -96,31 +91,32 @@ class Rewinder:
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
         """Go back, at the end of a batch and on all ranks, to before a step; skip what led to it.
 
-        The newest checkpoint that is far enough back is taken; else one before it, else one behind
-        it. Return it and how many batches are still to be skipped; `None` where none can be read.
+        Return the mark and how many batches are still to be skipped; `None` without a mark.
         """
         far = self._far_from(global_step)
-        self.lost = []
+        self.lost = 0
+        # The newest that is far enough back; else one before it, else one behind it.
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
             if checkpoint is not None:
                 break
-            self.lost.append(mark)
-        for lost in self.lost:
-            self._remove(trainer, lost)
-        if not self.marks:
+            self.lost += 1
+            self._remove(trainer, mark)
+        else:
             return None
         for later in self.marks[self.marks.index(mark) + 1 :]:
             self._remove(trainer, later)
         self._restore(trainer, mark, checkpoint)
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()  # of a step that accumulation has not finished
+        # The checkpoint's rates are as its own rewinds left them.
         self._total_factor *= self.lr_factor
-        scale_rates(trainer, self._total_factor / mark.lr_factor)
+        _scale_rates(trainer, self._total_factor / mark.lr_factor)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         batches = trainer.accumulate_grad_batches
         to_skip = max(0, self.skip_batches - (progress.total.ready - mark.position))
         to_skip += -(progress.current.ready + to_skip) % batches  # after them a step starts
+        # A second rewind to this mark goes on behind what is left out now.
         mark.position = progress.total.ready + to_skip
         fetcher: Any = trainer.fit_loop._data_fetcher
         # What the epoch cannot give is taken from the next ones, which start with a new step.
@@ -154,19 +150,17 @@ class Rewinder:
         _go_back(loop.scheduler_progress.total, mark.schedule_steps)
 
     def on_epoch_start(self, trainer: pl.Trainer) -> None:
-        """Have the data fetcher skip what is left to be skipped, at the start of this epoch.
-
-        No hook could skip it, as the first batch is fetched before any. An epoch of which all
-        batches are skipped ends without validation.
-        """
+        """Have the data fetcher skip what is left to be skipped, at the start of this epoch."""
+        # No hook could skip it, as the first batch is fetched before any. An epoch of which all
+        # batches are skipped ends without validation.
         fetcher: Any = trainer.fit_loop._data_fetcher
-        if self.to_skip <= 0 or fetcher is None:
+        if self.to_skip <= 0:
             return
         rewinder, plain, loop = self, type(fetcher), trainer.fit_loop.epoch_loop
 
         class Skipping(plain):  # type: ignore[misc, valid-type]
             def __next__(self) -> Any:
-                self.__class__ = plain
+                self.__class__ = plain  # for the first batch of the epoch alone
                 if loop.batch_progress.current.ready == 0:
                     rng = _collect_rng_states()
                     rewinder.to_skip = _pull(trainer, self, rewinder.to_skip)
@@ -188,7 +182,7 @@ class Rewinder:
         self._total_factor = state_dict.get("lr_factor", 1.0)
 
 
-def scale_rates(trainer: pl.Trainer, factor: float) -> None:
+def _scale_rates(trainer: pl.Trainer, factor: float) -> None:
     """Multiply learning rates, and what schedules compute them from."""
     if factor == 1.0:
         return

@@ -21,11 +21,7 @@ __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
 
 class SamplingMonitor(InstabilityMonitor, ABC):
-    """Samples at some steps, without a host sync, and judges samples when they have arrived.
-
-    Samples are taken every `every_n_steps` steps, and five times as often until there are
-    `baseline_samples` of them, from which a monitor learns what is normal for each tensor.
-    """
+    """Samples at some steps, without a host sync, and judges samples when they have arrived."""
 
     keeps: tuple[str, ...] = ("samples",)
 
@@ -37,21 +33,17 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         self.every_n_steps = every_n_steps
         self.baseline_samples = baseline_samples
         self.samples = 0  # judged so far
-        self._taken = 0
         self._readback = AsyncReadback()
 
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return whether to sample at the step under way."""
-        is_early = self._taken < self.baseline_samples
+        # From the first samples a monitor learns what is usual for each tensor.
+        is_early = self.samples + len(self._readback) < self.baseline_samples
         every = max(self.every_n_steps // 5, 1) if is_early else self.every_n_steps
         return step_of(trainer) % every == 0
 
     def submit(self, trainer: pl.Trainer, packed: Tensor, *, gather: bool, **context: Any) -> None:
-        """Send a sample on its way to the host; with `gather` those of all ranks, which differ.
-
-        `judge` is handed `context` with it, and the step as `facts`.
-        """
-        self._taken += 1
+        """Send a sample, with `gather` those of all ranks, to the host for `judge`."""
         sample = gather_ranks(trainer, packed) if gather else packed[None]
         facts = self.recorder.now or facts_of(trainer)
         self._readback.submit(facts.step, sample, facts=facts, **context)
@@ -78,19 +70,15 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
             self._judge_all(trainer, self._readback.drain())
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._taken = self.samples
-
 
 def pack_stats(
     tensors: Sequence[Tensor], *, scale: float | Tensor = 1.0, unscale: float | Tensor = 1.0
 ) -> Tensor:
     """Return `tensor_stats` with one more column: how many values each tensor stores."""
     stats_NK = tensor_stats(tensors, scale=scale, unscale=unscale)
+    # Sent along, as ranks hold shards of different sizes.
     numels_N = torch.tensor(stored_numels(tensors), dtype=stats_NK.dtype)
-    if stats_NK.device.type == "cuda":
+    if stats_NK.device.type == "cuda":  # from pageable memory a copy waits for the device
         numels_N = numels_N.pin_memory()
     return torch.cat([stats_NK, numels_N.to(stats_NK.device, non_blocking=True)[:, None]], dim=1)
 

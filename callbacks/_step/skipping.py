@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_mp.callbacks._rules.usage import usage
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -18,11 +18,7 @@ __all__ = ["StepSkipper"]
 
 
 class StepSkipper:
-    """Skips steps in the cheapest way that plugin and optimizer allow.
-
-    The plugin, else the optimizer by torch's `found_inf`, else the host, which takes the gradients
-    away: docs/callbacks/spike-guard.md, under `"skip"`.
-    """
+    """Skips by the plugin, else by the optimizer's `found_inf`, else by taking gradients away."""
 
     def __init__(self) -> None:
         self._flags: dict[Optimizer, Tensor] = {}
@@ -39,16 +35,15 @@ class StepSkipper:
             )
 
     def skip(self, trainer: pl.Trainer, optimizer: Optimizer, flag: Tensor | None = None) -> None:
-        """Have the step to come skipped; call it in `on_before_optimizer_step`.
+        """Have the step to come skipped where the flag, an fp32 scalar on the device, is 1.
 
-        The flag is 1 to skip and 0 to step: fp32, of shape [], on the device; `None` where the host
-        knows that it is to be skipped, so that nothing goes on.
+        With `None` the host knows that it is to be skipped, so that nothing goes on.
         """
         plugin, is_certain = trainer.precision_plugin, flag is None
         self._held = False
         if flag is None:
             flag = torch.ones((), device=trainer.strategy.root_device)
-        if isinstance(plugin, ScaledPrecision):
+        if isinstance(plugin, ScaledPrecision):  # skips on the device, together with overflows
             plugin.request_skip(flag)
         elif self._takes_found_inf(optimizer):
             if optimizer not in self._seen:
@@ -57,6 +52,7 @@ class StepSkipper:
                 self._hooks.enter_context(optimizer.register_step_post_hook(self._clear))
             self._flags[optimizer] = flag
             scaler = scaler_of(trainer)
+            # A `GradScaler` sets its own just before the step; that is merged in a hook.
             if not (isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]
             if is_certain:
@@ -66,6 +62,7 @@ class StepSkipper:
                 self._seen.add(optimizer)
                 rank_zero_warn(usage("skip_sync", optimizer=type(optimizer).__name__))
             if flag.item() != 0:
+                # Without gradients every optimizer leaves weights and states as they are.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None

@@ -31,12 +31,14 @@ __all__ = [
 
 def step_of(trainer: pl.Trainer) -> int:
     """Return the loggers' step: optimizer steps tried before, skipped ones too, from 0."""
+    # `global_step` may stand still at skipped steps, and counts every optimizer of a batch.
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def loss_scale_of(trainer: pl.Trainer) -> float | Tensor | None:
     """Return the loss scale: a number, a tensor on the device, or `None` without one."""
     scaler = scaler_of(trainer)
+    # torch makes the tensor when it first scales a loss.
     if isinstance(scaler, torch.amp.GradScaler):
         return scaler._scale if scaler._scale is not None else float(scaler._init_scale)
     return None if scaler is None else float(scaler.scale)
@@ -95,14 +97,15 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 
 
 def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str]) -> NamedTensors:
-    """Return an optimizer's gradients in `on_before_optimizer_step`.
-
-    Of several ranks all name the same: a parameter without gradient has an empty one.
-    """
-    found = NamedTensors([], [], [], _unscale(trainer, optimizer))
+    """Return an optimizer's gradients in `on_before_optimizer_step`; all ranks name the same."""
+    scale = loss_scale_of(trainer)
+    # torch's scaler, whose scale is a tensor, leaves it to fused optimizers to unscale.
+    inverse = scale.reciprocal() if isinstance(scale, Tensor) and is_fused(optimizer) else 1.0
+    found = NamedTensors([], [], [], inverse)
     has_ranks = trainer.world_size > 1
     for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         gradient = parameter.grad
+        # A rank may have none, of a shard or an unused branch, and all must send rows alike.
         if gradient is None and has_ranks and parameter.requires_grad:
             gradient = parameter.detach().new_empty(0)
         if gradient is not None:
@@ -112,22 +115,8 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     return found
 
 
-def _unscale(trainer: pl.Trainer, optimizer: Optimizer) -> float | Tensor:
-    """Return 1, but for torch's scaler and fused optimizers, which unscale inside `step`."""
-    scaler = scaler_of(trainer)
-    is_torchs = isinstance(scaler, torch.amp.GradScaler) and scaler._scale is not None
-    if is_torchs and is_fused(optimizer):
-        inverse: Tensor = scaler._scale.reciprocal()
-        return inverse
-    return 1.0
-
-
 def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
-    """Return the signals of a step: the loss averaged over ranks, the norm of all gradients.
-
-    With several ranks in one collective of 8 bytes a rank. Shards of FSDP are summed; where it
-    replicates, the norm is larger by a constant factor.
-    """
+    """Return the signals of a step: the loss averaged over ranks, the norm of all gradients."""
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
     none = torch.zeros(1, device=trainer.strategy.root_device)
     norms = (_norms(found.gradients) if found.gradients else none) * found.unscale
@@ -136,6 +125,7 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     ranks = gather_ranks(trainer, torch.stack([local, norm]))
     sharded = is_sharded(trainer)
+    # Where HSDP replicates shards, the norm is larger by a constant factor, which no rule minds.
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
     index = norms.argmax()  # NaN is larger than all
     rank = ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax()  # see `StepFacts`
@@ -159,7 +149,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 def _norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
     first = gradients[0]
     if first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64):
-        # Unlike torch's norm, its product runs on all cores.
+        # Unlike torch's norm, `dot` runs on all cores.
         # Values in the order of memory, copied only where there are gaps.
         orders = [sorted(range(g.ndim), key=g.stride, reverse=True) for g in gradients]
         flat = [g.permute(o).reshape(-1) for g, o in zip(gradients, orders, strict=True)]

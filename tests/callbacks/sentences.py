@@ -11,21 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_mp.callbacks._locate import sentences as locator
-from lightning_mp.callbacks._locate.finding import Finding
+from lightning_mp.callbacks._locate import finding as locator
 from lightning_mp.callbacks._locate.trace import Call, Seen
-from lightning_mp.callbacks._rules import spike_sentences
-from lightning_mp.callbacks._rules.robust_window import SignalVerdict
+from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import (
+    ACCEPTED,
     MESSAGES,
     REMEDIES,
     REMEDIES_AT_THE_END,
+    USAGE,
+    usage,
     words_for,
 )
-from lightning_mp.callbacks._rules.spike_sentences import Scene
-from lightning_mp.callbacks._rules.usage import ACCEPTED, USAGE, usage
-from lightning_mp.callbacks._rules.verdict import Verdict
-from lightning_mp.callbacks._step.facts import StepFacts
+from lightning_mp.callbacks._rules.spikes import Scene, SignalVerdict, describe
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -86,7 +84,7 @@ SAYS = {
 
 
 def rules() -> Iterator[str]:
-    """Yield all that `_rules/sentences.py` holds."""
+    """Yield a message and a remedy of every rule."""
     pairs = {key: (key, FIXES.get(key, key)) for key in MESSAGES}
     pairs |= {fix: (says, fix) for fix, says in SAYS.items()}
     assert {fix for _, fix in pairs.values()} == set(REMEDIES)
@@ -144,11 +142,11 @@ def spikes() -> Iterator[str]:
             z_threshold=6.0,
         )
         pairs = ((bad, fine), (blind, fine), (fine, bad), (high, fine), (fine, high))
-        found = [spike_sentences.describe(scene, *pair) for pair in (*pairs, (high, high))]
-        found += [spike_sentences.describe(scene, high, bad)] if scale else []
+        found = [describe(scene, *pair) for pair in (*pairs, (high, high))]
+        found += [describe(scene, high, bad)] if scale else []
         ending = replace(scene.facts, highest_lr=1.0)
         clipped = replace(scene, clip_val=1.0, facts=ending)
-        found += [spike_sentences.describe(clipped, *pair) for pair in ((fine, high), (high, fine))]
+        found += [describe(clipped, *pair) for pair in ((fine, high), (high, fine))]
         for each in found:
             message, remedy = words_for(each)
             yield f"[{action}: {each.kind}, {each.severity}]\n{message}\n{remedy}\n"
@@ -169,14 +167,14 @@ def causes() -> Iterator[str]:
     }
     yield from (
         *(f"[{key}]\n{text.format(**says)}\n" for key, text in locator.SAYS.items()),
-        locator.forward(mlp, inf, [fine], **none) + "\n",
-        locator.forward(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
-        locator.forward(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
-        locator.forward(mlp, nan, [], **{**none, "buffer": both}) + "\n",
-        locator.outside("Model", nan, [fine], passed_to=None) + "\n",
-        locator.outside("Model", inf, [], passed_to=head) + "\n",
-        locator.backward(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
-        locator.backward(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
+        locator.forward_words(mlp, inf, [fine], **none) + "\n",
+        locator.forward_words(mlp, nan, [fine, mask], **{**none, "has_submodules": True}) + "\n",
+        locator.forward_words(mlp, nan, [fine], **{**none, "passed_to": head}) + "\n",
+        locator.forward_words(mlp, nan, [], **{**none, "buffer": both}) + "\n",
+        locator.outside_words("Model", nan, [fine], passed_to=None) + "\n",
+        locator.outside_words("Model", inf, [], passed_to=head) + "\n",
+        locator.backward_words(mlp, inf, [fine], is_parameter=False, scale=None) + "\n",
+        locator.backward_words(mlp, both, [fine], is_parameter=True, scale=512.0) + "\n",
     )
     for source, more in (
         ("batch", {}),
@@ -188,11 +186,11 @@ def causes() -> Iterator[str]:
         ("backward", {"dtype": "float16"}),
         ("backward", {"dtype": "float32"}),
     ):
-        finding = Finding(source=source, name="head", sentence="", **more)  # type: ignore[arg-type]
+        finding = locator.Finding(source=source, name="head", sentence="", **more)  # type: ignore[arg-type]
         yield f"[{source}, {more}]\n{locator.remedy_for(finding, 'BalancedAMP')}\n"
 
 
-# Of every name in the templates of `_rules/usage.py`.
+# Of every name in the templates of `USAGE`.
 USES: dict[str, Any] = {
     **{"callback": "SpikeGuard", "name": "patience", "value": 0, "least": 1, "fitting": 32},
     **{"judge_after_steps": 65, "window_steps": 64, "warn_share": 0.1, "alarm_share": 0.05},

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.callbacks import AdamStateMonitor
-from lightning_mp.callbacks._rules.adam_statistics import AdamField, adam_statistics
+from lightning_mp.callbacks._rules.adam import AdamField, adam_statistics
 from tests.callbacks.models import (
     SparseWatched,
     Watched,

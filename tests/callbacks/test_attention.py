@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mp.callbacks._step.attention import AttentionMode, logits_of
+from lightning_mp.callbacks._step.outputs import AttentionMode, logits_of
 
 
 def tensors(length: int = 7, heads: int = 4, groups: int = 4) -> tuple[Tensor, Tensor, Tensor]:

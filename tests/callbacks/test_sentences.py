@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_mp.callbacks
-from lightning_mp.callbacks._rules.sentences import _ordinal
+from lightning_mp.callbacks._rules.sentences import _Number
 from tests.callbacks.sentences import FILES, FOLDER
 
 
@@ -41,7 +41,7 @@ def test_callbacks_hold_no_sentences_elsewhere() -> None:
 
 
 def test_ordinals_are_english() -> None:
-    written = [_ordinal(count) for count in (1, 3, 9, 11, 12, 13, 21, 22, 103, 111)]
+    written = [f"{_Number(count):th}" for count in (1, 3, 9, 11, 12, 13, 21, 22, 103, 111)]
     assert written == [
         *("first", "third", "9th", "11th", "12th", "13th", "21st", "22nd", "103rd", "111th")
     ]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mp.callbacks._rules.robust_window import RobustWindow, SignalVerdict, is_slight
+from lightning_mp.callbacks._rules.spikes import RobustWindow, SignalVerdict, is_slight
 from tests.reference.spikes import SpikeRule
 
 

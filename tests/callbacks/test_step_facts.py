@@ -22,8 +22,8 @@ from lightning_mp.callbacks import (
     SpikeGuard,
 )
 from lightning_mp.callbacks._report.page import MAP_TITLES
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._step import recorder
-from lightning_mp.callbacks._step.facts import StepFacts
 from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.models import Watched, watch

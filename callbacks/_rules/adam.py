@@ -1,23 +1,159 @@
-"""When Adam's second moment no longer tells what the next gradient is like."""
+"""What a step of Adam is about to do, in a few numbers; when its second moment misleads it.
+
+Legend: `N` parameters, `K` columns of `AdamField`.
+"""
 
 import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_mp.callbacks._rules.adam_statistics import AdamField
 from lightning_mp.callbacks._rules.ranges import ROUNDING
-from lightning_mp.callbacks._rules.verdict import Learning, Verdict
+from lightning_mp.callbacks._rules.records import Learning, Verdict
+from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.numerics.shards import local_shard
+from lightning_mp.numerics.tensor_stats import stored_values
 
-__all__ = ["AdamNumbers", "AdamStateRule"]
+__all__ = [
+    "AdamField",
+    "AdamNumbers",
+    "AdamStateRule",
+    "adam_statistics",
+    "has_second_moments",
+    "quantized_states",
+]
 
+_BLOCK = 2**16  # values, whose dozen passes on a CPU find them in the cache
+_SMALLEST = 1e-18  # its square is still normal in fp32
 _ALL = 0.99  # of a tensor: what is too much without any knowledge of what is usual
 _MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
 _ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
 
+
+class AdamField(IntEnum):
+    """The columns of `adam_statistics`; sums, so that those of shards add up."""
+
+    NUMEL = 0
+    NON_ZERO = 1  # how many gradients are not exactly 0
+    SQUARED_RATIO = 2  # the sum of `g^2 / max(v_hat, eps^2)`
+    BELOW_EPSILON = 3  # where the gradient is not 0: how many `sqrt(v_hat)` are below epsilon
+    SQUARED_UPDATE = 4  # the sum of `(lr * m_hat / (sqrt(v_hat) + eps))^2`
+    SQUARED_WEIGHT = 5
+    SQUARED_GRADIENT = 6
+    SECOND_MOMENT = 7  # the sum of `v`, after the step and not corrected
+    NON_FINITE = 8  # 1 where a sum is NaN or inf; all sums before are then 0
+    BAD_STATE = 9  # 1 where that cannot come from gradient or weight: the optimizer's state is bad
+    STEP = 10  # how many steps the optimizer will have made; of shards the largest, not the sum
+
+
+def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether an optimizer keeps Adam's moments of a parameter, and has taken a step."""
+    state = optimizer.state.get(parameter, {})
+    return "exp_avg" in state and "exp_avg_sq" in state and not _quantized_in(state)
+
+
+def quantized_states(optimizer: Optimizer) -> list[str]:
+    """Return the names of states that are kept in 8 bits, which cannot be read as they are."""
+    return next(filter(None, map(_quantized_in, optimizer.state.values())), [])
+
+
+def _quantized_in(state: dict[str, Any]) -> list[str]:
+    tensors = {name: t for name, t in state.items() if isinstance(t, Tensor) and t.numel() > 1}
+    # bitsandbytes keeps `state1` and `state2` in uint8, torchao tensors of a class of its own.
+    eight_bits = (torch.uint8, torch.int8)
+    return [n for n, t in tensors.items() if t.dtype in eight_bits or hasattr(t, "codes")]
+
+
+@torch.no_grad()
+def adam_statistics(
+    optimizer: Optimizer,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    unscale: float | Tensor,
+) -> Tensor:
+    r"""Work out, ahead of a step and without changing anything, what it will do.
+
+    .. math::
+        v = \beta_2 v + (1 - \beta_2) g^2, \quad \hat v = v / (1 - \beta_2^t), \quad
+        m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
+
+    The row of a parameter without Adam's states, or with an empty gradient, is zero. Rows are
+    float64 (fp32 on MPS), on its device.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rows = [
+        _row(groups[id(p)], optimizer.state.get(p, {}), p, gradient, unscale)
+        for p, gradient in zip(parameters, gradients, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _row(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    unscale: float | Tensor,
+) -> Tensor:
+    wide = state_dtype(parameter.device)
+    if "exp_avg_sq" not in state or not local_shard(gradient).numel():
+        return torch.zeros(len(AdamField), dtype=wide, device=parameter.device)
+    held = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
+    # Complex values as their real and imaginary parts, as torch steps them.
+    tensors = [stored_values(t.to_dense() if t.is_sparse else t) for t in held]
+    step = torch.as_tensor(state.get("step", 1), dtype=torch.float32) + 1
+    # A GPU would launch a dozen kernels for each block, so it takes all in one.
+    size = _BLOCK if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
+    blocks = zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)
+    parts = [_block_sums(group, step, unscale, block) for block in blocks]
+    sums = torch.stack(parts).sum(dim=0, dtype=wide)
+    # Flagged and set to 0: one NaN would take the sums of all other shards with it.
+    is_bad = ~sums.isfinite().all()
+    inputs = [AdamField.SQUARED_WEIGHT - 1, AdamField.SQUARED_GRADIENT - 1]
+    # Neither gradient nor weights can have made it.
+    is_state_bad = is_bad & sums[inputs].isfinite().all()
+    sums = torch.where(is_bad, 0, sums)
+    count = torch.full((), tensors[0].numel(), dtype=wide, device=sums.device)
+    flags = [is_bad.to(wide), is_state_bad.to(wide), step.to(sums, non_blocking=True)]
+    return torch.stack([count, *sums, *flags])
+
+
+def _block_sums(
+    group: dict[str, Any], step: Tensor, unscale: float | Tensor, block: Sequence[Tensor]
+) -> Tensor:
+    """Return the columns from `NON_ZERO` to `SECOND_MOMENT` of a part of a parameter, in fp32."""
+    beta1, beta2 = (float(b) for b in group["betas"])
+    weight, g, m, v = (part.float() for part in block)
+    if isinstance(unscale, Tensor) or unscale != 1:
+        g = g * unscale
+    # Ahead of the step: after it, the states that it started from are gone.
+    root = torch.addcmul(v * beta2, g, g, value=1 - beta2).div_(1 - beta2**step).sqrt_()
+    update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
+    factor = group["lr"] / (1 - beta1**step)
+    is_moving = g != 0
+    second_moment = torch.dot(root, root) * (1 - beta2**step)
+    below = (root < max(group["eps"], _SMALLEST)).logical_and_(is_moving)
+    ratio = g.div(root.clamp_(min=max(group["eps"], _SMALLEST)))
+    sums = [
+        is_moving.count_nonzero(),
+        torch.dot(ratio, ratio),
+        below.count_nonzero(),
+        torch.dot(update, update) * factor**2,
+        torch.dot(weight, weight),
+        torch.dot(g, g),
+        second_moment,
+    ]
+    return torch.stack([each.to(torch.float32) for each in sums])
+
+
+# What is kept of each tensor; it goes into checkpoints as it is.
 _UNKNOWN: dict[str, Any] = {
     "samples": 0,
     "rms": 0.0,  # the highest one at the start
@@ -59,10 +195,7 @@ class AdamNumbers:
 
 @dataclass(kw_only=True, eq=False)
 class AdamStateRule(Learning):
-    """Judges samples of Adam's states; a high RMS is confirmed by a second sample.
-
-    The arguments are those of `AdamStateMonitor`; why so: docs/callbacks/adam-state-monitor.md.
-    """
+    """Judges samples of Adam's states. Why so: docs/callbacks/adam-state-monitor.md."""
 
     baseline_samples: int
     max_update_rms: float
@@ -86,10 +219,7 @@ class AdamStateRule(Learning):
         eps: float,
         first: Collection[str],
     ) -> list[Verdict]:
-        """Take in a sample of the tensors whose numbers are all finite; return what is wrong.
-
-        Of several with a high RMS, those in `first` are named before others.
-        """
+        """Take in a sample of tensors with finite numbers; return what is wrong, `first` first."""
         self._highest_rate = max(self._highest_rate, rate or 0.0)
         is_rising, self._last_rate = (rate or 0.0) > self._last_rate, rate or 0.0
         is_silent = all(numbers.is_zero for numbers in tensors)
@@ -104,8 +234,10 @@ class AdamStateRule(Learning):
             newest = usual["newest"] = [*usual["newest"], numbers.rms][-32:]
             is_known = usual["samples"] > self.baseline_samples
             usual["is_real"] |= numbers.gradient_rms > rounding
+            # A gradient of rounding alone is as small as epsilon, whatever Adam does.
             if usual["is_real"]:
                 found.append(self._judge_epsilon(numbers, usual, eps, is_known))
+                # Only a second sample tells a warm-up that begins near 0 from a rate that is low.
                 knows_rate = is_known or (rate is not None and not is_rising)
                 found.append(self._judge_ratio(numbers, rate, is_known, knows_rate))
             verdicts += [replace(verdict, tensor=numbers.name) for verdict in found if verdict]
@@ -123,6 +255,7 @@ class AdamStateRule(Learning):
         # The RMS of few values is noisy, the more so as those of a bias move together.
         limit = self.max_update_rms * (1 + 10 / math.sqrt(numbers.numel))
         moving = [rms for rms in newest if rms > 0]
+        # A gradient in a share q of the samples leaves q times its square in the second moment.
         sparse = math.sqrt(len(newest) / max(len(moving), 1))
         return max(limit * sparse, 3 * statistics.median(moving or [0.0]))
 
@@ -130,11 +263,13 @@ class AdamStateRule(Learning):
         if not high:
             return []
         names = [str(verdict.tensor) for verdict in high]
+        # One odd batch is no alarm: the same tensor must be high again within the next few steps.
         suspects, self._suspects = self._suspects, dict.fromkeys(names, step)
         confirmed = [v for v in high if step - suspects.get(str(v.tensor), -100) <= 10]
         self.wants_more = not confirmed
         if not confirmed:
             return []
+        # Embeddings are in `first`: there arXiv:2304.13013 saw it before the loss spiked.
         chosen = [v for v in confirmed if v.tensor in first] or confirmed
         worst = max(chosen, key=lambda v: (v.value or 0) / (v.threshold or 1))
         return [replace(worst, numbers={"count": len(confirmed)})]
@@ -175,9 +310,11 @@ class AdamStateRule(Learning):
         steps = step - usual["zero_from"]
         boost = _boost(steps, beta2)
         seen = max(step - usual["from"], 1)
-        if is_silent:
+        if is_silent:  # as at a loss of exactly 0: of such runs only the harm is judged
             is_long = boost >= self.max_update_rms
         else:
+            # A rare token's row is without one for long. Gradients that came at random with the
+            # rate seen so far would stay away for so long with a chance of exp(-rate * steps).
             had_always = usual["with"] >= 3 and not usual["without"]
             is_long = had_always or math.exp(-usual["grown"] * steps / seen) < _ALIVE
         if not usual["grown"] or steps < self.zero_run_steps or not is_long:

@@ -1,0 +1,256 @@
+"""Tells spikes of loss and gradient norm from noise, on their device; and says what was seen.
+
+Legend: K signals, N places in the window.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
+
+__all__ = ["RobustWindow", "Scene", "SignalVerdict", "describe", "is_slight"]
+
+# The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
+_SIGMA_PER_MAD = 1.4826
+_REACH = 2.0  # how far above the median a spike is, in distances of the highest healthy value
+_MAX_Z = 1e4  # so that a plot of z keeps its scale
+_SLIGHT = 0.1  # of what was gained since the highest level
+
+
+class SignalVerdict(NamedTuple):
+    """What a window says: of several signals in tensors on their device, of one in numbers."""
+
+    value: Any  # what was measured
+    median: Any  # of the window; NaN while it is empty
+    limit: Any  # above it, a value is a spike
+    highest: Any  # the highest value in the window
+    z: Any  # robust deviations above the median; NaN where the window holds too little to say
+    is_spike: Any  # whether it is refused
+    is_finite: Any  # whether it is a number
+    is_new_level: Any  # whether it is the last of so many spikes that the window starts anew
+
+
+class RobustWindow:
+    """Tells spikes from noise, one-sided, by median and MAD of the last healthy values.
+
+    z = (log x - median(log w)) / max(1.4826 MAD(log w), reach, floor) > z_threshold, where the
+    reach is 2 / z_threshold times the distance from the median to the highest value. `floors` are
+    relative. No host sync. Why so: docs/callbacks/spike-guard.md.
+    """
+
+    def __init__(
+        self,
+        floors: tuple[float, ...],
+        *,
+        size: int = 128,
+        min_values: int = 64,
+        z_threshold: float = 6.0,
+        patience: int = 16,
+    ) -> None:
+        self.min_values = min_values
+        self.z_threshold = z_threshold
+        self.patience = patience
+        self._floors_k = torch.tensor(floors)
+        self._values_kn = torch.full((len(floors), size), torch.nan)  # the newest last
+        self._streak_k = torch.zeros(len(floors), dtype=torch.long)  # spikes in a row
+        self.highest_k = torch.full((len(floors),), -torch.inf)  # of all medians so far
+
+    def judge(self, values_k: Tensor, judged_k: Tensor, spread: float = 1.0) -> SignalVerdict:
+        """Judge the signals of a step, fp32, and take in what is healthy, as what is not judged."""
+        if self._values_kn.device != values_k.device:
+            for name in ("_floors_k", "_values_kn", "_streak_k", "highest_k"):
+                setattr(self, name, getattr(self, name).to(values_k.device))
+        # Exactly 0 is no measurement: no sample of the batch violates its margin.
+        judged_k = judged_k & (values_k != 0)
+        verdict = self._look(values_k, judged_k, spread)
+        is_spike_k, is_new_k = verdict.is_spike, verdict.is_new_level
+        is_healthy_k = verdict.is_finite & ~is_spike_k & judged_k
+        moved_kn = torch.cat([self._values_kn[:, 1:], values_k[:, None]], dim=1)
+        values_kn = torch.where(is_healthy_k[:, None], moved_kn, self._values_kn)
+        self._values_kn = torch.where(is_new_k[:, None], torch.nan, values_kn)
+        self._streak_k = (self._streak_k + is_spike_k) * ~(is_healthy_k | is_new_k)
+        return verdict
+
+    def _look(self, values_k: Tensor, judged_k: Tensor, spread: float) -> SignalVerdict:
+        # Sorted, as `nanmedian` refuses to run on CUDA under deterministic algorithms.
+        sorted_kn = self._values_kn.sort(dim=1).values  # NaN, which is no value, comes last
+        count_k = self._values_kn.isfinite().sum(dim=1)
+        last_k1 = (count_k - 1).clamp(min=0)[:, None]
+        # In logarithms noise in proportion to the level is the same early and late. A loss that
+        # may be negative is judged as it is.
+        is_positive_k = sorted_kn[:, 0] > 0
+        to_log_kn = torch.where(is_positive_k[:, None], sorted_kn.log(), sorted_kn)
+        center_k1 = to_log_kn.gather(1, last_k1 // 2)
+        highest_k1 = to_log_kn.gather(1, last_k1)
+        mad_k1 = (to_log_kn - center_k1).abs().sort(dim=1).values.gather(1, last_k1 // 2)
+        level_k1 = torch.where(is_positive_k[:, None], 1.0, center_k1.abs())
+        floor_k1 = self._floors_k[:, None] * level_k1
+        reach_k1 = _REACH * (highest_k1 - center_k1) / self.z_threshold
+        sigma_k1 = torch.maximum(_SIGMA_PER_MAD * mad_k1, torch.maximum(floor_k1, reach_k1))
+        sigma_k1 = sigma_k1 * spread
+        # The log of a value that is not positive is -inf or NaN, and such a value is no spike.
+        x_k = torch.where(is_positive_k, values_k.log().nan_to_num(nan=-torch.inf), values_k)
+        center_k, sigma_k = center_k1[:, 0], sigma_k1[:, 0]
+        # A loss that is mostly zero (a hinge) has no deviation to measure by.
+        is_spread_k = is_positive_k | (mad_k1[:, 0] > 0)
+        is_known_k = (count_k >= self.min_values) & is_spread_k & judged_k
+        z_k = ((x_k - center_k) / sigma_k).clamp(-_MAX_Z, _MAX_Z)
+        is_finite_k = values_k.isfinite() | ~judged_k
+        is_spike_k = is_known_k & is_finite_k & (z_k > self.z_threshold)
+        limit_k = center_k + self.z_threshold * sigma_k
+        median_k = torch.where(is_positive_k, center_k.exp(), center_k)
+        known_k = torch.where(is_known_k, median_k, -torch.inf)
+        self.highest_k = torch.maximum(self.highest_k, known_k)
+        return SignalVerdict(
+            value=values_k,
+            median=median_k,
+            limit=torch.where(is_positive_k, limit_k.exp(), limit_k),
+            highest=sorted_kn.gather(1, last_k1)[:, 0],
+            z=torch.where(is_known_k & is_finite_k, z_k, torch.nan),
+            is_spike=is_spike_k,
+            is_finite=is_finite_k,
+            is_new_level=is_spike_k & (self._streak_k + 1 >= self.patience),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        known = {"values": self._values_kn, "streak": self._streak_k, "highest": self.highest_k}
+        return {name: tensor.cpu() for name, tensor in known.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with another window; one of another size is left alone, and fills anew."""
+        device = self._values_kn.device
+        state = {name: tensor.to(device, copy=True) for name, tensor in state_dict.items()}
+        if state["values"].shape == self._values_kn.shape:
+            self._values_kn = state["values"]
+            self._streak_k = state.get("streak", self._streak_k)
+            self.highest_k = state.get("highest", self.highest_k)
+
+
+def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
+    """Return whether a loss spike is of no account, as of an odd sample at a loss close to 0."""
+    # There one odd sample of 32 is 30 times the median, and leaves the gradient norm usual.
+    median = verdict.median[0]
+    is_usual: Tensor = ~verdict.is_spike[1] & verdict.is_finite[1]
+    is_small: Tensor = verdict.value[0] - median < _SLIGHT * (highest - median)
+    return is_usual & is_small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A step, and what the guard knows beside it."""
+
+    facts: StepFacts
+    first_lr: float | None  # some steps before
+    clip_val: float | None  # of gradients, as the Trainer has it
+    action: str  # of the guard
+    is_spent: bool  # whether there are no rewinds left
+    window_steps: int
+    z_threshold: float
+
+
+def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+    """Return what to say of a step at which something was not finite, or a spike."""
+    facts, is_scaled = scene.facts, scene.facts.loss_scale is not None
+    if not loss.is_finite:
+        kind, bad, tensor = "non_finite_loss", loss, "loss"
+        message = f"The loss{facts.whose} is {_written(loss)}."
+    # Under a loss scale a loss spike overflows the gradients: the loss is the news.
+    elif not norm.is_finite and not (loss.is_spike and is_scaled):
+        kind, bad, tensor = "non_finite_gradient", norm, str(facts.largest_gradient)
+        message = (
+            f"The gradient norm{facts.whose} is {_written(norm)} while the loss is finite; the "
+            f"gradient of `{tensor}` is among those that are not."
+        )
+        if is_scaled:
+            words = (
+                f"{message} The loss scaler skips the step.",
+                "A rare overflow of the scaled gradient needs no remedy.",
+            )
+            return Verdict(kind, norm.value, None, "info", tensor, words=words)
+    else:
+        return _spike(scene, loss, norm)
+    if not math.isnan(bad.median):
+        message += f" Its median before was {bad.median:.4g}."
+    ways = ["add `NonFiniteLocator()` to see the module that it comes from"]
+    if facts.lr and not facts.is_rate_ending:
+        ways.append(f"lower the learning rate from {facts.lr:.3g} to {facts.lr / 2:.2g}")
+    words = (message + _what_is_done(scene), _any_of(ways, scene))
+    return Verdict(kind, bad.value, None, "error", tensor, words=words)
+
+
+def _what_is_done(scene: Scene) -> str:
+    """Return what the guard does about it: a sentence after a space, or nothing."""
+    if scene.action == "rewind" and scene.is_spent:
+        return " All rewinds are used up, so training goes on."
+    return {
+        "warn": "",
+        "skip": " The step was skipped.",
+        "stop": " Training stops before this step.",
+        "raise": " Training ends before this step.",
+        "rewind": " Training rewinds.",
+    }[scene.action]
+
+
+def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+    is_loss, largest = loss.is_spike, scene.facts.largest_gradient
+    worse, what = (loss, "loss") if is_loss else (norm, "gradient norm")
+    times = f", {worse.value / worse.median:.1f} times" if worse.median > 0 else " against"
+    message = (
+        f"The {what}{scene.facts.whose} is {worse.value:.4g}{times} its median of "
+        f"{worse.median:.4g} in the last {scene.window_steps} healthy steps, above the limit of "
+        f"{worse.limit:.4g} (z = {worse.z:.1f}, threshold {scene.z_threshold:g})."
+    )
+    if norm.is_spike and is_loss:
+        message += (
+            f" The gradient norm is {norm.value:.4g} and beyond its limit of {norm.limit:.4g} too, "
+            f"the largest in `{largest}`."
+        )
+    elif not norm.is_finite:
+        message += " The scaled gradients overflow, so the loss scaler skips the step."
+    elif is_loss:
+        message += " The gradient norm is as usual."
+    else:
+        message += f" The largest is that of `{largest}`, {scene.facts.largest_gradient_norm:.4g}."
+    kind, tensor = ("loss_spike", "loss") if is_loss else ("gradient_spike", largest)
+    words = (message + _what_is_done(scene), _spike_remedy(scene, worse, norm))
+    severity: Severity = "warning"
+    # What clipping took care of is a note.
+    if not is_loss and scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
+        words = (f"{message} It is clipped to {scene.clip_val:g}.", "This needs no remedy.")
+        severity = "info"
+    return Verdict(kind, worse.value, worse.limit, severity, tensor, words=words)
+
+
+def _spike_remedy(scene: Scene, worse: SignalVerdict, norm: SignalVerdict) -> str:
+    """Return what to set; each value leaves the healthy steps of the window as they are."""
+    ways, lr, step = [], scene.facts.lr, scene.facts.step
+    if norm.is_spike and (not scene.clip_val or scene.clip_val > norm.highest):
+        ways.append(f"set `Trainer(gradient_clip_val={norm.highest:.2g})`")
+    is_adam = "Adam" in scene.facts.optimizer_name and scene.facts.optimizer_name != "SafeAdamW"
+    if norm.is_spike and is_adam:
+        ways.append("clip updates with `SafeAdamW(clip_update_rms=1.0)`")
+    # A rate that has risen within the window is a warm-up.
+    if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
+        ways.append(f"lengthen the warm-up from {step} steps or more to {2 * step}")
+    if lr and not scene.facts.is_rate_ending:
+        # As much lower as the value is above what is still fine, within reason.
+        factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
+        ways.append(f"lower the learning rate from {lr:.3g} to {lr / factor:.2g}")
+    return _any_of(ways, scene)
+
+
+def _any_of(ways: list[str], scene: Scene) -> str:
+    if scene.action == "warn":
+        ways = [*ways, "leave such batches out with `SpikeGuard(action='skip')`"]
+    if not ways:
+        return "Lower the learning rate to half."
+    text = ", ".join(ways[:-1]) + f", or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return text[0].upper() + text[1:] + "."
+
+
+def _written(verdict: SignalVerdict) -> str:
+    return "NaN" if math.isnan(verdict.value) else f"{verdict.value:g}"
