@@ -255,7 +255,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    inputs, gradients = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+    # Once: a checkpoint around the loss gives its tensors out one time.
+    saved = ctx.saved_tensors
+    inputs, gradients = saved[:5], list(saved[5:])
     finished = iter(finish(cotangent, *inputs, gradients))
     found = [None if x.dim() == 1 else next(finished) for x in gradients]
     return (*found, *(None for _ in range(ctx.inputs - len(found))))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import ContrastiveLoss
 from tests.processes import run_ranks
@@ -142,6 +143,14 @@ def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() 
     difference, message = _second_derivative()
     assert difference == 0
     assert "second derivative through a contrastive loss" in message
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_around_the_loss_changes_no_gradient(use_reentrant: bool) -> None:
+    image, text = (torch.randn(20, 8, requires_grad=True) for _ in range(2))
+    (expected,) = torch.autograd.grad(ContrastiveLoss()(image, text, 1.0), image)
+    checkpoint(ContrastiveLoss(), image, text, 1.0, use_reentrant=use_reentrant).backward()
+    assert torch.equal(image.grad, expected)
 
 
 @pytest.mark.distributed
