@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._common import Benchmark, Report
 from lightning_mp.contrastive._exchange.agreement import make_plan
 from lightning_mp.contrastive._sums import infonce
-from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan.table import aligned
 
@@ -120,7 +120,7 @@ def count(
     try:
         with (
             mock.patch.object(KernelInterface, "__getitem__", return_value=counted("kernel")),
-            mock.patch.object(workspace, "add_product", counted("product")),
+            mock.patch.object(block, "add_product", counted("product")),
             mock.patch.object(FakeTensor, "data_ptr", return_value=4096),
             FakeTensorMode(),
         ):

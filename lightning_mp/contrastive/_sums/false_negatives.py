@@ -48,7 +48,7 @@ def limits_of(
     limit_b = limit_b + rounding * math.prod(norms_b)
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)
     limit_n[:b] = limit_b
-    return Limits(limit_b, limit_n, *guides)
+    return Limits(limit_b, limit_n, (left, right) if guides else None)
 
 
 def _as_multiplied(guide_nG: Tensor, dtype: torch.dtype) -> Tensor:

@@ -112,7 +112,7 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 def _is_interpreted() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
-    from lightning_mp.contrastive._tiles.triton_tiles.launch import is_interpreted
+    from lightning_mp.contrastive._tiles.triton_tiles.device_functions import is_interpreted
 
     return is_interpreted()
 

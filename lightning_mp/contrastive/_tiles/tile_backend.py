@@ -1,14 +1,20 @@
-"""What the loss asks of the code that multiplies tiles.
+"""What the loss asks of the code that multiplies tiles, and what it does beside the sweeps.
 
 Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
+    n: this rank's texts, of which the first b belong to its images. R: parts of a sum.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_mp.contrastive._exchange.exchange import HEADER
+from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = [
     "Finished",
@@ -40,35 +46,30 @@ class Limits(NamedTuple):
     Args:
         rows_b: Of the rows, in the state dtype.
         columns_m: Of the columns.
-        row_guides_bG: Similarities are the products of these with
-        column_guides_mG: these. `None` for both: those of the features.
+        guides: Rows and columns, contiguous, whose products are the similarities; `None`: those of
+            the features are.
     """
 
     rows_b: Tensor
     columns_m: Tensor
-    row_guides_bG: Tensor | None = None
-    column_guides_mG: Tensor | None = None
+    guides: tuple[Tensor, Tensor] | None = None
 
     @property
     def travelling(self) -> list[Tensor]:
         """What travels with the columns."""
-        guides = self.column_guides_mG
-        return [self.columns_m] if guides is None else [self.columns_m, guides]
+        return [self.columns_m] if self.guides is None else [self.columns_m, self.guides[1]]
 
     def at(self, columns: Sequence[Tensor]) -> "Limits":
         """Return the limits of the same rows at other columns, with what came with these."""
-        guides = None if self.column_guides_mG is None else columns[1]
-        return self._replace(columns_m=columns[0], column_guides_mG=guides)
+        guides = None if self.guides is None else (self.guides[0], columns[1])
+        return self._replace(columns_m=columns[0], guides=guides)
 
     def block(self, rows: slice, columns: slice) -> "Limits":
         """Return the limits of some rows and columns."""
-        left, right = self.row_guides_bG, self.column_guides_mG
-        return Limits(
-            self.rows_b[rows],
-            self.columns_m[columns],
-            None if left is None else left[rows],
-            None if right is None else right[columns],
-        )
+        guides = None
+        if self.guides is not None:
+            guides = self.guides[0][rows], self.guides[1][columns]
+        return Limits(self.rows_b[rows], self.columns_m[columns], guides)
 
 
 class Maxima(NamedTuple):
@@ -195,17 +196,18 @@ class Finished(NamedTuple):
     d_scale: Tensor | None
 
 
-class TileBackend(Protocol):
+class TileBackend(ABC):
     """Sweeps over `Logits`, which are never held as a whole; positives take part in none.
 
     Log-sum-exps are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all
     sweeps add to what they are given, in an order that does not depend on the run.
     """
 
+    @abstractmethod
     def budget(self, device: torch.device) -> int:
         """Return how many bytes the sweeps may take at a time on a device."""
-        ...
 
+    @abstractmethod
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
@@ -216,8 +218,8 @@ class TileBackend(Protocol):
             dtype: Of the features.
             of_guides: They are guides, which may be multiplied in another way.
         """
-        ...
 
+    @abstractmethod
     def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the size of the memory for `Kept`, in values of the accumulation dtype.
 
@@ -227,23 +229,18 @@ class TileBackend(Protocol):
             dtype: Of the features.
             device: Theirs.
         """
-        ...
 
+    @abstractmethod
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kept_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
-        ...
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
         """Return what a loss works out once; row `i` of both sides is a pair, `n >= b`."""
-        ...
+        state = state_dtype(rows_bD.device)
+        pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
+        return Prepared(pos_b.mul_(scale.to(state).reshape(())))
 
     def pair_terms(
         self,
@@ -262,7 +259,26 @@ class TileBackend(Protocol):
             wanted: Whether the cross entropies of rows count, and those of columns.
             terms: Cross entropies that the loss is the mean of.
         """
-        ...
+        b = len(pos_b)
+        column_neg_n = column_neg_Rn[0] if len(column_neg_Rn) == 1 else column_neg_Rn.logsumexp(0)
+        margin_2b = torch.stack([row_neg_b - pos_b, column_neg_n[:b] - pos_b])
+        # A positive of +inf is an overflow, not a loss of 0.
+        margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
+        softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
+        if False in wanted:  # what does not count weighs nothing
+            unwanted = wanted.index(False)
+            softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
+        row_lse_b = torch.logaddexp(row_neg_b, pos_b)
+        # Texts without an image have no term: an infinite sum leaves them a softmax of zero.
+        published = column_neg_n.new_full((HEADER + len(column_neg_n),), torch.inf)
+        if wanted[1]:
+            published[HEADER : HEADER + b] = torch.logaddexp(column_neg_n[:b], pos_b)
+        published[0] = softplus_2b.sum() / terms
+        return PairTerms(
+            row_lse_b if wanted[0] else torch.full_like(row_lse_b, torch.inf),
+            published,
+            margin_2b.sigmoid().sum(0),
+        )
 
     def finish(
         self,
@@ -291,8 +307,23 @@ class TileBackend(Protocol):
             ranks: W, which a mean over ranks divides by.
             wants_scale: Whether the scale needs its gradient.
         """
-        ...
+        unit = cotangent.to(weight_b.dtype) / terms
+        factor = scale.to(unit.dtype).reshape(()) * unit * ranks
+        b, d_scale = len(weight_b), None
+        for other_D, grad_D in ((columns_nD, d_rows_bD), (rows_bD, d_columns_nD)):
+            if grad_D is not None:
+                grad_D[:b].addcmul_(other_D[:b], weight_b.to(grad_D.dtype)[:, None], value=-1.0)
+        # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+        own_D, grad_D = (columns_nD, d_columns_nD) if d_rows_bD is None else (rows_bD, d_rows_bD)
+        if wants_scale and grad_D is not None:
+            d_scale = row_dots(own_D, grad_D, unit.dtype).sum() * unit
+        return Finished(
+            None if d_rows_bD is None else d_rows_bD.mul_(factor).to(rows_bD.dtype),
+            None if d_columns_nD is None else d_columns_nD.mul_(factor).to(columns_nD.dtype),
+            d_scale,
+        )
 
+    @abstractmethod
     def lse_sweep(
         self,
         logits: Logits,
@@ -308,8 +339,8 @@ class TileBackend(Protocol):
         What tiles fit are left in `logits.kept`; `prepared` is what `prepare` returned for the
         loss. `maxima` are raised if they are given.
         """
-        ...
 
+    @abstractmethod
     def grad_sweep(
         self,
         logits: Logits,
@@ -325,8 +356,8 @@ class TileBackend(Protocol):
         include the positives. `None` skips a gradient and its unit of work; `logits.kept`, as the
         first sweep left it, takes up to one more off.
         """
-        ...
 
+    @abstractmethod
     def sigmoid_sweep(
         self,
         logits: Logits,
@@ -343,4 +374,3 @@ class TileBackend(Protocol):
         `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient. `maxima`, if
         given, are raised to `S`, without the bias. No tile is kept.
         """
-        ...

@@ -9,7 +9,6 @@ results below fp32's smallest normal number, and a GEMM over such results 200 ti
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -239,9 +238,9 @@ def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor)
 def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     """Return what rows leave out, and what columns do; guides take the second buffer."""
     dtype, scale = tile.spare_rc.dtype, tile.log2_scale
-    left, right = limits.row_guides_bG, limits.column_guides_mG
-    if left is not None and right is not None:
-        guided_rc = torch.mm(left.to(dtype), right.to(dtype).T, out=tile.spare_rc)
+    if limits.guides is not None:
+        left, right = (guides.to(dtype) for guides in limits.guides)
+        guided_rc = torch.mm(left, right.T, out=tile.spare_rc)
         return guided_rc > limits.rows_b[:, None].to(dtype), guided_rc > limits.columns_m.to(dtype)
     # Logits of a negative scale have the other order.
     row_r1, column_c = ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
@@ -249,21 +248,12 @@ def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     return (tile.logits_rc > row_r1) ^ is_turned, (tile.logits_rc > column_c) ^ is_turned
 
 
-def sigmoid(
-    tile: Tile, log2_bias: Tensor, note: Callable[[Peaks], None] | None = None
-) -> tuple[Tensor, Tensor]:
+def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`.
 
-    Args:
-        tile: The tile.
-        log2_bias: The bias, in powers of two.
-        note: Gets the largest logits of the negatives, if they are wanted.
+    The logits stand in the first buffer, and are gone after. The bias is in powers of two.
     """
-    dtype = tile.spare_rc.dtype
-    x_rc = tile.logits()
-    if note is not None:
-        tile.leave_out(x_rc, -torch.inf)
-        note(peaks_of(x_rc))
+    x_rc, dtype = tile.logits_rc, tile.spare_rc.dtype
     x_rc.add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
     tile.leave_out(x_rc, -torch.inf)
     x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow

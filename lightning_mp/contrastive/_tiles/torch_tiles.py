@@ -5,15 +5,19 @@ Shapes:
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles import pairs
-from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits, Maxima, Prepared
+from lightning_mp.contrastive._tiles.tile_backend import (
+    Kept,
+    Logits,
+    Maxima,
+    Prepared,
+    TileBackend,
+)
 from lightning_mp.contrastive._tiles.torch_tile import (
     HEADER,
     KeptTile,
@@ -27,7 +31,6 @@ from lightning_mp.contrastive._tiles.torch_tile import (
     softmax,
 )
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
-from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
 
@@ -38,7 +41,7 @@ _LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchTiles:
+class TorchTiles(TileBackend):
     """Both sweeps of `TileBackend` in plain torch, deterministic, for every device and dtype.
 
     A tile has `t` columns and `2 t` rows; `t` is the largest multiple of 64 (at least 64) for which
@@ -59,15 +62,6 @@ class TorchTiles:
     """
 
     workspace_bytes: int | None = None
-
-    def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
-        """Return the pairs' logits, see `TileBackend.prepare`."""
-        state = state_dtype(rows_bD.device)
-        pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
-        return Prepared(pos_b.mul_(scale.to(state).reshape(())))
-
-    pair_terms = staticmethod(pairs.pair_terms)
-    finish = staticmethod(pairs.finish)
 
     def lse_sweep(
         self,
@@ -134,8 +128,11 @@ class TorchTiles:
         log2_bias = bias * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
-            note = None if maxima is None else functools.partial(_raise, maxima, tile)
-            weights_rc, losses = sigmoid(tile, log2_bias, note)
+            logits_rc = tile.logits()
+            if maxima is not None:
+                tile.leave_out(logits_rc, -torch.inf)
+                _raise(maxima, tile, peaks_of(logits_rc))
+            weights_rc, losses = sigmoid(tile, log2_bias)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
 
@@ -162,35 +159,23 @@ class TorchTiles:
         return size
 
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kept_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
         kept = Kept(torch.empty(kept_values, device="meta"))
-        return sum(
-            shape[0] * shape[1]
-            for shape in (
-                (rows.stop - rows.start, columns.stop - columns.start)
-                for rows, columns in self._places(b, m, width, dtype, device)
-            )
-            if kept.take(HEADER + shape[0] * shape[1]) is None
+        sizes = (
+            (rows.stop - rows.start) * (columns.stop - columns.start)
+            for rows, columns in self._places(b, m, width, dtype, device)
         )
+        return sum(size for size in sizes if kept.take(HEADER + size) is None)
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace on a device, see `TileBackend.budget`."""
-        if self.workspace_bytes is not None:
-            return self.workspace_bytes
-        return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
+        return _default_bytes(device) if self.workspace_bytes is None else self.workspace_bytes
 
     def _tile_budget(self, device: torch.device) -> int:
         """Return the bytes of the workspace for one tile; the others are for tiles to be kept."""
-        default = DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
-        return min(self.budget(device) // 2, default)
+        return min(self.budget(device) // 2, _default_bytes(device))
 
     def _places(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
@@ -264,6 +249,10 @@ class TorchTiles:
 def _raise(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
     """Raise the maxima of a tile's rows and columns to its peaks, which are in powers of two."""
     maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
+
+
+def _default_bytes(device: torch.device) -> int:
+    return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
 
 
 def _even_step(length: int, limit: int) -> int:

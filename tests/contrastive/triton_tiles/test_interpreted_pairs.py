@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lightning_mp.contrastive._exchange.exchange import HEADER
-from lightning_mp.contrastive._tiles import pairs
-from lightning_mp.contrastive._tiles.triton_tiles import gradient_kernels, pair_kernels
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from lightning_mp.contrastive._tiles.triton_tiles import pair_kernels
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
 
 pytestmark = pytest.mark.interpreted(rows=None)
 
@@ -94,7 +94,7 @@ def test_terms_are_those_of_torch(b: int, n: int, parts: int, wanted: tuple[bool
     columns[0, 11:15] = -torch.inf  # of one part, and of all with those that `_vectors` has
     if parts > 1 and n > 20:
         columns[:, 8], columns[1, 9], columns[-1, 10] = 900.0, torch.inf, torch.nan
-    expected = pairs.pair_terms(row, columns, pos, wanted, 2 * b)
+    expected = TorchTiles().pair_terms(row, columns, pos, wanted, 2 * b)
     made = pair_kernels.pair_terms(row, columns, pos, wanted, 2 * b)
     used = [0, *range(HEADER, HEADER + n)]  # the rest of the header aligns it
     torch.testing.assert_close(made.row_lse_b, expected.row_lse_b, equal_nan=True)
@@ -128,8 +128,8 @@ def test_gradients_are_finished_as_torch_does(
     ]
     copies = [None if gradient is None else gradient.clone() for gradient in gradients]
     rest = (weight_b, scale, cotangent, 2 * b, 3, True)
-    expected = pairs.finish(image, text, *copies, *rest)
-    made = gradient_kernels.finish(image, text, *gradients, *rest)
+    expected = TorchTiles().finish(image, text, *copies, *rest)
+    made = pair_kernels.finish(image, text, *gradients, *rest)
     for one, other in zip(made[:2], expected[:2], strict=True):
         assert (one is None) == (other is None)
         if one is not None:
