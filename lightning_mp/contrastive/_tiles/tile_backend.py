@@ -83,10 +83,7 @@ class Maxima(NamedTuple):
         return Maxima(self.rows_b[rows], self.columns_m[columns])
 
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
-        """Put the larger values in place of the smaller ones, in place.
-
-        Both are multiplied by `unit` first.
-        """
+        """Put larger values, times `unit`, in place of the smaller ones that are here."""
         for mine, other in zip(self, (row_n, column_c), strict=True):
             torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)
 
@@ -107,7 +104,7 @@ class Kept:
         if self._used + size > self._values.numel():
             return None
         taken = self._values[self._used : self._used + size]
-        self._used += -(-size // 16) * 16
+        self._used += -(-size // 16) * 16  # the next one starts at 64 bytes as well
         return taken
 
     def take_rows(self, rows: int, width: int) -> Tensor:
@@ -116,6 +113,7 @@ class Kept:
         Rows lie a multiple of 16 values apart.
         """
         stride = -(-width // 16) * 16
+        # By 128, as blocks of rows go: those that are kept and others are not put into one.
         if (fit := (self._values.numel() - self._used) // stride) < rows:
             rows = fit // 128 * 128
         taken = self._values[self._used : self._used + rows * stride]

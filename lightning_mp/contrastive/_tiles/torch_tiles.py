@@ -72,6 +72,7 @@ class TorchTiles(TileBackend):
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        # What nothing has been added to yet may hold anything, NaN too.
         for total, is_fresh in zip((row_lse_b, column_lse_m), logits.fresh, strict=True):
             if is_fresh:
                 total.fill_(-torch.inf)
@@ -147,6 +148,7 @@ class TorchTiles(TileBackend):
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
         values = self._tile_budget(device) // accumulation_dtype(dtype).itemsize
+        # The positive root of that quadratic, in whole numbers.
         columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
         return max(64, columns // 64 * 64)
 
@@ -206,7 +208,7 @@ class TorchTiles(TileBackend):
                 # for its rounding would move all logits alike and not cancel against the positives.
                 rows_rD = rows_bD[rows].to(dtype)
                 scaled_rD = torch.addcmul(rows_rD * scale_high, rows_rD, scale_low)
-                del rows_rD
+                del rows_rD  # before a tile of it is worked on
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
@@ -238,7 +240,7 @@ class TorchTiles(TileBackend):
                 gradient.zero_()
         for tile in self._tiles(logits):
             weights_rc = weights_of(tile)
-            tile.leave_out(weights_rc, 0.0)
+            tile.leave_out(weights_rc, 0.0)  # positives come as they are
             if d_rows_bD is not None:
                 d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
             if d_columns_mD is not None:

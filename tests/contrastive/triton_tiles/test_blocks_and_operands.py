@@ -91,6 +91,11 @@ def test_blocks_stay_within_the_budget_and_the_shard() -> None:
         assert c >= min(m, 64)
 
 
+def test_blocks_have_no_more_rows_or_columns_than_kernels_can_count() -> None:
+    assert block_shape(2**31, 1, 2**40) == (2**30, 1)
+    assert max(block_shape(1, 2**31, 2**40)) == 2**30
+
+
 def test_blocks_of_a_large_shard_cost_little_more_than_squares() -> None:
     for _ in range(20_000):
         values = random.randint(2**20, 2**29)

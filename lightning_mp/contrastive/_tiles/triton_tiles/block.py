@@ -21,15 +21,7 @@ __all__ = ["Block", "BlockLimits", "Weights", "Workspace", "add_product"]
 
 
 class BlockLimits(NamedTuple):
-    """What a block leaves out of the sums, as `Limits` has it, ready for the kernels.
-
-    Args:
-        rows_n: The similarities above which rows leave a pair out, fp32.
-        columns_c: Those of columns.
-        row_guides_nk: Operands whose products are the similarities, with no gaps between rows.
-            `None`: the features' are.
-        column_guides_ck: Those of columns.
-    """
+    """`Limits` of a block in fp32, times the units of operands, and guides as operands."""
 
     rows_n: Tensor
     columns_c: Tensor
@@ -156,7 +148,8 @@ class Weights:
                 is_fresh = False
 
     def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what is to be multiplied, but for low times low."""
+        """Yield what is to be multiplied."""
+        # Low times low is left out: of two bf16 halves it is 2^-16 of the whole at most.
         for part in operand.parts_nD:
             yield self.high_nc, part
         if self.low_nc is not None:
@@ -164,13 +157,7 @@ class Weights:
 
 
 class Workspace:
-    """Memory for the weights of one block, reused by all.
-
-    Args:
-        shape: The most rows and columns of a block.
-        precision: In what the weights are kept.
-        device: Where.
-    """
+    """Memory for the weights of one block of at most some shape, reused by all blocks."""
 
     def __init__(self, shape: tuple[int, int], precision: Precision, device: torch.device) -> None:
         rows, columns = shape
@@ -197,6 +184,7 @@ def add_product(
     """
     if left_mk.dtype != total_mn.dtype and not left_mk.is_cuda:
         left_mk, right_kn = left_mk.to(total_mn.dtype), right_kn.to(total_mn.dtype)
+    # With a factor of 0 for what is there, even NaN, cuBLAS does not read it.
     beta = 1.0 if adds else 0.0
     if left_mk.dtype == total_mn.dtype:
         total_mn.addmm_(left_mk, right_kn, beta=beta, alpha=factor)

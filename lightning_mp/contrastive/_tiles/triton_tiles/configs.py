@@ -147,7 +147,7 @@ def fastest(
     Raises:
         RuntimeError: None of them runs on the device.
     """
-    measure = _time_on_device if device.type == "cuda" else _time_on_host
+    measure = _time_on_device if device.type == "cuda" else _time_on_host  # of the interpreter
     seconds: dict[TileConfig, float] = {}
     failures: list[str] = []
     for config in configs:
@@ -172,6 +172,7 @@ def _time_on_host(run: Callable[[TileConfig], object], config: TileConfig) -> fl
 
 
 def _time_on_device(run: Callable[[TileConfig], object], config: TileConfig) -> float:
+    # The device sleeps until the host has queued all runs, so that it never waits for a launch.
     launch_seconds = _time_on_host(run, config)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(_RUNS * launch_seconds * _CYCLES_A_SECOND))

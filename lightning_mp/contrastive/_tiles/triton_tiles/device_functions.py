@@ -1,4 +1,4 @@
-"""What kernels share: which tile, its logits, where its positives lie; numbers of all programs.
+"""What kernels share: tiles, what is no negative in them, and the largest numbers of all programs.
 
 Shapes:
     M, N, K: rows, columns and the slice of the width of one tile.
@@ -34,7 +34,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 __all__ = [
     "NO_DIAGONAL",
@@ -43,7 +42,6 @@ __all__ = [
     "differ",
     "finite_or_zero",
     "indices",
-    "is_interpreted",
     "is_last",
     "judged",
     "keep_mask",
@@ -90,7 +88,7 @@ def tile_at(
     row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
     in_band = GROUP * column_tiles
     first = program // in_band * GROUP
-    band = min(row_tiles - first, GROUP)
+    band = min(row_tiles - first, GROUP)  # the last one may be lower
     row = first + program % in_band % band
     return Tile(row, program % in_band // band, num_rows, num_columns)
 
@@ -120,6 +118,7 @@ def tile_dots(
     With `TMA` the operands are tensor descriptors, otherwise pointers to rows of 16-byte aligned
     values. Rows past the end come out as zero or as the last row once more; the caller masks.
     """
+    # "tf32" is for fp32 operands: all others are multiplied as they are.
     dots = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     if TMA:
         for k in range(0, width, TILE_K):
@@ -127,6 +126,7 @@ def tile_dots(
             right = columns.load([tile.column * TILE_N, k])
             dots = tl.dot(left, right.T, dots, input_precision="tf32")
     else:
+        # Rows past the end read the last one again, so that no load needs a mask.
         row, column = indices(tile, TILE_M, TILE_N)
         row, column = tl.minimum(row, tile.num_rows - 1), tl.minimum(column, tile.num_columns - 1)
         inner = tl.arange(0, TILE_K)
@@ -187,6 +187,7 @@ def negatives(
     TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Return the values of a tile's negatives, and `other` in place of what is none (M, N)."""
+    # Positives lie at column = row + diagonal.
     top, left = tile.row * TILE_M, tile.column * TILE_N
     is_cut = (top + TILE_M > tile.num_rows) | (left + TILE_N > tile.num_columns)
     is_cut |= (top + diagonal < left + TILE_N) & (left < top + diagonal + TILE_M)
@@ -287,6 +288,7 @@ def _order(bits):
 @triton.jit
 def raise_peak(peak, values):
     """Raise a peak to the largest of some values (1-D, fp32)."""
+    # One atomic a program. It need not order other memory: `is_last` does that.
     bits = tl.max(values, 0).to(tl.int32, bitcast=True)
     tl.atomic_max(peak, _order(bits), sem="relaxed")
 
@@ -310,8 +312,3 @@ def store_log2_scale(log2_scale, scale):
     high = exact.to(tl.float32)
     tl.store(log2_scale, high)
     tl.store(log2_scale + 1, (exact - high.to(tl.float64)).to(tl.float32))
-
-
-def is_interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, which is settled at their import."""
-    return not isinstance(tile_dots, JITFunction)

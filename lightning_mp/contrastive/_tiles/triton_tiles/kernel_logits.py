@@ -21,7 +21,8 @@ __all__ = ["KernelLogits", "block_shape", "whole_waves"]
 
 _ROW_MULTIPLE = 128
 _COLUMN_MULTIPLE = 64
-_TUNED_ROWS = 8192
+_LARGEST = 2**30  # kernels count rows and columns in 32 bits, sums of two included
+_TUNED_ROWS = 8192  # as many as fill any device several times over
 _LOG2_E = math.log2(math.e)
 
 
@@ -32,8 +33,7 @@ class KernelLogits:
     Args:
         logits: The logits, with ids of 32 bits.
         products: How features are multiplied.
-        guides: How guides are: as they stand, or fp32 ones in halves, whatever features are.
-            `None` without.
+        guides: How guides are: as they stand, or fp32 ones in halves. `None` without.
         kept_rm: Where the products of the first rows are kept, in fp32; may be empty.
     """
 
@@ -46,6 +46,7 @@ class KernelLogits:
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
         """Return them for what `tile_dtype` says; once a sweep, which takes a place to keep."""
         rows_bD, columns_mD = logits[:2]
+        # Guides judge whatever features are rounded to: `tile_dtype` is not for them.
         ids, guides = logits.ids, None
         if logits.limits is not None and logits.limits.guides is not None:
             guides = Products.of(*logits.limits.guides, "auto")
@@ -76,6 +77,7 @@ class KernelLogits:
         exact = self.logits.scale.double().reshape(()) * _LOG2_E
         if self.products.unit is not None:
             exact = exact / self.products.unit
+        # fp32 alone would move all logits alike, which does not cancel against the positives.
         high = exact.float()
         return torch.stack([high, (exact - high.double()).float()])
 
@@ -161,7 +163,9 @@ def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
     `n c + edge (n + c)` is what has to fit.
     """
     square = math.isqrt(edge**2 + values) - edge
+    # Where all rows fit beside a wide block of columns, that beats the square.
     most = max(square, (values - edge * b) // (b + edge), _COLUMN_MULTIPLE)
+    most = min(most, _LARGEST)
     columns = m
     if most < m:
         limit = most // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
@@ -169,7 +173,7 @@ def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
         even = -(-m // -(-m // limit))
         columns = -(-even // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
     rows = max((values - edge * columns) // (columns + edge), _ROW_MULTIPLE)
-    return min(rows, b), columns
+    return min(rows, b, _LARGEST), columns
 
 
 def whole_waves(rows: int, width: int, multiprocessors: int) -> int:

@@ -66,6 +66,12 @@ def _log2_sum_exp2(logits, axis: tl.constexpr):
     return reference + tl.log2(total), peak
 
 
+@triton.jit
+def _is_outside(sums):
+    """Return which sums one reference does not serve; comparisons with NaN are false."""
+    return ~((sums >= _LOWEST_SUM) & (sums <= _HIGHEST_SUM))
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
     rows,
@@ -129,8 +135,6 @@ def lse_kernel(
     row_powers, column_powers = powers, powers
     if row_guides is not None:
         by_row, by_column = above(similarities, row_limits, column_limits, tile, row, column)
-        row_powers = tl.where(by_row, 0.0, powers)
-        column_powers = tl.where(by_column, 0.0, powers)
     elif row_limits is not None:
         # Limits as powers: products held until here would be a second tile in registers.
         row_limit = load_some(row_limits, row, num_rows) * high
@@ -140,6 +144,7 @@ def lse_kernel(
         # Powers of a negative scale have the other order.
         by_row = (powers > row_limit[:, None]) != (high < 0)
         by_column = (powers > column_limit[None, :]) != (high < 0)
+    if row_limits is not None:
         row_powers = tl.where(by_row, 0.0, powers)
         column_powers = tl.where(by_column, 0.0, powers)
     row_sum, column_sum = tl.sum(row_powers, 1), tl.sum(column_powers, 0)
@@ -148,10 +153,8 @@ def lse_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(powers, 1), tile, row)
         store_of_columns(column_maxima, tl.max(powers, 0), tile, column)
-    # Comparisons with NaN are false.
-    row_fails = ~((row_sum >= _LOWEST_SUM) & (row_sum <= _HIGHEST_SUM)) & (row < num_rows)
-    column_fails = ~((column_sum >= _LOWEST_SUM) & (column_sum <= _HIGHEST_SUM))
-    column_fails &= column < num_columns
+    row_fails = _is_outside(row_sum) & (row < num_rows)
+    column_fails = _is_outside(column_sum) & (column < num_columns)
     fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))
     tl.store(is_redone + tile.row * tl.cdiv(num_columns, TILE_N) + tile.column, fails)
     if fails != 0:
@@ -181,7 +184,7 @@ def lse_kernel(
             )
             row_logits = tl.where(by_row, float("-inf"), logits)
             column_logits = tl.where(by_column, float("-inf"), logits)
-        # One side after the other, which takes fewer registers.
+        # One side after the other: to store them together takes up to eight registers more.
         lse, peak = _log2_sum_exp2(row_logits, 1)
         store_of_rows(row_sums, lse, tile, row)
         if row_maxima is not None:
@@ -248,19 +251,10 @@ def _merge(
     sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step, fresh,
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns of one tile.
+    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns from `start`.
 
-    Tiles that were redone come in as `2^value`. All in float64 and in a fixed order.
-
-    Args:
-        sums: (parts, length) in fp32.
-        flags: That of part `p` is at `p * part_step`.
-        reference: `t`, one fp32 value.
-        lse: (length,) natural logarithms in float64, added to in place.
-        part_maxima: (parts, length), as `sums`; maxima: (length,) in float64, raised in place to
-            the largest logits; or `None`.
-        start: The first of them.
-        fresh: Whether `lse` holds nothing yet, which is as good as -inf.
+    Tiles that were redone come in as `2^value`: `sums` is (parts, length), and the flag of part `p`
+    stands at `p * part_step`.
     """
     index = start + tl.arange(0, BLOCK)
     here = index < length
@@ -305,6 +299,7 @@ def _log2_add_exp2(left, right):
 
 def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
+    # A sum for each row of a tile and for each column, as many maxima, and a flag.
     rows, columns, _ = config.tile
     return (1 + with_maxima) * (4 / rows + 4 / columns) + 4 / (rows * columns)
 
@@ -318,16 +313,10 @@ def add_lse(
     config: TileConfig,
     maxima: Maxima | None = None,
 ) -> None:
-    """Add one block to the log-sum-exps of its negatives, in place, and leave products in `kept`.
+    """Add one block to natural log-sum-exps of its negatives, in place, and keep its products.
 
-    Args:
-        block: The block.
-        log2_scale: Scale times log2(e) as the sum of two fp32 values.
-        reference: One fp32 value `t`; tiles outside `t - 90` to `t + 119` are done twice.
-        row_lse_n: Natural log-sum-exps of the rows in float64; 1-D and contiguous.
-        column_lse_m: Those of the columns.
-        config: A row of the table for the kernel `"lse"`.
-        maxima: Largest logits of the block's rows and columns to raise; not with limits.
+    Tiles with sums outside `reference - 90` to `reference + 119` are done twice. `maxima`, of the
+    block's rows and columns, are raised if they are given, which they are not with limits.
 
     Raises:
         ValueError: Log-sum-exps have another layout.

@@ -111,14 +111,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of the products, of which is made what is asked for.
-
-    Args:
-        features_nD: The features.
-        precision: How they are multiplied.
-        unit: What split features are multiplied by.
-        is_columns: Whether they are columns.
-    """
+    """One side of the products, of which is made what is asked for."""
 
     features_nD: Tensor
     precision: Precision
@@ -136,7 +129,7 @@ class Operand:
         features_nD, unit = self.features_nD, self.unit
         values_nD = features_nD.to(self.precision.operand) if unit is None else features_nD * unit
         if unit is None and _is_aligned(values_nD):
-            return values_nD
+            return values_nD  # at b = 64k and D = 1024, a copy in bf16 would take 128 MiB
         n, width = features_nD.shape
         shape = n, 1 if unit is None else 3, padded(width)
         tiles = values_nD.new_zeros(shape, dtype=self.precision.operand)

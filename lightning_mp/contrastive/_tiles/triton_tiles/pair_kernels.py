@@ -99,6 +99,7 @@ def prepare_kernel(
         is_there = (first + inner < width)[None, :]
         x = tl.load(row_at + first, is_pair & is_there, 0.0)
         y = tl.load(column_at + first, is_column & is_there, 0.0)
+        # The sample may be off by what tf32 rounds; pairs' logits are the loss, and exact.
         dots = tl.dot(x, y.T, dots, input_precision="tf32")
         products += x.to(tl.float64) * y.to(tl.float64)
         row_squares += x.to(tl.float32) * x.to(tl.float32)
@@ -250,6 +251,7 @@ def pair_terms(
             n, parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
             PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
+    # Not by atomics: the order of a sum of float64 would show in its last digits.
     torch.sum(sums, 0, out=values[0])
     return PairTerms(row_lse_b, values, weight_b)
 

@@ -122,16 +122,10 @@ def add_sigmoid(
     config: TileConfig,
     maxima: Maxima | None = None,
 ) -> None:
-    """Write the sigmoids of one block, and add its sums to the totals in a fixed order.
+    """Write the sigmoids of one block, and add its `softplus` and sigmoids to `totals_2`.
 
-    Args:
-        block: The block.
-        log2_scale: Scale times log2(e) as the sum of two fp32 values.
-        log2_bias: Bias times log2(e), one fp32 value.
-        totals_2: Gets the sums of `softplus` and of the sigmoids; in float64.
-        weights: Where to write the sigmoids.
-        config: A row of the table for the kernel `"softmax_wide"`.
-        maxima: Largest logits of the block's rows and columns to raise, without the bias.
+    `config` is a row of the table for `"softmax_wide"`, which keeps as much in registers. `maxima`,
+    of the block's rows and columns without the bias, are raised if they are given.
     """
     (n, m), (row_tiles, column_tiles) = block.shape, config.tiles(*block.shape)
     sums = log2_scale.new_empty(2, row_tiles * column_tiles, dtype=torch.float32)
@@ -145,6 +139,7 @@ def add_sigmoid(
     if maxima is not None:
         row_n, column_m = (peak.amax(0).double() - log2_bias for peak in peaks if peak is not None)
         maxima.raise_to(row_n, column_m, _LN_2)
+    # In a fixed order, which atomics would not have.
     parts_2 = sums.sum(1, dtype=totals_2.dtype)
     parts_2[0] *= _LN_2
     totals_2.add_(parts_2)

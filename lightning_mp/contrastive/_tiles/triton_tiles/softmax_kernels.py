@@ -56,7 +56,7 @@ __all__ = ["SoftmaxFactors", "factors_kernel", "softmax_kernel", "write_softmax"
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 128
-_ALIGNMENT = 4  # values of fp32
+_ALIGNMENT = 4  # values of fp32: each vector starts at 16 bytes, as wide loads want
 
 
 @triton.jit
@@ -107,6 +107,7 @@ def factors_kernel(
     row_here, column_here = index < num_rows, index < num_columns
     rows = load_some(row_lse, index, num_rows) * _LOG2_E
     columns = load_some(column_lse, index, num_columns) * _LOG2_E
+    # Any `t` will do; that of the first row is there without a pass to look for the best.
     middle = tl.load(row_lse) * _LOG2_E
     gains = _store_rounded(row_power, row_gain, rows - EXPONENT, index, row_here)
     _store_rounded(column_power, column_gain, columns - EXPONENT, index, column_here)
@@ -153,14 +154,10 @@ class SoftmaxFactors:
         *,
         always_wide: bool = False,
     ) -> "SoftmaxFactors":
-        """Work the vectors out from natural log-sum-exps in float64; no value leaves the device.
+        """Work the vectors out from natural log-sum-exps in float64, positives included.
 
-        Args:
-            row_lse_b: Log-sum-exps of the rows, positives included.
-            column_lse_m: Those of the columns.
-            scale: One value.
-            exponent: `s`.
-            always_wide: Send the work to the twin with two exponentials, wherever they lie.
+        `exponent` is `s`; `always_wide` sends the work to the twin with two exponentials, wherever
+        they lie. No value leaves the device.
         """
         b, m = len(row_lse_b), len(column_lse_m)
         rows_3n, columns_3m = (
@@ -283,16 +280,12 @@ def write_softmax(
     weights: Weights,
     configs: Sequence[TileConfig],
 ) -> None:
-    """Write the softmax of one block; the twin that is not needed returns at once.
+    """Write the softmax of one block, of products that are kept or made here.
 
-    Args:
-        block: The block; its products are read where they are kept, and any twin will do.
-        log2_scale: Scale times log2(e) as the sum of two fp32 values.
-        factors: The vectors of the shard.
-        weights: Where to write.
-        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`, or for the
-            second alone, if `factors` are always wide.
+    `configs` are rows of the table for `"softmax"` and `"softmax_wide"`; for the second alone where
+    `factors` are always wide, or products are kept.
     """
+    # The host does not know which of the twins is needed: the other returns at once.
     for config in configs:
         softmax_kernel[(math.prod(config.tiles(*block.shape)),)](
             **block.arguments(config, multiplies=block.kept_nc is None),

@@ -111,11 +111,12 @@ class TritonTiles(TileBackend):
         if prepared is None:
             prepared = self.prepare(*logits[:3])
         log2_scale, reference = prepared.own
-        if cut.precision.is_split:
+        if cut.precision.is_split:  # what was prepared knows no units of operands
             log2_scale = cut.log2_scale()
 
         def try_out(block: Block, config: TileConfig) -> None:
             row_n, column_c = row_lse_b[block.rows], column_lse_m[block.columns]
+            # What has been summed so far is not to be touched.
             row_n, column_c = torch.empty_like(row_n), torch.empty_like(column_c)
             add_lse(block, log2_scale, reference, row_n, column_c, config)
 
@@ -259,12 +260,8 @@ class TritonTiles(TileBackend):
     ) -> TileConfig:
         """Return the row of the table to use: the first, or the fastest where that is asked for.
 
-        Args:
-            kernel: What it is for.
-            cut: What is swept.
-            try_out: Launches the kernel on a block; `None`: it is not timed.
-            most: Rows and columns that the block may have.
-            is_last: Take the last row, which keeps the least in registers.
+        `try_out` launches the kernel on a block of `most` rows and columns; without it nothing is
+        timed. `is_last` takes the last row, which keeps the least in registers.
         """
         width, device = cut.logits.rows_bD.shape[1], cut.logits.rows_bD.device
         configs = find_configs(kernel, self._arch(device), cut.precision.operand, width)
