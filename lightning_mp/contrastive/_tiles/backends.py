@@ -95,7 +95,7 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """
     if dtype == torch.float64:
         reason: str | None = "the features are float64, which tensor cores would round"
-    elif device.type == "cpu" and _is_interpreted():
+    elif device.type == "cpu" and _is_interpreted():  # in tests
         reason = None
     else:
         reason = triton_support.triton_problem(device)

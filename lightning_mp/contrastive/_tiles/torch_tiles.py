@@ -164,6 +164,7 @@ class TorchTiles(TileBackend):
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        # As the sweep takes its places, without memory.
         kept = Kept(torch.empty(kept_values, device="meta"))
         sizes = (
             (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -183,6 +184,7 @@ class TorchTiles(TileBackend):
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[slice, slice]]:
         """Yield rows and columns of every tile, row by row."""
+        # Even steps: a last tile of a few rows would take as many calls as a whole one.
         limit = self.tile_size(width, dtype, device)
         height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
         for top in range(0, b, height):

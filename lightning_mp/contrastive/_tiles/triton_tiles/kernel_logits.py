@@ -131,6 +131,7 @@ class KernelLogits:
 
 def _short(ids: Ids) -> Ids:
     """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
+    # `unique` would wait for the device, to know how many there are.
     known = ids.rows_b.sort().values
     # The first place among the rows'; the columns' that are not among them all get the same.
     columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)

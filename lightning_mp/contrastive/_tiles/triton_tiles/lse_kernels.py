@@ -50,7 +50,7 @@ HIGHEST_SUM_EXPONENT = 119
 _HIGHEST_SUM = tl.constexpr(2.0**HIGHEST_SUM_EXPONENT)
 _LOWEST_SUM = tl.constexpr(2.0**-90)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_MERGE_BLOCK = 32
+_MERGE_BLOCK = 32  # divides every tile, so that a program's rows are all redone or none is
 _MERGE_PARTS = 32
 
 
@@ -72,6 +72,8 @@ def _is_outside(sums):
     return ~((sums >= _LOWEST_SUM) & (sums <= _HIGHEST_SUM))
 
 
+# Sizes change with the last batch of an epoch: a kernel for multiples of 16 would be one more to
+# compile then, in the middle of the training.
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
     rows,
@@ -322,6 +324,7 @@ def add_lse(
         ValueError: Log-sum-exps have another layout.
     """
     n, m = block.shape
+    # Kernels go by these vectors without strides: others would be misread silently.
     for name, lse, length in (("row_lse_n", row_lse_n, n), ("column_lse_m", column_lse_m, m)):
         if lse.dtype != torch.float64 or lse.shape != (length,) or not lse.is_contiguous():
             raise ValueError(

@@ -56,7 +56,7 @@ class Precision:
         """Return what `tile_dtype` means for features of a dtype."""
         if tile_dtype in _HALF_DTYPES:
             return cls(_HALF_DTYPES[tile_dtype], _HALF_DTYPES[tile_dtype])
-        if features != torch.float32:
+        if features != torch.float32:  # the products of 16-bit features are exact in any case
             return cls(features, features, keeps_low=tile_dtype == "fp32")
         if tile_dtype == "tf32":
             return cls(torch.float32, torch.float32)

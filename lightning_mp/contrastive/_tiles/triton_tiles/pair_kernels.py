@@ -46,7 +46,7 @@ _SAFE_EXPONENT = tl.constexpr(HIGHEST_SUM_EXPONENT - 8.0)
 _FULL_RANGE_EXPONENT = tl.constexpr(160.0)
 # Puts the largest logit of the sample 18 powers of two below the end of the range.
 _SAMPLE_MARGIN = tl.constexpr(HIGHEST_SUM_EXPONENT - 18.0)
-_ROWS, _COLUMNS = 16, 128
+_ROWS, _COLUMNS = 16, 128  # `tl.dot` takes 16 rows at least
 _TERMS, _PARTS = 128, 32
 _FINISH_ROWS, _FINISH_COLUMNS = 4, 256  # a warp a row, 8 values a thread
 

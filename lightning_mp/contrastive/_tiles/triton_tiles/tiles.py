@@ -90,6 +90,7 @@ class TritonTiles(TileBackend):
     tile_dtype: TileDtype = "auto"
     autotune: bool = False
     arch: int | None = None
+    # What has been timed makes no difference between two that are chosen alike.
     _tuned: dict[tuple[Kernel, Precision, int, torch.device], TileConfig] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -127,6 +128,7 @@ class TritonTiles(TileBackend):
                 config = self._choose("lse", cut, try_out)
             else:  # 128 x 256 tiles with limits spill, and guides have a second product
                 config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
+            # No block of logits is ever written here: only what tiles leave of it.
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             for block in cut.blocks(self._block(cut, bytes_per_value)):
                 add_lse(
@@ -223,6 +225,7 @@ class TritonTiles(TileBackend):
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        # As the sweep takes its place, without memory.
         kept = Kept(torch.empty(kept_values, device="meta"))
         return (b - len(kept.take_rows(b, m))) * m
 
