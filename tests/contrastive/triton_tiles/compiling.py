@@ -34,8 +34,8 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Maxima
-from lightning_mp.contrastive._tiles.triton_tiles.block import Block, BlockLimits, Workspace
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Maxima
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Workspace
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
@@ -289,8 +289,11 @@ def _launch(request: Request) -> None:
         [torch.zeros(length, dtype=dtype) for length in (_SIZE, m)]
         for dtype in (torch.int32, torch.float64)
     )
-    guides = torch.empty(2, _SIZE, _SIZE, dtype=request.guides) if request.guides else ()
-    limits = BlockLimits(torch.zeros(_SIZE), torch.zeros(m), *(x[:m] for x in guides))
+    guides = None
+    if request.guides:
+        of_rows = torch.empty(_SIZE, _SIZE, dtype=request.guides)
+        guides = of_rows, torch.empty_like(of_rows[:m])
+    limits = Limits(torch.zeros(_SIZE), torch.zeros(m), guides)
     block = Block(
         slice(0, _SIZE), slice(0, m), products.rows(rows), products.columns(rows[:m]), 0,
         Ids(*ids) if request.ids else None, limits if request.limits else None,

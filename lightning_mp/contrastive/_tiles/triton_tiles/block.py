@@ -6,27 +6,18 @@ Shapes:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import NO_DIAGONAL
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Operand, Precision, padded
 
-__all__ = ["Block", "BlockLimits", "Weights", "Workspace", "add_product"]
-
-
-class BlockLimits(NamedTuple):
-    """`Limits` of a block in fp32, times the units of operands, and guides as operands."""
-
-    rows_n: Tensor
-    columns_c: Tensor
-    row_guides_nk: Tensor | None = None
-    column_guides_ck: Tensor | None = None
+__all__ = ["Block", "Weights", "Workspace", "add_product"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class Block:
         column_operand: Those of its columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         ids: Of its rows and columns, int32; pairs of equal ones are left out.
-        limits: Similarities above which rows and columns leave a pair out.
+        limits: Of its products, in fp32 and with the units of operands in; guides are operands.
         kept_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
         fresh: Whether sums of its rows, and of its columns, hold nothing yet.
     """
@@ -51,7 +42,7 @@ class Block:
     column_operand: Operand
     diagonal: int | None
     ids: Ids | None = None
-    limits: BlockLimits | None = None
+    limits: Limits | None = None
     kept_nc: Tensor | None = None
     fresh: tuple[bool, bool] = (False, False)
 
@@ -82,11 +73,11 @@ class Block:
 
     def limit_arguments(self, config: TileConfig) -> dict[str, Any]:
         """Return what kernels take of limits and of memory that is kept, by name."""
-        row_limits, column_limits, rows_nk, columns_ck = self.limits or (None,) * 4
+        row_limits, column_limits, guides = self.limits or (None, None, None)
         row_guides = column_guides = guide_width = None
-        if rows_nk is not None and columns_ck is not None:
-            row_guides, column_guides = _as_operands(rows_nk, columns_ck, config)
-            guide_width = rows_nk.shape[1]
+        if guides is not None:
+            row_guides, column_guides = _as_operands(*guides, config)
+            guide_width = guides[0].shape[1]
         return {
             "row_limits": row_limits, "column_limits": column_limits, "row_guides": row_guides,
             "column_guides": column_guides, "guide_width": guide_width, "kept": self.kept_nc,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits
-from lightning_mp.contrastive._tiles.triton_tiles.block import Block, BlockLimits
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
 
 __all__ = ["KernelLogits", "block_shape", "whole_waves"]
@@ -113,20 +113,18 @@ class KernelLogits:
         some = Logits(rows_bD[:rows], columns_mD[:columns], scale, None)
         return next(replace(self, logits=some, kept_rm=self.kept_rm[:0]).blocks((rows, columns)))
 
-    def _limits(self, limits: Limits) -> BlockLimits:
-        """Return the limits of a block's products, which have the units of split operands in."""
+    def _limits(self, limits: Limits) -> Limits:
+        """Return limits and guides of a block as `Block` has them."""
         row_n, column_c = limits[:2]
         products = self.products
-        guides: tuple[Tensor, ...] = ()
+        guides = None
         if self.guides is not None and limits.guides is not None:
             products, (left, right) = self.guides, limits.guides
-            guides = (
-                products.rows(left).tiles_nk.contiguous(),
-                products.columns(right).tiles_nk.contiguous(),
-            )
+            left, right = products.rows(left).tiles_nk, products.columns(right).tiles_nk
+            guides = left.contiguous(), right.contiguous()  # kernels take their width for a stride
         if products.unit is not None:
             row_n, column_c = row_n * products.unit, column_c * products.unit
-        return BlockLimits(row_n.float(), column_c.float(), *guides)
+        return Limits(row_n.float(), column_c.float(), guides)
 
 
 def _short(ids: Ids) -> Ids:
