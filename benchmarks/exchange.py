@@ -31,7 +31,7 @@ from benchmarks._common import Benchmark, Report
 from lightning_mp.contrastive._exchange.agreement import make_plan
 from lightning_mp.contrastive._operator import finish_gradients
 from lightning_mp.contrastive._sums.infonce import infonce
-from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, workspace
+from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan.table import aligned
 
@@ -121,7 +121,7 @@ def count(
     try:
         with (
             mock.patch.object(KernelInterface, "__getitem__", return_value=counted("kernel")),
-            mock.patch.object(workspace, "add_product", counted("product")),
+            mock.patch.object(block, "add_product", counted("product")),
             mock.patch.object(FakeTensor, "data_ptr", return_value=4096),
             FakeTensorMode(),
         ):

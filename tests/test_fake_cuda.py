@@ -6,9 +6,12 @@ from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
 from lightning_mp.contrastive._exchange import agreement
-from lightning_mp.contrastive._tiles.triton_tiles import autotune
-from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
-from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, find_configs
+from lightning_mp.contrastive._tiles.triton_tiles.configs import (
+    TileConfig,
+    _time_on_device,
+    fastest,
+    find_configs,
+)
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.tensor_stats import tensor_stats
 from tests.fake_cuda import FakeCuda, RaceError
@@ -111,7 +114,7 @@ def test_autotuning_goes_by_the_time_of_the_device(
 
     monkeypatch.setattr("time.perf_counter", lambda: gpu.time)
     assert fastest(configs, run, DEVICE) == configs[1]
-    measured = {config: autotune._time_on_device(run, config) for config in configs}
+    measured = {config: _time_on_device(run, config) for config in configs}
     assert measured == pytest.approx(on_device)
 
 

@@ -17,12 +17,11 @@ from lightning_mp.contrastive._sums.infonce import infonce
 from lightning_mp.contrastive._sums.plan import Plan
 from lightning_mp.contrastive._tiles.triton_tiles import (
     TritonTiles,
-    gradient_kernels,
+    block,
     lse_kernels,
     pair_kernels,
     softmax_kernels,
     tiles,
-    workspace,
 )
 from lightning_mp.numerics.async_readback import AsyncReadback
 from tests.fake_capture import CaptureError
@@ -31,9 +30,8 @@ from tests.fake_cuda import FakeCuda
 DEVICE = torch.device("cuda", 0)
 KERNELS = {
     lse_kernels: ("lse_kernel", "merge_kernel"),
-    softmax_kernels: ("softmax_kernel",),
-    pair_kernels: ("prepare_kernel", "terms_kernel"),
-    gradient_kernels: ("factors_kernel", "finish_kernel"),
+    softmax_kernels: ("factors_kernel", "softmax_kernel"),
+    pair_kernels: ("prepare_kernel", "terms_kernel", "finish_kernel"),
 }
 
 
@@ -52,7 +50,7 @@ def triton_launches(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for module, names in KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, _Launched(gpu, name))
-    monkeypatch.setattr(workspace, "add_product", lambda *args: gpu._launch("product", 1e-5))
+    monkeypatch.setattr(block, "add_product", lambda *args: gpu._launch("product", 1e-5))
     return gpu
 
 
@@ -119,10 +117,10 @@ def test_blocks_that_fill_the_device_are_captured_too(triton_launches: FakeCuda)
     image, text = (torch.zeros(4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     scale, backend = torch.ones((), device="cuda"), TritonTiles(2**21, arch=90)
     plan = Plan(Ring([4096]), backend, True, True, True)
-    tiles.multiprocessors.cache_clear()
+    tiles._multiprocessors.cache_clear()
     with triton_launches.capture() as captured:
         infonce(image, text, scale, None, plan)
-    tiles.multiprocessors.cache_clear()
+    tiles._multiprocessors.cache_clear()
     # 2^20 values are 1024 x 1024; so many rows fill the device no worse than fewer.
     assert captured.count("softmax_kernel") == 16
     assert captured.count("product") == 32

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_mp import SafeAdamW
 from lightning_mp.callbacks._step.sampling import pack_stats
-from lightning_mp.contrastive._tiles.triton_tiles.workspace import add_product
+from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
 from lightning_mp.numerics import fused_stats, row_dots, row_dots_kernels, triton_support
 from lightning_mp.optim._adamw import fused as fused_adamw
 from lightning_mp.optim._adamw import tables as adamw_tables

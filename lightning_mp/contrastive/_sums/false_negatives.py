@@ -49,7 +49,7 @@ def limits_of(
     # No similarity is above infinity: texts without an image leave nothing out.
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)
     limit_n[:b] = limit_b
-    return Limits(limit_b, limit_n, *guides)
+    return Limits(limit_b, limit_n, (left, right) if guides else None)
 
 
 def _as_multiplied(guide_nG: Tensor, dtype: torch.dtype) -> Tensor:

@@ -94,7 +94,7 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """
     if dtype == torch.float64:
         reason: str | None = "the features are float64, which tensor cores would round"
-    elif device.type == "cpu" and _is_interpreted():
+    elif device.type == "cpu" and _is_interpreted():  # in tests
         reason = None
     else:
         reason = triton_support.triton_problem(device)
@@ -109,13 +109,17 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, which is settled at their import."""
     if importlib.util.find_spec("triton") is None:
         return False
-    from lightning_mp.contrastive._tiles.triton_tiles.launch import is_interpreted
+    from triton.runtime import JITFunction
 
-    return is_interpreted()
+    from lightning_mp.contrastive._tiles.triton_tiles.device_functions import tile_dots
+
+    return not isinstance(tile_dots, JITFunction)
 
 
+# One object for equal choices: what autotuning finds out lives as long as the process.
 @functools.cache
 def _triton_tiles(workspace_bytes: int | None, tile_dtype: str, autotune: bool) -> TileBackend:
     # Triton is there on Linux only.

@@ -1,14 +1,19 @@
-"""What the loss asks of the code that multiplies tiles.
+"""What the loss asks of the code that multiplies tiles, and what it does beside the sweeps.
 
 Shapes:
     b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
+    n: this rank's texts, of which the first b belong to its images. R: parts of a sum.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = [
     "Ids",
@@ -39,35 +44,30 @@ class Limits(NamedTuple):
     Args:
         rows_b: Of the rows, in the state dtype.
         columns_m: Of the columns.
-        row_guides_bG: Similarities are the products of these with
-        column_guides_mG: these. `None` for both: those of the features.
+        guides: Rows and columns, contiguous, whose products are the similarities; `None`: those of
+            the features are.
     """
 
     rows_b: Tensor
     columns_m: Tensor
-    row_guides_bG: Tensor | None = None
-    column_guides_mG: Tensor | None = None
+    guides: tuple[Tensor, Tensor] | None = None
 
     @property
     def travelling(self) -> list[Tensor]:
         """What travels with the columns."""
-        guides = self.column_guides_mG
-        return [self.columns_m] if guides is None else [self.columns_m, guides]
+        return [self.columns_m] if self.guides is None else [self.columns_m, self.guides[1]]
 
     def at(self, columns: Sequence[Tensor]) -> "Limits":
         """Return the limits of the same rows at other columns, with what came with these."""
-        guides = None if self.column_guides_mG is None else columns[1]
-        return self._replace(columns_m=columns[0], column_guides_mG=guides)
+        guides = None if self.guides is None else (self.guides[0], columns[1])
+        return self._replace(columns_m=columns[0], guides=guides)
 
     def block(self, rows: slice, columns: slice) -> "Limits":
         """Return the limits of some rows and columns."""
-        left, right = self.row_guides_bG, self.column_guides_mG
-        return Limits(
-            self.rows_b[rows],
-            self.columns_m[columns],
-            None if left is None else left[rows],
-            None if right is None else right[columns],
-        )
+        guides = None
+        if self.guides is not None:
+            guides = self.guides[0][rows], self.guides[1][columns]
+        return Limits(self.rows_b[rows], self.columns_m[columns], guides)
 
 
 class Maxima(NamedTuple):
@@ -81,10 +81,7 @@ class Maxima(NamedTuple):
         return Maxima(self.rows_b[rows], self.columns_m[columns])
 
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
-        """Put the larger values in place of the smaller ones, in place.
-
-        Both are multiplied by `unit` first.
-        """
+        """Put larger values, times `unit`, in place of the smaller ones that are here."""
         for mine, other in zip(self, (row_n, column_c), strict=True):
             torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)
 
@@ -105,7 +102,7 @@ class Kept:
         if self._used + size > self._values.numel():
             return None
         taken = self._values[self._used : self._used + size]
-        self._used += -(-size // 16) * 16
+        self._used += -(-size // 16) * 16  # the next one starts at 64 bytes as well
         return taken
 
     def take_rows(self, rows: int, width: int) -> Tensor:
@@ -114,6 +111,7 @@ class Kept:
         Rows lie a multiple of 16 values apart.
         """
         stride = -(-width // 16) * 16
+        # By 128, as blocks of rows go: those that are kept and others are not put into one.
         if (fit := (self._values.numel() - self._used) // stride) < rows:
             rows = fit // 128 * 128
         taken = self._values[self._used : self._used + rows * stride]
@@ -180,17 +178,18 @@ class PairTerms(NamedTuple):
     weight_b: Tensor
 
 
-class TileBackend(Protocol):
+class TileBackend(ABC):
     """Sweeps over `Logits`, which are never held as a whole; positives take part in none.
 
     Log-sum-exps are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all
     sweeps add to what they are given, in an order that does not depend on the run.
     """
 
+    @abstractmethod
     def budget(self, device: torch.device) -> int:
         """Return how many bytes the sweeps may take at a time on a device."""
-        ...
 
+    @abstractmethod
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
@@ -201,8 +200,8 @@ class TileBackend(Protocol):
             dtype: Of the features.
             of_guides: They are guides, which may be multiplied in another way.
         """
-        ...
 
+    @abstractmethod
     def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the size of the memory for `Kept`, in values of the accumulation dtype.
 
@@ -212,23 +211,18 @@ class TileBackend(Protocol):
             dtype: Of the features.
             device: Theirs.
         """
-        ...
 
+    @abstractmethod
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kept_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
-        ...
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
         """Return what a loss works out once; row `i` of both sides is a pair, `n >= b`."""
-        ...
+        state = state_dtype(rows_bD.device)
+        pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
+        return Prepared(pos_b.mul_(scale.to(state).reshape(())))
 
     def pair_terms(
         self,
@@ -249,7 +243,26 @@ class TileBackend(Protocol):
             terms: Cross entropies that the loss is the mean of.
             loss: Gets the part, one value in the state dtype.
         """
-        ...
+        b = len(pos_b)
+        column_neg_n = column_neg_Rn[0] if len(column_neg_Rn) == 1 else column_neg_Rn.logsumexp(0)
+        margin_2b = torch.stack([row_neg_b - pos_b, column_neg_n[:b] - pos_b])
+        # A positive of +inf is an overflow, not a loss of 0.
+        margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
+        softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
+        if False in wanted:  # what does not count weighs nothing
+            unwanted = wanted.index(False)
+            softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
+        row_lse_b = torch.logaddexp(row_neg_b, pos_b)
+        # Texts without an image have no term: an infinite sum leaves them a softmax of zero.
+        column_lse_n = torch.full_like(column_neg_n, torch.inf)
+        if wanted[1]:
+            column_lse_n[:b] = torch.logaddexp(column_neg_n[:b], pos_b)
+        torch.div(softplus_2b.sum(), terms, out=loss)
+        return PairTerms(
+            row_lse_b if wanted[0] else torch.full_like(row_lse_b, torch.inf),
+            column_lse_n,
+            margin_2b.sigmoid().sum(0),
+        )
 
     def finish(
         self,
@@ -277,8 +290,18 @@ class TileBackend(Protocol):
             d_scale: Gets this rank's part of the scale's gradient, one value in the state dtype;
                 `None` if not wanted.
         """
-        ...
+        b, factor = len(weight_b), scale.to(weight_b.dtype).reshape(()) * (ranks / terms)
+        sides = ((rows_bD, columns_nD, d_rows_bD), (columns_nD, rows_bD, d_columns_nD))
+        for own_D, other_D, grad_D in sides:
+            if grad_D is None:
+                continue
+            grad_D[:b].addcmul_(other_D[:b], weight_b.to(grad_D.dtype)[:, None], value=-1.0)
+            if d_scale is not None and (own_D is rows_bD or d_rows_bD is None):
+                # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+                torch.div(row_dots(own_D, grad_D, weight_b.dtype).sum(), terms, out=d_scale)
+            grad_D.mul_(factor)
 
+    @abstractmethod
     def lse_sweep(
         self,
         logits: Logits,
@@ -294,8 +317,8 @@ class TileBackend(Protocol):
         What tiles fit are left in `logits.kept`; `prepared` is what `prepare` returned for the
         loss. `maxima` are raised if they are given.
         """
-        ...
 
+    @abstractmethod
     def grad_sweep(
         self,
         logits: Logits,
@@ -311,8 +334,8 @@ class TileBackend(Protocol):
         include the positives. `None` skips a gradient and its unit of work; `logits.kept`, as the
         first sweep left it, takes up to one more off.
         """
-        ...
 
+    @abstractmethod
     def sigmoid_sweep(
         self,
         logits: Logits,
@@ -329,4 +352,3 @@ class TileBackend(Protocol):
         `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient. `maxima`, if
         given, are raised to `S`, without the bias. No tile is kept.
         """
-        ...

@@ -9,7 +9,6 @@ results below fp32's smallest normal number, and a GEMM over such results 200 ti
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ __all__ = [
 _MIN_EXPONENT = {torch.float32: -100.0, torch.float64: -1000.0}
 # With one reference for a whole tile, a sum as small as this is still 2^40 times the least term.
 _MIN_SUM = 2.0**-60
+# How far log-sum-exps of a tile may lie apart, in powers of two, for one reference to serve them.
 _LARGEST_SPREAD = 60.0
 HEADER = 16
 """Values before a kept tile, so that tiles stay aligned to 64 bytes."""
@@ -61,6 +61,7 @@ class KeptTile:
     @property
     def reference(self) -> Tensor | None:
         """What the values refer to, in powers of two; `None` if they are logits."""
+        # On other devices logits are kept, and a look at the header would wait for the device.
         if self._header.device.type != "cpu" or bool(self._header.isnan()):
             return None
         return self._header
@@ -104,6 +105,7 @@ class Tile:
             tile_rc.masked_fill_(self.ids.rows_b[:, None] == self.ids.columns_m, value)
         if self.diagonal is None:
             return
+        # Only these rows have their positive in the shard, wherever its diagonal runs.
         part_rc = tile_rc[self.positive_rows]
         offset = self.diagonal + min(self.positive_rows.start, tile_rc.shape[0])
         if -part_rc.shape[0] < offset < part_rc.shape[1]:
@@ -158,9 +160,11 @@ def _log2_sum_exp2(
 ) -> Tensor:
     """Return `log2(sum(2^logits))` along `dim` in `dtype`; infinities and NaN as in logsumexp."""
     largest = peak.unsqueeze(dim)
+    # Infinity less infinity would be NaN.
     reference = largest.masked_fill(largest.isinf(), 0.0)
     torch.sub(logits_rc, reference, out=out).clamp_(min=_MIN_EXPONENT[out.dtype]).exp2_()
     lse = out.sum(dim, keepdim=True).to(dtype).log2_().add_(reference)
+    # Where nothing is left, each term was raised to the least exponent, and they add up.
     return torch.where(largest == -torch.inf, -torch.inf, lse).squeeze(dim)
 
 
@@ -213,7 +217,7 @@ def limited_sums(tile: Tile, limits: Limits, dtype: torch.dtype) -> _Sums:
 
     The logits stand in the first buffer, and are gone after.
     """
-    by_row_rc, by_column_rc = _above(tile, limits)
+    by_row_rc, by_column_rc = _above(tile, limits)  # while the logits are what they were
     tile.leave_out(tile.logits_rc, -torch.inf)
     row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
     column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
@@ -239,9 +243,9 @@ def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor)
 def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     """Return what rows leave out, and what columns do; guides take the second buffer."""
     dtype, scale = tile.spare_rc.dtype, tile.log2_scale
-    left, right = limits.row_guides_bG, limits.column_guides_mG
-    if left is not None and right is not None:
-        guided_rc = torch.mm(left.to(dtype), right.to(dtype).T, out=tile.spare_rc)
+    if limits.guides is not None:
+        left, right = (guides.to(dtype) for guides in limits.guides)
+        guided_rc = torch.mm(left, right.T, out=tile.spare_rc)
         return guided_rc > limits.rows_b[:, None].to(dtype), guided_rc > limits.columns_m.to(dtype)
     # Logits of a negative scale have the other order.
     row_r1, column_c = ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
@@ -249,23 +253,15 @@ def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     return (tile.logits_rc > row_r1) ^ is_turned, (tile.logits_rc > column_c) ^ is_turned
 
 
-def sigmoid(
-    tile: Tile, log2_bias: Tensor, note: Callable[[Peaks], None] | None = None
-) -> tuple[Tensor, Tensor]:
+def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`.
 
-    Args:
-        tile: The tile.
-        log2_bias: The bias, in powers of two.
-        note: Gets the largest logits of the negatives, if they are wanted.
+    The logits stand in the first buffer, and are gone after. The bias is in powers of two.
     """
-    dtype = tile.spare_rc.dtype
-    x_rc = tile.logits()
-    if note is not None:
-        tile.leave_out(x_rc, -torch.inf)
-        note(peaks_of(x_rc))
+    x_rc, dtype = tile.logits_rc, tile.spare_rc.dtype
     x_rc.add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
-    tile.leave_out(x_rc, -torch.inf)
+    tile.leave_out(x_rc, -torch.inf)  # last, for the least exponent would count
     x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
+    # Above 50, softplus(x) is x: e^-50 is 2e-22.
     losses = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc).sum()
     return x_rc.sigmoid_(), losses

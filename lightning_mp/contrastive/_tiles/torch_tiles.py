@@ -5,15 +5,19 @@ Shapes:
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles import pairs
-from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits, Maxima, Prepared
+from lightning_mp.contrastive._tiles.tile_backend import (
+    Kept,
+    Logits,
+    Maxima,
+    Prepared,
+    TileBackend,
+)
 from lightning_mp.contrastive._tiles.torch_tile import (
     HEADER,
     KeptTile,
@@ -27,7 +31,6 @@ from lightning_mp.contrastive._tiles.torch_tile import (
     softmax,
 )
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
-from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
 
@@ -38,7 +41,7 @@ _LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchTiles:
+class TorchTiles(TileBackend):
     """Both sweeps of `TileBackend` in plain torch, deterministic, for every device and dtype.
 
     A tile has `t` columns and `2 t` rows; `t` is the largest multiple of 64 (at least 64) for which
@@ -60,15 +63,6 @@ class TorchTiles:
 
     workspace_bytes: int | None = None
 
-    def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
-        """Return the pairs' logits, see `TileBackend.prepare`."""
-        state = state_dtype(rows_bD.device)
-        pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
-        return Prepared(pos_b.mul_(scale.to(state).reshape(())))
-
-    pair_terms = staticmethod(pairs.pair_terms)
-    finish = staticmethod(pairs.finish)
-
     def lse_sweep(
         self,
         logits: Logits,
@@ -78,6 +72,7 @@ class TorchTiles:
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
+        # What nothing has been added to yet may hold anything, NaN too.
         for total, is_fresh in zip((row_lse_b, column_lse_m), logits.fresh, strict=True):
             if is_fresh:
                 total.fill_(-torch.inf)
@@ -134,8 +129,11 @@ class TorchTiles:
         log2_bias = bias * _LOG2_E
 
         def weights_of(tile: Tile) -> Tensor:
-            note = None if maxima is None else functools.partial(_raise, maxima, tile)
-            weights_rc, losses = sigmoid(tile, log2_bias, note)
+            logits_rc = tile.logits()
+            if maxima is not None:
+                tile.leave_out(logits_rc, -torch.inf)
+                _raise(maxima, tile, peaks_of(logits_rc))
+            weights_rc, losses = sigmoid(tile, log2_bias)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
 
@@ -150,6 +148,7 @@ class TorchTiles:
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
         values = self._tile_budget(device) // accumulation_dtype(dtype).itemsize
+        # The positive root of that quadratic, in whole numbers.
         columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
         return max(64, columns // 64 * 64)
 
@@ -162,40 +161,30 @@ class TorchTiles:
         return size
 
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kept_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        # As the sweep takes its places, without memory.
         kept = Kept(torch.empty(kept_values, device="meta"))
-        return sum(
-            shape[0] * shape[1]
-            for shape in (
-                (rows.stop - rows.start, columns.stop - columns.start)
-                for rows, columns in self._places(b, m, width, dtype, device)
-            )
-            if kept.take(HEADER + shape[0] * shape[1]) is None
+        sizes = (
+            (rows.stop - rows.start) * (columns.stop - columns.start)
+            for rows, columns in self._places(b, m, width, dtype, device)
         )
+        return sum(size for size in sizes if kept.take(HEADER + size) is None)
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace on a device, see `TileBackend.budget`."""
-        if self.workspace_bytes is not None:
-            return self.workspace_bytes
-        return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
+        return _default_bytes(device) if self.workspace_bytes is None else self.workspace_bytes
 
     def _tile_budget(self, device: torch.device) -> int:
         """Return the bytes of the workspace for one tile; the others are for tiles to be kept."""
-        default = DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
-        return min(self.budget(device) // 2, default)
+        return min(self.budget(device) // 2, _default_bytes(device))
 
     def _places(
         self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[slice, slice]]:
         """Yield rows and columns of every tile, row by row."""
+        # Even steps: a last tile of a few rows would take as many calls as a whole one.
         limit = self.tile_size(width, dtype, device)
         height, breadth = _even_step(b, 2 * limit), _even_step(m, limit)
         for top in range(0, b, height):
@@ -221,7 +210,7 @@ class TorchTiles:
                 # for its rounding would move all logits alike and not cancel against the positives.
                 rows_rD = rows_bD[rows].to(dtype)
                 scaled_rD = torch.addcmul(rows_rD * scale_high, rows_rD, scale_low)
-                del rows_rD
+                del rows_rD  # before a tile of it is worked on
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
@@ -253,7 +242,7 @@ class TorchTiles:
                 gradient.zero_()
         for tile in self._tiles(logits):
             weights_rc = weights_of(tile)
-            tile.leave_out(weights_rc, 0.0)
+            tile.leave_out(weights_rc, 0.0)  # positives come as they are
             if d_rows_bD is not None:
                 d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
             if d_columns_mD is not None:
@@ -264,6 +253,10 @@ class TorchTiles:
 def _raise(maxima: Maxima, tile: Tile, peaks: Peaks) -> None:
     """Raise the maxima of a tile's rows and columns to its peaks, which are in powers of two."""
     maxima.block(tile.rows, tile.columns).raise_to(*peaks, 1 / _LOG2_E)
+
+
+def _default_bytes(device: torch.device) -> int:
+    return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES["cpu"])
 
 
 def _even_step(length: int, limit: int) -> int:

@@ -34,14 +34,16 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Maxima
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Workspace
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
-from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse
-from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
 from lightning_mp.contrastive._tiles.triton_tiles.sigmoid_kernels import add_sigmoid
-from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import (
+    SoftmaxFactors,
+    write_softmax,
+)
 
 __all__ = ["Chip", "Compiled", "Request", "compiler"]
 
@@ -278,37 +280,37 @@ def _specialisation(request: Any, launch: Callable[[Any], None]) -> tuple[Any, d
 def _launch(request: Request) -> None:
     """Launch all kernels of a sweep."""
     precision, m = request.precision, _RAGGED_SIZE if request.ragged else _SIZE
-    rows = torch.empty(_SIZE, _SIZE, dtype=precision.operand)
-    columns, log2_scale = torch.empty_like(rows)[:m], torch.empty(2)
-    lses = [torch.zeros(length, dtype=torch.float64) for length in (_SIZE, m)]
-    ids = Ids(*(torch.zeros(length, dtype=torch.int32) for length in (_SIZE, m)))
+    rows = torch.zeros(
+        _SIZE, _SIZE, dtype=torch.float32 if precision.is_split else precision.operand
+    )
+    unit = torch.ones(()) if precision.is_split else None
+    products = Products(precision, unit, unit)
+    ids, lses = (
+        [torch.zeros(length, dtype=dtype) for length in (_SIZE, m)]
+        for dtype in (torch.int32, torch.float64)
+    )
+    guides = None
+    if request.guides:
+        of_rows = torch.empty(_SIZE, _SIZE, dtype=request.guides)
+        guides = of_rows, torch.empty_like(of_rows[:m])
+    limits = Limits(torch.zeros(_SIZE), torch.zeros(m), guides)
+    block = Block(
+        slice(0, _SIZE), slice(0, m), products.rows(rows), products.columns(rows[:m]), 0,
+        Ids(*ids) if request.ids else None, limits if request.limits else None,
+        torch.empty(_SIZE, _SIZE)[:, :m] if request.kept else None,
+    )  # fmt: skip
     maxima = Maxima(*(x.clone() for x in lses)) if request.maxima else None
-    own: Any = {"split_scale": precision.is_split, "ids": ids if request.ids else None}
-    if request.limits:
-        guides = torch.empty(2, _SIZE, _SIZE, dtype=request.guides) if request.guides else ()
-        own["limits"] = BlockLimits(torch.zeros(_SIZE), torch.zeros(m), *(x[:m] for x in guides))
-    kept = own["kept_nm"] = torch.empty(_SIZE, _SIZE)[:, :m] if request.kept else None
+    log2_scale, other = torch.empty(2), torch.empty(1)
     if request.kernel in ("lse_kernel", "merge_kernel"):
-        add_lse(
-            rows, columns, log2_scale, torch.empty(1), *lses, 0, request.config, maxima=maxima,
-            **own,
-        )  # fmt: skip
+        add_lse(block, log2_scale, other, *lses, request.config, maxima)
         return
     # Rows are aligned even where their ends are not.
-    softmax, low = rows.new_empty(2, _SIZE, _SIZE, dtype=precision.softmax)[:, :, :m]
+    weights = Workspace(block.shape, precision, rows.device).weights(block)
     if request.kernel == "sigmoid_kernel":
-        del own["kept_nm"]
-        add_sigmoid(
-            rows, columns, log2_scale, torch.empty(1), lses[0][:2], softmax,
-            low if precision.keeps_low else None, 0, request.config,
-            exponent=precision.softmax_exponent, maxima=maxima, **own,
-        )  # fmt: skip
+        add_sigmoid(block, log2_scale, other, lses[0][:2], weights, request.config, maxima)
     else:
-        operands = (rows, columns) if kept is None else (None, None)
-        write_softmax(
-            *operands, log2_scale, SoftmaxFactors.of(*lses, torch.ones(()), 0), softmax,
-            low if precision.keeps_low else None, 0, (request.config, request.config), **own,
-        )  # fmt: skip
+        factors = SoftmaxFactors.of(*lses, torch.ones(()), 0)
+        write_softmax(block, log2_scale, factors, weights, (request.config, request.config))
 
 
 def _read(cubin: bytes, tool: str, *options: str) -> str:

@@ -22,12 +22,11 @@ from torch.nn.functional import normalize
 
 from lightning_mp.contrastive._tiles.tile_backend import Logits
 from lightning_mp.contrastive._tiles.triton_tiles import (
-    gradient_kernels,
     lse_kernels,
     pair_kernels,
 )
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
 
 __all__ = [
     "GRADIENT_ERROR",
@@ -79,7 +78,7 @@ def repaired_interpreter(rows: int | None = 64) -> Iterator[None]:
         patch.setattr(tiles_module, "_HOST_BOUND", 0)
         if rows is not None:
             patch.setattr(pair_kernels, "_ROWS", rows)
-            patch.setattr(gradient_kernels, "_ROWS", rows)
+            patch.setattr(pair_kernels, "_FINISH_ROWS", rows)
             patch.setattr(lse_kernels, "_MERGE_BLOCK", rows)
         # The tiles are small: threads would only wait for each other.
         torch.set_num_threads(1)

@@ -11,26 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import Kept, Limits, Logits
-from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
-    KernelLogits,
-    block_shape,
-    whole_waves,
-)
+from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     all_configs,
     arch_of,
     find_configs,
 )
+from lightning_mp.contrastive._tiles.triton_tiles.kernel_logits import (
+    KernelLogits,
+    block_shape,
+    whole_waves,
+)
 from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     WIDTH_MULTIPLE,
+    Operand,
     Precision,
-    TileDtype,
-    make_operand,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
-from lightning_mp.contrastive._tiles.triton_tiles.workspace import add_product
 from tests.reference.contrastive import relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,6 +89,11 @@ def test_blocks_stay_within_the_budget_and_the_shard() -> None:
         assert c <= m
         assert n >= min(b, 128)
         assert c >= min(m, 64)
+
+
+def test_blocks_have_no_more_rows_or_columns_than_kernels_can_count() -> None:
+    assert block_shape(2**31, 1, 2**40) == (2**30, 1)
+    assert max(block_shape(1, 2**31, 2**40)) == 2**30
 
 
 def test_blocks_of_a_large_shard_cost_little_more_than_squares() -> None:
@@ -161,10 +166,10 @@ def test_whole_waves_leaves_no_fuller_last_wave_down_to_half_of_the_rows() -> No
 )
 def test_operands_of_guides_count_in_the_budget(dtype: torch.dtype, values: int) -> None:
     features = torch.zeros(9, 64, dtype=BF16)
-    guides = [torch.zeros(9, 128 if dtype == BF16 else 100, dtype=dtype) for _ in range(2)]
+    guide = torch.zeros(9, 128 if dtype == BF16 else 100, dtype=dtype)
     logits = Logits(features, features, torch.ones(()), 0)
     assert KernelLogits.of(logits, "auto").edge_bytes == 0
-    limits = Limits(torch.zeros(9), torch.zeros(9), *guides)
+    limits = Limits(torch.zeros(9), torch.zeros(9), (guide, guide))
     assert KernelLogits.of(logits._replace(limits=limits), "auto").edge_bytes == 2 * values
 
 
@@ -213,7 +218,7 @@ def test_aligned_features_are_used_where_they_lie(
     precision = Precision.of(features, tile_dtype)
     wider = torch.randn(9, 2 * width).to(features)
     for aligned in (wider, wider[:, width:], wider[2::3, :width], wider[:1]):
-        operand = make_operand(aligned, precision, None, is_columns=False)
+        operand = Operand(aligned, precision, None, is_columns=False)
         (part,) = operand.parts_nD
         for tensor in (operand.tiles_nk, part):
             assert tensor.data_ptr() == aligned.data_ptr()
@@ -231,7 +236,7 @@ def test_other_features_are_copied_and_padded_with_zeros(
 ) -> None:
     precision = Precision.of(dtype, "tf32")
     features = torch.randn(9, stored).to(dtype)[:, offset : offset + width]
-    operand = make_operand(features, precision, None, is_columns=True)
+    operand = Operand(features, precision, None, is_columns=True)
     tiles, (part,) = operand.tiles_nk, operand.parts_nD
     assert tiles.shape[1] % WIDTH_MULTIPLE == 0
     assert tiles.shape[1] < width + WIDTH_MULTIPLE
@@ -246,9 +251,22 @@ def test_rows_that_share_memory_are_copied() -> None:
     # The copy engine of Hopper wants rows apart from each other.
     one = torch.randn(512).bfloat16()
     for features in (one[:128].expand(9, 128), one.as_strided((9, 128), (32, 1))):
-        operand = make_operand(features, Precision.of(BF16, "auto"), None, is_columns=False)
+        operand = Operand(features, Precision.of(BF16, "auto"), None, is_columns=False)
         assert operand.tiles_nk.is_contiguous()
         assert torch.equal(operand.tiles_nk, features)
+
+
+def test_guides_reach_kernels_without_gaps_between_their_rows() -> None:
+    features, wider = torch.randn(9, 64).bfloat16(), torch.randn(9, 128).bfloat16()
+    limits = Limits(torch.zeros(9), torch.zeros(9), (wider[:, :64], wider[:, 64:]))
+    logits = Logits(features, features, torch.ones(()), 0, limits=limits)
+    (block,) = KernelLogits.of(logits, "auto").blocks((9, 9))
+    assert block.limits is not None
+    for guides, given in zip(
+        block.limits.guides or (), (wider[:, :64], wider[:, 64:]), strict=True
+    ):
+        assert guides.is_contiguous()
+        assert torch.equal(guides, given)
 
 
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-20, 1e-4, 1.0, 3.0, 1e4, 1e20, 3e38])
@@ -288,7 +306,7 @@ def test_split_halves_reproduce_fp32_and_its_products(
         unit = SPLIT.unit(features_nD)
         assert unit is not None
         total_unit *= unit
-        operand = make_operand(features_nD, SPLIT, unit, is_columns=layout == (0, 1, 0))
+        operand = Operand(features_nD, SPLIT, unit, is_columns=layout == (0, 1, 0))
         operands.append(operand.tiles_nk.double())
         padded = operand.tiles_nk.shape[1] // 3
         assert padded % WIDTH_MULTIPLE == 0
@@ -333,11 +351,7 @@ def test_every_row_of_the_table_says_why_and_stands_once() -> None:
         assert WIDTH_MULTIPLE % row.tile[2] == 0, row
         assert row.tma == (row.arch >= 90), row
         assert row.warps in (4, 8), row
-        assert row.options["enable_fp_fusion"], row
-        tile_m, tile_n, tile_k = row.tile
-        assert row.shape == {
-            "TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TMA": row.tma,
-        }, row  # fmt: skip
+        assert row.launch_options["enable_fp_fusion"], row
 
 
 @pytest.mark.parametrize("kernel", ["lse", "softmax", "softmax_wide"])

@@ -16,6 +16,7 @@ from typing import get_args
 import pytest
 import torch
 
+from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     Kernel,
     TileConfig,
@@ -23,7 +24,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     find_configs,
     find_kept_configs,
 )
-from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, TileDtype
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision
 from tests.contrastive.triton_tiles.compiling import Chip, Compiled, Request, compiler
 
 pytestmark = pytest.mark.slow

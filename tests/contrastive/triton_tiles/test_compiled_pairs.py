@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors, finish
-from lightning_mp.contrastive._tiles.triton_tiles.pair_kernels import pair_terms, prepare
+from lightning_mp.contrastive._tiles.triton_tiles.pair_kernels import finish, pair_terms, prepare
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
 from tests.contrastive.triton_tiles.compiling import Compiled, compiler
 
 pytestmark = pytest.mark.slow

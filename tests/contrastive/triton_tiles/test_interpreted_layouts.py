@@ -4,7 +4,6 @@ Shapes:
     b: rows. m: columns. D: width.
 """
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -13,10 +12,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
+from lightning_mp.contrastive._tiles.triton_tiles.block import Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import find_configs
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
-from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, make_operand
-from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
+from lightning_mp.contrastive._tiles.triton_tiles.kernel_logits import KernelLogits
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Operand, Precision
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import (
+    SoftmaxFactors,
+    write_softmax,
+)
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,
@@ -116,7 +119,7 @@ def test_rows_past_two_to_the_31_values_are_read_where_they_lie(
     b, m = (3, 70) if side == "rows" else (70, 3)
     shard, tiles = make_shard(b, m, 64, FP16), TritonTiles(arch=arch)
     setattr(shard, side, far_apart(getattr(shard, side)))
-    operand = make_operand(
+    operand = Operand(
         getattr(shard, side), Precision.of(FP16, "auto"), None, is_columns=side == "columns"
     )
     assert operand.tiles_nk.stride(0) == FAR, "a copy would not test this"
@@ -130,12 +133,8 @@ def test_softmax_past_two_to_the_31_values_is_written_where_it_belongs(
 ) -> None:
     shard = make_shard(3, 64, 64, FP16)
     softmax = far_apart(torch.full((3, 64), torch.nan, dtype=FP16))
-    log2_scale = torch.tensor([100.0 / math.log(2), 0.0])
-    configs = tuple(
-        find_configs(kernel, arch, FP16, 64)[0] for kernel in ("softmax", "softmax_wide")
-    )
+    configs = [find_configs(kernel, arch, FP16, 64)[0] for kernel in ("softmax", "softmax_wide")]
     factors = SoftmaxFactors.of(*shard.lse, shard.scale, 0)
-    write_softmax(
-        shard.rows, shard.columns, log2_scale, factors, softmax, None, 0, configs, split_scale=False
-    )
+    (block,) = KernelLogits.of(shard.swept, "auto").blocks((3, 64))
+    write_softmax(block, factors.log2_scale, factors, Weights(softmax, None, 0), configs)
     torch.testing.assert_close(softmax.double(), shard.softmax, rtol=6e-4, atol=2**-25)

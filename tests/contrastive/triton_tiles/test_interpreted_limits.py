@@ -47,7 +47,9 @@ class Limited:
             judges = [3 * torch.randn(len(x), guides[1]).to(guides[0]) for x in judges]
         similarities = judges[0].double() @ judges[1].double().T
         self.limits = Limits(
-            limits_between(similarities), limits_between(similarities.T), *judges * bool(guides)
+            limits_between(similarities),
+            limits_between(similarities.T),
+            (judges[0], judges[1]) if guides else None,
         )
         self.ids = None if guides is None else Ids(*(torch.arange(len(x)) % 40 for x in judges))
         differ = torch.ones(len(judges[0]), len(judges[1]), dtype=torch.bool)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles import pairs
-from lightning_mp.contrastive._tiles.triton_tiles import gradient_kernels, pair_kernels
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from lightning_mp.contrastive._tiles.triton_tiles import pair_kernels
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
 
 pytestmark = pytest.mark.interpreted(rows=None)
 
@@ -94,7 +94,7 @@ def test_terms_are_those_of_torch(b: int, n: int, parts: int, wanted: tuple[bool
     if parts > 1 and n > 20:
         columns[:, 8], columns[1, 9], columns[-1, 10] = 900.0, torch.inf, torch.nan
     losses = torch.empty(2, dtype=torch.float64)
-    expected = pairs.pair_terms(row, columns, pos, wanted, 2 * b, losses[0])
+    expected = TorchTiles().pair_terms(row, columns, pos, wanted, 2 * b, losses[0])
     made = pair_kernels.pair_terms(row, columns, pos, wanted, 2 * b, losses[1])
     torch.testing.assert_close(made.row_lse_b, expected.row_lse_b, equal_nan=True)
     torch.testing.assert_close(made.column_lse_n, expected.column_lse_n, equal_nan=True)
@@ -126,8 +126,8 @@ def test_gradients_are_finished_as_torch_does(
     copies = [None if gradient is None else gradient.clone() for gradient in gradients]
     rest = (torch.rand(b).double(), torch.tensor(20.0), 2 * b, 3)
     d_scales = torch.empty(2, dtype=torch.float64)
-    pairs.finish(image, text, *copies, *rest, d_scales[0])
-    gradient_kernels.finish(image, text, *gradients, *rest, d_scales[1])
+    TorchTiles().finish(image, text, *copies, *rest, d_scales[0])
+    pair_kernels.finish(image, text, *gradients, *rest, d_scales[1])
     for one, other in zip(gradients, copies, strict=True):
         if one is not None:
             # A sum and two products, each rounded by half an ulp.

@@ -16,7 +16,7 @@ from lightning_mp.contrastive._tiles.tile_backend import Prepared, TileBackend
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, lse_kernels, softmax_kernels
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

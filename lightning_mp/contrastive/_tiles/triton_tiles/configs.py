@@ -7,17 +7,30 @@ register. Rows of one key stand in order of preference: the first is used, autot
 import dataclasses
 import functools
 import json
+import time
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, Literal
 
 import torch
 
-__all__ = ["Kernel", "TileConfig", "all_configs", "arch_of", "find_configs", "find_kept_configs"]
+__all__ = [
+    "Kernel",
+    "TileConfig",
+    "all_configs",
+    "arch_of",
+    "fastest",
+    "find_configs",
+    "find_kept_configs",
+]
 
 Kernel = Literal["lse", "softmax", "softmax_wide"]
 
 _FIRST_ARCH = 80  # bf16 on tensor cores and asynchronous copies
 _ARCHS = {(9, 0): 90, (10, 0): 100, (10, 3): 100, (12, 0): 120, (12, 1): 120}
+_ROUNDS = 3
+_RUNS = 20  # that follow each other without a gap
+_CYCLES_A_SECOND = 2e9  # of a GPU's clock; a sleep that is twice as long as it must be will do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +62,19 @@ class TileConfig:
     reason: str
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """The compile-time arguments that all kernels take."""
-        names = ("TILE_M", "TILE_N", "TILE_K")
-        return {**dict(zip(names, self.tile, strict=True)), "TMA": self.tma}
+    def launch_options(self) -> dict[str, Any]:
+        """The compile-time arguments that the kernels of all sweeps take, and compiler options."""
+        tile_m, tile_n, tile_k = self.tile
+        return {
+            "TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TMA": self.tma,
+            "GROUP": self.group, "num_warps": self.warps, "num_stages": self.stages,
+            # Not every version of Triton fuses multiply-adds unless it is asked to.
+            "enable_fp_fusion": True,
+        }  # fmt: skip
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The compiler options. Fused multiply-adds are asked for: not every Triton defaults so."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+    def tiles(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return how many tiles cover a block, down and across."""
+        return -(-rows // self.tile[0]), -(-columns // self.tile[1])
 
 
 @functools.cache
@@ -117,3 +134,51 @@ def arch_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _FIRST_ARCH  # Triton's interpreter
     return _ARCHS.get(torch.cuda.get_device_capability(device), _FIRST_ARCH)
+
+
+def fastest(
+    configs: Sequence[TileConfig], run: Callable[[TileConfig], object], device: torch.device
+) -> TileConfig:
+    """Return the tile shape with the shortest of three timings, after a run that compiles.
+
+    On CUDA the device's own time counts: launching a kernel can take the host longer than the
+    device needs for it. A timing is that of 20 runs which are queued while the device sleeps.
+
+    Raises:
+        RuntimeError: None of them runs on the device.
+    """
+    measure = _time_on_device if device.type == "cuda" else _time_on_host  # of the interpreter
+    seconds: dict[TileConfig, float] = {}
+    failures: list[str] = []
+    for config in configs:
+        try:
+            run(config)
+        except Exception as error:  # a shape may need more shared memory than this chip has
+            failures.append(f"{config.tile}: {error}")
+            continue
+        seconds[config] = min(measure(run, config) for _ in range(_ROUNDS))
+    if not seconds:
+        raise RuntimeError(
+            f"No tile shape for {configs[0].kernel!r} runs on {device}: {'; '.join(failures)}. "
+            "Use `backend='torch'`."
+        )
+    return min(seconds, key=lambda config: seconds[config])
+
+
+def _time_on_host(run: Callable[[TileConfig], object], config: TileConfig) -> float:
+    start = time.perf_counter()
+    run(config)
+    return time.perf_counter() - start
+
+
+def _time_on_device(run: Callable[[TileConfig], object], config: TileConfig) -> float:
+    # The device sleeps until the host has queued all runs, so that it never waits for a launch.
+    launch_seconds = _time_on_host(run, config)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(_RUNS * launch_seconds * _CYCLES_A_SECOND))
+    start.record()
+    for _ in range(_RUNS):
+        run(config)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / _RUNS

@@ -12,7 +12,7 @@ That is exact to rounding while the sum lies in [2^-90, 2^119]: terms that are l
 2^-36 of it, and nothing overflows. A program that finds a sum outside (or a NaN) does its tile once
 more, with a reference for each row and each column, and stores finished logarithms in the place of
 sums. It multiplies again, so that the first pass keeps nothing in registers for a second that is
-rare. `merge_kernels` adds the tiles.
+rare. A second kernel adds the tiles, in float64 and in a fixed order.
 
 The largest logits, where they are wanted, are those of the same powers: a sum in range has a term
 of 2^-98 at least.
@@ -23,33 +23,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Maxima
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive._tiles.triton_tiles.dot import (
+from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
+    Tile,
     above,
     differ,
+    finite_or_zero,
+    indices,
     judged,
     keep_mask,
     kept_at,
+    load_some,
+    negatives,
+    shifted,
+    store_of_columns,
+    store_of_rows,
     tile_at,
     tile_dots,
-    tile_is_cut,
 )
-from lightning_mp.contrastive._tiles.triton_tiles.launch import (
-    BlockLimits,
-    as_kept,
-    as_limits,
-    as_operands,
-    diagonal_offset,
-)
-from lightning_mp.contrastive._tiles.triton_tiles.merge_kernels import merge_kernel
 
-__all__ = ["HIGHEST_SUM_EXPONENT", "add_lse", "lse_bytes_per_value", "lse_kernel"]
+__all__ = ["HIGHEST_SUM_EXPONENT", "add_lse", "lse_bytes_per_value", "lse_kernel", "merge_kernel"]
 
 HIGHEST_SUM_EXPONENT = 119
 _HIGHEST_SUM = tl.constexpr(2.0**HIGHEST_SUM_EXPONENT)
 _LOWEST_SUM = tl.constexpr(2.0**-90)
-_MERGE_BLOCK = 32
+_LN_2 = tl.constexpr(0.6931471805599453)
+_MERGE_BLOCK = 32  # divides every tile, so that a program's rows are all redone or none is
 _MERGE_PARTS = 32
 
 
@@ -60,11 +61,19 @@ def _log2_sum_exp2(logits, axis: tl.constexpr):
     The sum is -inf where all are -inf, and inf where one is inf.
     """
     peak = tl.max(logits, axis)
-    reference = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    reference = finite_or_zero(peak)
     total = tl.sum(tl.exp2(logits - tl.expand_dims(reference, axis)), axis)
     return reference + tl.log2(total), peak
 
 
+@triton.jit
+def _is_outside(sums):
+    """Return which sums one reference does not serve; comparisons with NaN are false."""
+    return ~((sums >= _LOWEST_SUM) & (sums <= _HIGHEST_SUM))
+
+
+# Sizes change with the last batch of an epoch: a kernel for multiples of 16 would be one more to
+# compile then, in the middle of the training.
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "diagonal"])
 def lse_kernel(
     rows,
@@ -97,90 +106,59 @@ def lse_kernel(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
-    MAXIMA: tl.constexpr,
 ):
     """Store the sums of one tile against the scalar reference, or logarithms if one is outside.
 
     Args:
-        log2_scale: Two fp32 values whose sum is the scale times log2(e).
         reference: `t`, one fp32 value.
         row_sums: (tiles in a row, n) in fp32. column_sums: (tiles in a column, m) in fp32.
         is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
-        row_maxima: The largest powers, laid out as `row_sums`; column_maxima: as `column_sums`.
-            Not touched without `MAXIMA`.
-        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
-        row_limits: (n,) in fp32, or `None`: the products that rows leave out are above; they are
-            not with `MAXIMA`. column_limits: (m,): those that columns leave out.
-        row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
-            column_guides: Likewise. guide_width: Theirs.
+        row_maxima: The largest powers, laid out as `row_sums`, or `None`; column_maxima: as
+            `column_sums`. With them there are no limits.
         kept: (n, m) in fp32 with rows `kept_stride` apart, gets the products; or `None`.
-        SPLIT_SCALE: Use both values of `log2_scale`. One alone is off by up to 3e-8, all logits
-            alike, which does not cancel against the positives: 3e-6 of a log-sum-exp near 100.
-        MAXIMA: The largest powers are wanted, too.
-        Others: As in `dot`.
+        Others: As in `device_functions`.
     """
-    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
-    row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    tile = tile_at(tl.program_id(0), num_rows, num_columns, TILE_M, TILE_N, GROUP)
     dots = tile_dots(
-        rows, columns, row_tile, column_tile, num_rows, num_columns, width,
-        row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
-    )  # fmt: skip
+        rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
+    )
     if kept is not None:
-        at, here = kept_at(
-            kept, kept_stride, row_tile, column_tile, num_rows, num_columns, TILE_M, TILE_N
-        )
+        at, here = kept_at(kept, kept_stride, tile, TILE_M, TILE_N)
         tl.store(at, dots, mask=here)
     similarities = judged(
-        dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns,
-        guide_width, TILE_M, TILE_N, TILE_K, TMA,
-    )  # fmt: skip
-    row = row_tile * TILE_M + tl.arange(0, TILE_M)
-    column = column_tile * TILE_N + tl.arange(0, TILE_N)
+        dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
+    )
+    row, column = indices(tile, TILE_M, TILE_N)
     high, low = tl.load(log2_scale), tl.load(log2_scale + 1)
-    powers = dots * high - tl.load(reference)
-    if SPLIT_SCALE:
-        powers += dots * low
-    powers = tl.exp2(powers)
-    if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
-        powers = tl.where(keep_mask(row, column, num_rows, num_columns, diagonal), powers, 0.0)
-    if row_ids is not None:
-        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
-        powers = tl.where(differs, powers, 0.0)
-    row_here, column_here = row < num_rows, column < num_columns
+    powers = tl.exp2(shifted(dots, log2_scale, tl.load(reference), SPLIT_SCALE))
+    powers = negatives(
+        powers, 0.0, tile, row, column, row_ids, column_ids, diagonal, TILE_M, TILE_N
+    )
+    row_powers, column_powers = powers, powers
     if row_guides is not None:
-        by_row, by_column = above(
-            similarities, row_limits, column_limits, row, column, num_rows, num_columns
-        )
-        row_sum = tl.sum(tl.where(by_row, 0.0, powers), 1)
-        column_sum = tl.sum(tl.where(by_column, 0.0, powers), 0)
+        by_row, by_column = above(similarities, row_limits, column_limits, tile, row, column)
     elif row_limits is not None:
         # Limits as powers: products held until here would be a second tile in registers.
-        row_limit = tl.load(row_limits + row, mask=row_here, other=0.0) * high
-        column_limit = tl.load(column_limits + column, mask=column_here, other=0.0) * high
+        row_limit = load_some(row_limits, row, num_rows) * high
+        column_limit = load_some(column_limits, column, num_columns) * high
         row_limit = tl.exp2(row_limit - tl.load(reference))
         column_limit = tl.exp2(column_limit - tl.load(reference))
         # Powers of a negative scale have the other order.
         by_row = (powers > row_limit[:, None]) != (high < 0)
         by_column = (powers > column_limit[None, :]) != (high < 0)
-        row_sum = tl.sum(tl.where(by_row, 0.0, powers), 1)
-        column_sum = tl.sum(tl.where(by_column, 0.0, powers), 0)
-    else:
-        row_sum, column_sum = tl.sum(powers, 1), tl.sum(powers, 0)
-    tl.store(row_sums + column_tile.to(tl.int64) * num_rows + row, row_sum, mask=row_here)
-    tl.store(
-        column_sums + row_tile.to(tl.int64) * num_columns + column, column_sum, mask=column_here
-    )
-    if MAXIMA:
-        row_at = row_maxima + column_tile.to(tl.int64) * num_rows + row
-        tl.store(row_at, tl.max(powers, 1), mask=row_here)
-        column_at = column_maxima + row_tile.to(tl.int64) * num_columns + column
-        tl.store(column_at, tl.max(powers, 0), mask=column_here)
-    # Comparisons with NaN are false.
-    row_fails = row_here & ~((row_sum >= _LOWEST_SUM) & (row_sum <= _HIGHEST_SUM))
-    column_fails = column_here & ~((column_sum >= _LOWEST_SUM) & (column_sum <= _HIGHEST_SUM))
+    if row_limits is not None:
+        row_powers = tl.where(by_row, 0.0, powers)
+        column_powers = tl.where(by_column, 0.0, powers)
+    row_sum, column_sum = tl.sum(row_powers, 1), tl.sum(column_powers, 0)
+    store_of_rows(row_sums, row_sum, tile, row)
+    store_of_columns(column_sums, column_sum, tile, column)
+    if row_maxima is not None:
+        store_of_rows(row_maxima, tl.max(powers, 1), tile, row)
+        store_of_columns(column_maxima, tl.max(powers, 0), tile, column)
+    row_fails = _is_outside(row_sum) & (row < num_rows)
+    column_fails = _is_outside(column_sum) & (column < num_columns)
     fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))
-    tile = row_tile * column_tiles + column_tile
-    tl.store(is_redone + tile, fails)
+    tl.store(is_redone + tile.row * tl.cdiv(num_columns, TILE_N) + tile.column, fails)
     if fails != 0:
         # A zero that no compiler knows of: so it keeps no ids and, without the copy engine, no
         # addresses of the first pass in registers for the second.
@@ -188,86 +166,165 @@ def lse_kernel(
         again = 0
         if not TMA:
             again = zero
+        tile = Tile(tile.row + again, tile.column + again, num_rows, num_columns)
         dots = tile_dots(
-            rows, columns, row_tile + again, column_tile + again, num_rows, num_columns, width,
-            row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
-        )  # fmt: skip
+            rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
+        )
         row += again
         column += again
-        keep = keep_mask(row, column, num_rows, num_columns, diagonal)
+        keep = keep_mask(tile, row, column, diagonal)
         if row_ids is not None:
-            keep &= differ(row_ids + zero, column_ids + zero, row, column, num_rows, num_columns)
+            keep &= differ(row_ids + zero, column_ids + zero, tile, row, column)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
-        row_place = column_tile.to(tl.int64) * num_rows + row
         row_logits, column_logits = logits, logits
         if row_limits is not None:
             similarities = judged(
-                dots, row_guides, column_guides, row_tile + again, column_tile + again, num_rows,
-                num_columns, guide_width, TILE_M, TILE_N, TILE_K, TMA,
-            )  # fmt: skip
+                dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
+            )
             by_row, by_column = above(
-                similarities, row_limits + zero, column_limits + zero, row, column, num_rows,
-                num_columns,
-            )  # fmt: skip
+                similarities, row_limits + zero, column_limits + zero, tile, row, column
+            )
             row_logits = tl.where(by_row, float("-inf"), logits)
             column_logits = tl.where(by_column, float("-inf"), logits)
+        # One side after the other: to store them together takes up to eight registers more.
         lse, peak = _log2_sum_exp2(row_logits, 1)
-        tl.store(row_sums + row_place, lse, mask=row_here)
-        if MAXIMA:
-            tl.store(row_maxima + row_place, peak, mask=row_here)
-        column_place = row_tile.to(tl.int64) * num_columns + column
+        store_of_rows(row_sums, lse, tile, row)
+        if row_maxima is not None:
+            store_of_rows(row_maxima, peak, tile, row)
         lse, peak = _log2_sum_exp2(column_logits, 0)
-        tl.store(column_sums + column_place, lse, mask=column_here)
-        if MAXIMA:
-            tl.store(column_maxima + column_place, peak, mask=column_here)
+        store_of_columns(column_sums, lse, tile, column)
+        if row_maxima is not None:
+            store_of_columns(column_maxima, peak, tile, column)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "row_fresh", "column_fresh"])
+def merge_kernel(
+    row_sums,
+    column_sums,
+    is_redone,
+    reference,
+    row_lse,
+    column_lse,
+    row_part_maxima,
+    column_part_maxima,
+    row_maxima,
+    column_maxima,
+    num_rows,
+    num_columns,
+    row_fresh,
+    column_fresh,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Add the tiles' sums to the log-sum-exps of rows and columns.
+
+    Args:
+        row_sums: As `lse_kernel` has left them, and so are column_sums, is_redone and reference.
+        row_lse: (n,) natural logarithms in float64, added to in place. column_lse: (m,), likewise.
+        row_part_maxima: As `lse_kernel` left them, or `None`; column_part_maxima: likewise.
+        row_maxima: (n,) in float64, raised to the largest logits. column_maxima: (m,), likewise.
+        num_rows: n. num_columns: m.
+        row_fresh: Whether `row_lse` holds nothing yet. column_fresh: Whether `column_lse` does.
+        TILE_M: Rows of a tile. TILE_N: Columns. BLOCK: Rows or columns of a program.
+        PARTS: Tiles that are added up at a time.
+    """
+    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
+    row_programs, program = tl.cdiv(num_rows, BLOCK), tl.program_id(0)
+    if program < row_programs:
+        first = program * BLOCK
+        flags = is_redone + first // TILE_M * column_tiles
+        _merge(
+            row_sums, flags, reference, row_lse, row_part_maxima, row_maxima, first, num_rows,
+            column_tiles, 1, row_fresh, BLOCK, PARTS,
+        )  # fmt: skip
+    else:
+        first = (program - row_programs) * BLOCK
+        flags = is_redone + first // TILE_N
+        _merge(
+            column_sums, flags, reference, column_lse, column_part_maxima, column_maxima, first,
+            num_columns, row_tiles, column_tiles, column_fresh, BLOCK, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    sums, flags, reference, lse, part_maxima, maxima, start, length, parts, part_step, fresh,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add up `lse <- ln(e^lse + 2^t sum_p sums_p + ...)` for `BLOCK` rows or columns from `start`.
+
+    Tiles that were redone come in as `2^value`: `sums` is (parts, length), and the flag of part `p`
+    stands at `p * part_step`.
+    """
+    index = start + tl.arange(0, BLOCK)
+    here = index < length
+    total = tl.zeros((BLOCK,), tl.float64)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float64)
+    rest = tl.zeros((BLOCK,), tl.float64)  # of the redone tiles, in units of 2^peak
+    largest = tl.full((BLOCK,), float("-inf"), tl.float64)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        redone = tl.load(flags + part * part_step, mask=part < parts, other=0) != 0
+        mask = (part < parts)[:, None] & here[None, :]
+        at = part.to(tl.int64)[:, None] * length + index[None, :]
+        value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
+        total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
+        if tl.max(redone.to(tl.int32), 0) != 0:
+            power = tl.where(redone[:, None] & mask, value, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(power, 0))
+            base = finite_or_zero(new_peak)
+            rest = rest * tl.exp2(peak - base) + tl.sum(tl.exp2(power - base[None, :]), 0)
+            peak = new_peak
+        if maxima is not None:
+            power = tl.load(part_maxima + at, mask=mask, other=0.0).to(tl.float64)
+            power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
+            largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
+    base = finite_or_zero(peak)
+    old = tl.load(lse + index, mask=here & (fresh == 0), other=float("-inf"))
+    new = tl.log2(total) + tl.load(reference).to(tl.float64)
+    both = _log2_add_exp2(new, base + tl.log2(rest))
+    tl.store(lse + index, _log2_add_exp2(old / _LN_2, both) * _LN_2, mask=here)
+    if maxima is not None:
+        old = tl.load(maxima + index, mask=here, other=0.0)
+        tl.store(maxima + index, tl.maximum(old, largest * _LN_2), mask=here)
+
+
+@triton.jit
+def _log2_add_exp2(left, right):
+    """Return `log2(2^left + 2^right)`."""
+    peak = tl.maximum(left, right)
+    base = finite_or_zero(peak)
+    return base + tl.log2(tl.exp2(left - base) + tl.exp2(right - base))
 
 
 def lse_bytes_per_value(config: TileConfig, *, with_maxima: bool = False) -> float:
     """Return the bytes of workspace that `add_lse` needs for each logit of its block."""
+    # A sum for each row of a tile and for each column, as many maxima, and a flag.
     rows, columns, _ = config.tile
     return (1 + with_maxima) * (4 / rows + 4 / columns) + 4 / (rows * columns)
 
 
 def add_lse(
-    rows_nk: Tensor,
-    columns_mk: Tensor,
+    block: Block,
     log2_scale: Tensor,
     reference: Tensor,
     row_lse_n: Tensor,
     column_lse_m: Tensor,
-    diagonal: int | None,
     config: TileConfig,
-    *,
-    split_scale: bool,
     maxima: Maxima | None = None,
-    ids: Ids | None = None,
-    limits: BlockLimits | None = None,
-    fresh: tuple[bool, bool] = (False, False),
-    kept_nm: Tensor | None = None,
 ) -> None:
-    """Add one block to the log-sum-exps of its negatives, in place.
+    """Add one block to natural log-sum-exps of its negatives, in place, and keep its products.
 
-    Args:
-        rows_nk: Rows, padded and aligned as `make_operand` does it.
-        columns_mk: Columns, likewise.
-        log2_scale: Scale times log2(e) as the sum of two fp32 values.
-        reference: One fp32 value `t`; tiles outside `t - 90` to `t + 119` are done twice.
-        row_lse_n: Natural log-sum-exps of the rows in float64; 1-D and contiguous.
-        column_lse_m: Those of the columns.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
-        config: A row of the table for the kernel `"lse"`.
-        split_scale: Use both values of `log2_scale`.
-        maxima: Largest logits of the block's rows and columns to raise; `None` if not wanted.
-        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
-        limits: Similarities above which rows and columns leave a pair out; not with `maxima`.
-        fresh: Whether the log-sum-exps of rows and of columns hold nothing yet.
-        kept_nm: Gets the products of rows and columns, in fp32, for `write_softmax`.
+    Tiles with sums outside `reference - 90` to `reference + 119` are done twice. `maxima`, of the
+    block's rows and columns, are raised if they are given, which they are not with limits.
 
     Raises:
-        ValueError: Operands, log-sum-exps or `kept_nm` have another layout.
+        ValueError: Log-sum-exps have another layout.
     """
-    n, m = rows_nk.shape[0], columns_mk.shape[0]
-    operands = as_operands(rows_nk, columns_mk, config)
+    n, m = block.shape
+    # Kernels go by these vectors without strides: others would be misread silently.
     for name, lse, length in (("row_lse_n", row_lse_n, n), ("column_lse_m", column_lse_m, m)):
         if lse.dtype != torch.float64 or lse.shape != (length,) or not lse.is_contiguous():
             raise ValueError(
@@ -275,28 +332,20 @@ def add_lse(
                 f"{lse.stride()}. It must be contiguous, of float64 and of shape [{length}]. Pass "
                 "a slice of a contiguous vector."
             )
-    tile_m, tile_n, _ = config.tile
-    row_tiles, column_tiles = triton.cdiv(n, tile_m), triton.cdiv(m, tile_n)
-    tiles = row_tiles * column_tiles
-    row_sums = rows_nk.new_empty(column_tiles, n, dtype=torch.float32)
-    column_sums = rows_nk.new_empty(row_tiles, m, dtype=torch.float32)
-    part_maxima: tuple[Tensor | None, ...] = (None, None)
-    if maxima is not None:
-        part_maxima = torch.empty_like(row_sums), torch.empty_like(column_sums)
-    is_redone = rows_nk.new_empty(tiles, dtype=torch.int32)
-    offset = diagonal_offset(diagonal, n, m)
-    sizes = (
-        *(ids or (None, None)), *as_limits(limits, config), *as_kept(kept_nm, (n, m)), n, m,
-        rows_nk.shape[1], rows_nk.stride(0), columns_mk.stride(0), offset,
+    row_tiles, column_tiles = config.tiles(n, m)
+    sums = [
+        log2_scale.new_empty(shape, dtype=torch.float32)
+        for shape in ((column_tiles, n), (row_tiles, m))
+    ]
+    peaks = [None if maxima is None else torch.empty_like(part) for part in sums]
+    is_redone = log2_scale.new_empty(row_tiles * column_tiles, dtype=torch.int32)
+    lse_kernel[(row_tiles * column_tiles,)](
+        **block.arguments(config), **block.limit_arguments(config), log2_scale=log2_scale,
+        reference=reference, row_sums=sums[0], column_sums=sums[1], is_redone=is_redone,
+        row_maxima=peaks[0], column_maxima=peaks[1],
     )  # fmt: skip
-    lse_kernel[(tiles,)](
-        *operands, log2_scale, reference, row_sums, column_sums, is_redone, *part_maxima, *sizes,
-        GROUP=config.group, SPLIT_SCALE=split_scale, MAXIMA=maxima is not None, **config.shape,
-        **config.options,
-    )  # fmt: skip
-    totals: tuple[Tensor | None, ...] = (None, None) if maxima is None else maxima
     merge_kernel[(triton.cdiv(n, _MERGE_BLOCK) + triton.cdiv(m, _MERGE_BLOCK),)](
-        row_sums, column_sums, is_redone, reference, row_lse_n, column_lse_m,
-        *part_maxima, *totals, n, m, *map(int, fresh), TILE_M=tile_m, TILE_N=tile_n,
-        BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, MAXIMA=maxima is not None, enable_fp_fusion=True,
+        *sums, is_redone, reference, row_lse_n, column_lse_m, *peaks, *(maxima or (None, None)),
+        n, m, *map(int, block.fresh), TILE_M=config.tile[0], TILE_N=config.tile[1],
+        BLOCK=_MERGE_BLOCK, PARTS=_MERGE_PARTS, enable_fp_fusion=True,
     )  # fmt: skip

@@ -6,25 +6,28 @@ Shapes:
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROW_MULTIPLE", "WIDTH_MULTIPLE", "Operand", "Precision", "TileDtype", "make_operand"]
+from lightning_mp.contrastive._tiles.backends import TileDtype
 
-TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+__all__ = ["WIDTH_MULTIPLE", "Operand", "Precision", "Products", "padded"]
 
 WIDTH_MULTIPLE = 64
 """Widths are padded with zeros to a multiple of this, so that no kernel masks its slices."""
 
-ROW_MULTIPLE = 16
-"""Rows lie a multiple of this many values apart: what Triton has to know to copy asynchronously."""
-
+# Rows lie a multiple of this many values apart: what Triton has to know to copy asynchronously.
+_ROW_MULTIPLE = 16
 _ALIGNMENT_BYTES = 16  # of the copy engine and of vector loads
 _SPLIT_EXPONENT = 8
 _LARGEST_EXPONENT = 126
 _HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def padded(width: int) -> int:
+    """Return the least multiple of `WIDTH_MULTIPLE` that is not below a width."""
+    return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Precision:
         """Return what `tile_dtype` means for features of a dtype."""
         if tile_dtype in _HALF_DTYPES:
             return cls(_HALF_DTYPES[tile_dtype], _HALF_DTYPES[tile_dtype])
-        if features != torch.float32:
+        if features != torch.float32:  # the products of 16-bit features are exact in any case
             return cls(features, features, keeps_low=tile_dtype == "fp32")
         if tile_dtype == "tf32":
             return cls(torch.float32, torch.float32)
@@ -83,13 +86,13 @@ class Precision:
 
     def operand_bytes(self, features_nD: Tensor) -> int:
         """Return the bytes that an operand takes for each row of rows and of columns."""
-        padded = -(-features_nD.shape[1] // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        width = padded(features_nD.shape[1])
         if self.is_split:
             # Three halves for the logits and two for the gradients. What one of the two sides needs
             # to make the latter, four bytes in fp32, counts half for each.
-            return (3 + 2) * 2 * padded + 4 * padded // 2
+            return (3 + 2) * 2 * width + 4 * width // 2
         is_used_in_place = features_nD.dtype == self.operand and _is_aligned(features_nD)
-        return 0 if is_used_in_place else 2 * padded * self.operand.itemsize
+        return 0 if is_used_in_place else 2 * width * self.operand.itemsize
 
     def unit(self, features_nD: Tensor) -> Tensor | None:
         """Return the power of two, as one fp32 value, that split features are multiplied by.
@@ -108,14 +111,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of the products.
-
-    Args:
-        features_nD: The features.
-        precision: How they are multiplied.
-        unit: What split features are multiplied by.
-        is_columns: Whether they are columns.
-    """
+    """One side of the products, of which is made what is asked for."""
 
     features_nD: Tensor
     precision: Precision
@@ -124,49 +120,62 @@ class Operand:
 
     @functools.cached_property
     def tiles_nk(self) -> Tensor:
-        """What the sweeps multiply; products that are kept need none of it."""
-        return _tiles(self.features_nD, self.precision, self.unit, is_columns=self.is_columns)
+        """What the sweeps multiply: the features where they lie, if kernels can read them there.
+
+        Split operands lie side by side: rows as `[high, high, low]` and columns as
+        `[high, low, high]`, so that one product of three times the width is
+        `high high + high low + low high`, times the units of both.
+        """
+        features_nD, unit = self.features_nD, self.unit
+        values_nD = features_nD.to(self.precision.operand) if unit is None else features_nD * unit
+        if unit is None and _is_aligned(values_nD):
+            return values_nD  # at b = 64k and D = 1024, a copy in bf16 would take 128 MiB
+        n, width = features_nD.shape
+        shape = n, 1 if unit is None else 3, padded(width)
+        tiles = values_nD.new_zeros(shape, dtype=self.precision.operand)
+        tiles[:, :, :width] = values_nD[:, None]
+        if unit is not None:  # high everywhere; what it lacks takes one of the places
+            low = 1 if self.is_columns else 2
+            tiles[:, low, :width] = values_nD.sub_(tiles[:, 0, :width])
+        return tiles.flatten(1)
 
     @functools.cached_property
     def parts_nD(self) -> tuple[Tensor, ...]:
         """What the softmax is multiplied by: the features, or their high and low halves."""
-        if self.precision.is_split:
-            return _halves(self.features_nD, self.precision.softmax)
-        return (self.tiles_nk[:, : self.features_nD.shape[1]],)
+        if not self.precision.is_split:
+            return (self.tiles_nk[:, : self.features_nD.shape[1]],)
+        high_nD = self.features_nD.to(self.precision.softmax)
+        return high_nD, (self.features_nD - high_nD).to(self.precision.softmax)
 
 
-def make_operand(
-    features_nD: Tensor, precision: Precision, unit: Tensor | None, *, is_columns: bool
-) -> Operand:
-    """Return features as an operand, of which is made what is asked for."""
-    return Operand(features_nD, precision, unit, is_columns)
+@dataclass(frozen=True)
+class Products:
+    """How rows and columns are multiplied: in which precision, split ones times which units."""
 
+    precision: Precision
+    row_unit: Tensor | None
+    column_unit: Tensor | None
 
-def _tiles(
-    features_nD: Tensor, precision: Precision, unit: Tensor | None, *, is_columns: bool
-) -> Tensor:
-    """Return what tiles multiply; without a copy if features are already as they have to be.
+    @classmethod
+    def of(cls, rows_nD: Tensor, columns_nD: Tensor, tile_dtype: TileDtype) -> "Products":
+        """Return what `tile_dtype` means for features."""
+        precision = Precision.of(rows_nD.dtype, tile_dtype)
+        return cls(precision, precision.unit(rows_nD), precision.unit(columns_nD))
 
-    Split operands lie side by side: rows as `[high, high, low]` and columns as
-    `[high, low, high]`, so that one product of three times the width is
-    `high high + high low + low high`, times the units of both.
-    """
-    values_nD = features_nD.to(precision.operand) if unit is None else features_nD * unit
-    if unit is None and _is_aligned(values_nD):
-        return values_nD
-    n, width = features_nD.shape
-    padded = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    tiles = values_nD.new_zeros(n, 1 if unit is None else 3, padded, dtype=precision.operand)
-    tiles[:, :, :width] = values_nD[:, None]
-    if unit is not None:  # high everywhere; what it lacks takes one of the places
-        tiles[:, 1 if is_columns else 2, :width] = values_nD.sub_(tiles[:, 0, :width])
-    return tiles.flatten(1)
+    def rows(self, features_nD: Tensor) -> Operand:
+        """Return some of the rows as an operand."""
+        return Operand(features_nD, self.precision, self.row_unit, is_columns=False)
 
+    def columns(self, features_nD: Tensor) -> Operand:
+        """Return some of the columns as an operand."""
+        return Operand(features_nD, self.precision, self.column_unit, is_columns=True)
 
-def _halves(values_nD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two 16-bit tensors whose sum is as near to the values as they get."""
-    high_nD = values_nD.to(dtype)
-    return high_nD, (values_nD - high_nD).to(dtype)
+    @functools.cached_property
+    def unit(self) -> Tensor | None:
+        """What products come out multiplied by, in float64: fp32 could not hold both units."""
+        if self.row_unit is None or self.column_unit is None:
+            return None
+        return self.row_unit.double() * self.column_unit
 
 
 def _is_aligned(tensor_nD: Tensor) -> bool:
@@ -176,6 +185,6 @@ def _is_aligned(tensor_nD: Tensor) -> bool:
         column_stride == 1
         and tensor_nD.shape[1] % WIDTH_MULTIPLE == 0
         and row_stride >= tensor_nD.shape[1]
-        and row_stride % ROW_MULTIPLE == 0
+        and row_stride % _ROW_MULTIPLE == 0
         and tensor_nD.data_ptr() % _ALIGNMENT_BYTES == 0
     )

@@ -1,4 +1,6 @@
-"""What a loss needs of its pairs: their logits and a reference before the sweep, their terms after.
+"""What a loss does with its pairs: their logits and a reference before the sweep, terms after it.
+
+And, after the second sweep, their part in the gradients.
 
 Shapes:
     b: rows, the images of one rank. n: its texts, of which the first b belong to them. D: width.
@@ -16,17 +18,25 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared
-from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import HIGHEST_SUM_EXPONENT
-from lightning_mp.contrastive._tiles.triton_tiles.scalars import (
+from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
+    finite_or_zero,
     is_last,
     make_peaks,
     peak_of,
     raise_peak,
     store_log2_scale,
 )
+from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import HIGHEST_SUM_EXPONENT
 from lightning_mp.numerics.triton_support import launching_on
 
-__all__ = ["pair_terms", "prepare", "prepare_kernel", "terms_kernel"]
+__all__ = [
+    "finish",
+    "finish_kernel",
+    "pair_terms",
+    "prepare",
+    "prepare_kernel",
+    "terms_kernel",
+]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # A row or column of a tile has at most 2^8 terms.
@@ -35,8 +45,9 @@ _SAFE_EXPONENT = tl.constexpr(HIGHEST_SUM_EXPONENT - 8.0)
 _FULL_RANGE_EXPONENT = tl.constexpr(160.0)
 # Puts the largest logit of the sample 18 powers of two below the end of the range.
 _SAMPLE_MARGIN = tl.constexpr(HIGHEST_SUM_EXPONENT - 18.0)
-_ROWS, _COLUMNS = 16, 128
+_ROWS, _COLUMNS = 16, 128  # `tl.dot` takes 16 rows at least
 _TERMS, _PARTS = 128, 32
+_FINISH_ROWS, _FINISH_COLUMNS = 4, 256  # a warp a row, 8 values a thread
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_columns"])
@@ -87,6 +98,7 @@ def prepare_kernel(
         is_there = (first + inner < width)[None, :]
         x = tl.load(row_at + first, is_pair & is_there, 0.0)
         y = tl.load(column_at + first, is_column & is_there, 0.0)
+        # The sample may be off by what tf32 rounds; pairs' logits are the loss, and exact.
         dots = tl.dot(x, y.T, dots, input_precision="tf32")
         products += x.to(tl.float64) * y.to(tl.float64)
         row_squares += x.to(tl.float32) * x.to(tl.float32)
@@ -110,7 +122,7 @@ def prepare_kernel(
 
 def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
     """Return what a loss works out once, by one launch, see `TileBackend.prepare`."""
-    rows_bD, columns_nD = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_bD, columns_nD))
+    rows_bD, columns_nD = _in_rows(rows_bD), _in_rows(columns_nD)
     (b, width), n = rows_bD.shape, len(columns_nD)
     pos_b = rows_bD.new_empty(b, dtype=torch.float64)
     numbers = rows_bD.new_empty(8, dtype=torch.float32)  # each at a multiple of 16 bytes
@@ -128,8 +140,7 @@ def prepare(rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
 def _log_add_exp(left, right):
     """Return `log(e^left + e^right)` in float64."""
     peak = tl.maximum(left, right)
-    # With infinities, their difference would be NaN.
-    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    base = finite_or_zero(peak)
     return base + tl.log(tl.exp(left - base) + tl.exp(right - base))
 
 
@@ -154,8 +165,7 @@ def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
         value = tl.load(at, (part < parts)[:, None] & here[None, :], float("-inf"))
         old = base
         peak = tl.maximum(peak, tl.max(value, 0))
-        # With infinities, their difference would be NaN.
-        base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+        base = finite_or_zero(peak)
         total = tl.where(total == 0.0, 0.0, total * tl.exp(old - base))
         total += tl.sum(tl.exp(value - base[None, :]), 0)
     return base + tl.log(total)
@@ -241,5 +251,101 @@ def pair_terms(
             n, parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
             PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
+    # Not by atomics: the order of a sum of float64 would show in its last digits.
     torch.sum(sums, 0, out=loss)
     return PairTerms(row_lse_b, column_lse_n, weight_b)
+
+
+@triton.jit(do_not_specialize=["terms", "ranks", "num_pairs", "num_columns"])
+def finish_kernel(
+    rows,
+    columns,
+    d_rows,
+    d_columns,
+    weight,
+    scale,
+    d_scale_parts,
+    terms,
+    ranks,
+    num_pairs,
+    num_columns,
+    width,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add the positives to the gradients, scale them; and parts of the scale's.
+
+    In one read of features and gradients: as torch's own operations it is four.
+
+    Args:
+        rows: (b, D), of rows `row_stride` values apart. columns: (n, D), n >= b, likewise.
+        d_rows: (b, D) in fp32: `P columns`. d_columns: (n, D): `P.T rows`. Both contiguous, one of
+            them may be `None`.
+        weight: (b,) in float64: what the positives weigh.
+        scale: One value.
+        d_scale_parts: (programs,) in float64.
+        terms: What the loss is the mean of.
+        ranks: W, which a mean over ranks divides by.
+        num_pairs: b. num_columns: n. width: D.
+        ROWS: Rows of a program. COLUMNS: The slice of the width that it holds at a time.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inner = tl.arange(0, COLUMNS)
+    is_pair, is_column = (row < num_pairs)[:, None], (row < num_columns)[:, None]
+    factor = (tl.load(scale).to(tl.float64) * ranks / terms).to(tl.float32)
+    weights = tl.load(weight + row, row < num_pairs, 0.0).to(tl.float32)[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float64)
+    for first in range(0, width, COLUMNS):
+        is_there = (first + inner < width)[None, :]
+        row_here, column_here = is_pair & is_there, is_column & is_there
+        x = tl.load(rows + row[:, None] * row_stride + first + inner[None, :], row_here, 0.0)
+        y = tl.load(
+            columns + row[:, None] * column_stride + first + inner[None, :], column_here, 0.0
+        )
+        at = row[:, None] * width + first + inner[None, :]
+        if d_rows is not None:
+            gradient = tl.load(d_rows + at, row_here, 0.0) - weights * y.to(tl.float32)
+            sums += x.to(tl.float64) * gradient.to(tl.float64)
+            tl.store(d_rows + at, gradient * factor, row_here)
+        if d_columns is not None:
+            gradient = tl.load(d_columns + at, column_here, 0.0) - weights * x.to(tl.float32)
+            if d_rows is None:  # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway
+                sums += y.to(tl.float64) * gradient.to(tl.float64)
+            tl.store(d_columns + at, gradient * factor, column_here)
+    tl.store(d_scale_parts + tl.program_id(0), tl.sum(tl.sum(sums, 1), 0) / terms)
+
+
+def finish(
+    rows_bD: Tensor,
+    columns_nD: Tensor,
+    d_rows_bD: Tensor | None,
+    d_columns_nD: Tensor | None,
+    weight_b: Tensor,
+    scale: Tensor,
+    terms: int,
+    ranks: int,
+    d_scale: Tensor | None,
+) -> None:
+    """Add the positives to the gradients and scale them, see `TileBackend.finish`.
+
+    It takes one launch and a sum; parts of the scale's gradient cost nothing.
+    """
+    rows_bD, columns_nD = _in_rows(rows_bD), _in_rows(columns_nD)
+    (b, width), n = rows_bD.shape, len(columns_nD)
+    programs = triton.cdiv(n if d_columns_nD is not None else b, _FINISH_ROWS)
+    parts = weight_b.new_empty(programs)
+    with launching_on(rows_bD.device):
+        finish_kernel[(programs,)](
+            rows_bD, columns_nD, d_rows_bD, d_columns_nD, weight_b, scale, parts, terms, ranks, b,
+            n, width, rows_bD.stride(0), columns_nD.stride(0), ROWS=_FINISH_ROWS,
+            COLUMNS=_FINISH_COLUMNS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    if d_scale is not None:
+        torch.sum(parts, 0, out=d_scale)
+
+
+def _in_rows(features_nD: Tensor) -> Tensor:
+    """Return features whose rows are contiguous, wherever they lie."""
+    return features_nD if features_nD.stride(1) == 1 else features_nD.contiguous()

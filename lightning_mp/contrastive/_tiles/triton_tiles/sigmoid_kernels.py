@@ -16,21 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Maxima
+from lightning_mp.contrastive._tiles.tile_backend import Maxima
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive._tiles.triton_tiles.dot import (
-    differ,
-    keep_mask,
+from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
+    indices,
+    negatives,
+    shifted,
+    store_of_columns,
+    store_of_rows,
+    store_weights,
     tile_at,
     tile_dots,
-    tile_is_cut,
 )
-from lightning_mp.contrastive._tiles.triton_tiles.launch import (
-    as_operands,
-    as_targets,
-    diagonal_offset,
-)
-from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import store_tile
 
 __all__ = ["add_sigmoid", "sigmoid_kernel"]
 
@@ -80,119 +78,68 @@ def sigmoid_kernel(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
-    LOW: tl.constexpr,
-    MAXIMA: tl.constexpr,
 ):
     """Store the sigmoids of one tile times `factor`, and the sums of losses and sigmoids.
 
     Args:
-        log2_scale: Two fp32 values whose sum is the scale times log2(e).
         log2_bias: The bias times log2(e), one fp32 value.
         factor: A power of two that keeps small values among fp16's normal numbers.
         sums: (2, tiles) in fp32: `softplus / ln(2)` and the sigmoids of a tile's negatives.
-        row_maxima: (tiles in a row, n) in fp32, the largest `x`; column_maxima: (tiles in a column,
-            m). Not touched without `MAXIMA`.
-        weights: (n, m) with rows `weights_stride` apart; a tensor descriptor with `TMA`.
-        weights_low: The same for what rounding left over; not touched without `LOW`.
-        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
-        SPLIT_SCALE: Use both values of `log2_scale`. LOW: Store two halves.
-        MAXIMA: The largest `x` are wanted, too.
-        Others: As in `dot`.
+        row_maxima: (tiles in a row, n) in fp32, the largest `x`, or `None`; column_maxima: (tiles
+            in a column, m).
+        Others: As in `device_functions`.
     """
-    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
-    row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    tile = tile_at(tl.program_id(0), num_rows, num_columns, TILE_M, TILE_N, GROUP)
     dots = tile_dots(
-        rows, columns, row_tile, column_tile, num_rows, num_columns, width,
-        row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
-    )  # fmt: skip
-    row = row_tile * TILE_M + tl.arange(0, TILE_M)
-    column = column_tile * TILE_N + tl.arange(0, TILE_N)
-    x = dots * tl.load(log2_scale) + tl.load(log2_bias)
-    if SPLIT_SCALE:  # last, because what matters most is near 0 by now
-        x += dots * tl.load(log2_scale + 1)
-    if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
-        keep = keep_mask(row, column, num_rows, num_columns, diagonal)
-        x = tl.where(keep, x, float("-inf"))
-    if row_ids is not None:
-        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
-        x = tl.where(differs, x, float("-inf"))
-    if MAXIMA:
-        row_at = row_maxima + column_tile.to(tl.int64) * num_rows + row
-        tl.store(row_at, tl.max(x, 1), mask=row < num_rows)
-        column_at = column_maxima + row_tile.to(tl.int64) * num_columns + column
-        tl.store(column_at, tl.max(x, 0), mask=column < num_columns)
+        rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
+    )
+    row, column = indices(tile, TILE_M, TILE_N)
+    x = shifted(dots, log2_scale, -tl.load(log2_bias), SPLIT_SCALE)
+    x = negatives(
+        x, float("-inf"), tile, row, column, row_ids, column_ids, diagonal, TILE_M, TILE_N
+    )
+    if row_maxima is not None:
+        store_of_rows(row_maxima, tl.max(x, 1), tile, row)
+        store_of_columns(column_maxima, tl.max(x, 0), tile, column)
     u = tl.exp2(-tl.abs(x))
-    tile = row_tile * column_tiles + column_tile
     losses = tl.maximum(x, 0.0) + _log2_1p(u)
-    tl.store(sums + tile, tl.sum(tl.sum(losses, 1), 0))
     values = tl.where(x >= 0.0, 1.0, u) / (1.0 + u)
-    tl.store(sums + row_tiles * column_tiles + tile, tl.sum(tl.sum(values, 1), 0))
-    left_over = store_tile(
-        weights, values * factor, row, column, row_tile, column_tile, num_rows, num_columns,
-        weights_stride, TILE_M, TILE_N, TMA,
-    )  # fmt: skip
-    if LOW:
-        store_tile(
-            weights_low, left_over, row, column, row_tile, column_tile, num_rows, num_columns,
-            weights_stride, TILE_M, TILE_N, TMA,
-        )  # fmt: skip
+    at = sums + tile.row * tl.cdiv(num_columns, TILE_N) + tile.column
+    tl.store(at, tl.sum(tl.sum(losses, 1), 0))
+    tl.store(at + tl.num_programs(0), tl.sum(tl.sum(values, 1), 0))
+    values *= factor
+    store_weights(
+        weights, weights_low, values, tile, row, column, weights_stride, TILE_M, TILE_N, TMA
+    )
 
 
 def add_sigmoid(
-    rows_nk: Tensor,
-    columns_mk: Tensor,
+    block: Block,
     log2_scale: Tensor,
     log2_bias: Tensor,
     totals_2: Tensor,
-    weights_nm: Tensor,
-    low_nm: Tensor | None,
-    diagonal: int | None,
+    weights: Weights,
     config: TileConfig,
-    *,
-    exponent: int,
-    split_scale: bool,
     maxima: Maxima | None = None,
-    ids: Ids | None = None,
 ) -> None:
-    """Write the sigmoids of one block, and add its sums to the totals in a fixed order.
+    """Write the sigmoids of one block, and add its `softplus` and sigmoids to `totals_2`.
 
-    Args:
-        rows_nk: Rows, padded and aligned as `make_operand` does it.
-        columns_mk: Columns, likewise.
-        log2_scale: Scale times log2(e) as the sum of two fp32 values.
-        log2_bias: Bias times log2(e), one fp32 value.
-        totals_2: Gets the sums of `softplus` and of the sigmoids; in float64.
-        weights_nm: Where to write the sigmoids times `2^exponent`; rows 16-byte aligned.
-        low_nm: Where to write what rounding to `weights_nm` leaves over, laid out alike.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
-        config: A row of the table for the kernel `"softmax_wide"`.
-        exponent: See `weights_nm`.
-        split_scale: Use both values of `log2_scale`.
-        maxima: Largest logits of the block's rows and columns to raise, without the bias.
-        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
-
-    Raises:
-        ValueError: Operands or weights have another layout.
+    `config` is a row of the table for `"softmax_wide"`, which keeps as much in registers. `maxima`,
+    of the block's rows and columns without the bias, are raised if they are given.
     """
-    n, m = rows_nk.shape[0], columns_mk.shape[0]
-    targets = as_targets(weights_nm, low_nm, (n, m), config)
-    tile_m, tile_n, _ = config.tile
-    row_tiles, column_tiles = triton.cdiv(n, tile_m), triton.cdiv(m, tile_n)
-    tiles = row_tiles * column_tiles
-    sums = rows_nk.new_empty(2, tiles, dtype=torch.float32)
+    (n, m), (row_tiles, column_tiles) = block.shape, config.tiles(*block.shape)
+    sums = log2_scale.new_empty(2, row_tiles * column_tiles, dtype=torch.float32)
     shapes = ((column_tiles, n), (row_tiles, m))
     peaks = [None if maxima is None else sums.new_empty(shape) for shape in shapes]
-    row_ids, column_ids = (None, None) if ids is None else ids
-    sigmoid_kernel[(tiles,)](
-        *as_operands(rows_nk, columns_mk, config), log2_scale, log2_bias, 2.0**exponent, sums,
-        *peaks, *targets, row_ids, column_ids, n, m, rows_nk.shape[1], rows_nk.stride(0),
-        columns_mk.stride(0), weights_nm.stride(0), diagonal_offset(diagonal, n, m),
-        GROUP=config.group, SPLIT_SCALE=split_scale, LOW=low_nm is not None,
-        MAXIMA=maxima is not None, **config.shape, **config.options,
+    sigmoid_kernel[(row_tiles * column_tiles,)](
+        **block.arguments(config), **weights.arguments(config), log2_scale=log2_scale,
+        log2_bias=log2_bias, factor=2.0**weights.exponent, sums=sums, row_maxima=peaks[0],
+        column_maxima=peaks[1],
     )  # fmt: skip
     if maxima is not None:
         row_n, column_m = (peak.amax(0).double() - log2_bias for peak in peaks if peak is not None)
         maxima.raise_to(row_n, column_m, _LN_2)
+    # In a fixed order, which atomics would not have.
     parts_2 = sums.sum(1, dtype=totals_2.dtype)
     parts_2[0] *= _LN_2
     totals_2.add_(parts_2)

@@ -22,52 +22,164 @@ with two exponentials: both are launched, one returns at once, and the host neve
 Small shards, whose time is the host's, take the twin with two at once: a launch less.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
-from lightning_mp.contrastive._tiles.triton_tiles.dot import (
+from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
     above,
-    differ,
+    indices,
+    is_last,
     judged,
-    keep_mask,
     kept_at,
+    load_some,
+    make_peaks,
+    negatives,
+    peak_of,
+    raise_peak,
+    shifted,
+    store_log2_scale,
+    store_weights,
     tile_at,
     tile_dots,
-    tile_is_cut,
-)
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors
-from lightning_mp.contrastive._tiles.triton_tiles.launch import (
-    BlockLimits,
-    as_kept,
-    as_limits,
-    as_operands,
-    as_targets,
-    diagonal_offset,
 )
 
-__all__ = ["softmax_kernel", "store_tile", "write_softmax"]
+__all__ = ["SoftmaxFactors", "factors_kernel", "softmax_kernel", "write_softmax"]
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_BLOCK = 128
+_ALIGNMENT = 4  # values of fp32: each vector starts at 16 bytes, as wide loads want
 
 
 @triton.jit
-def store_tile(
-    to, values, row, column, row_tile, column_tile, num_rows, num_columns, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Store a tile, but for what lies past the edges; return what rounding left over, in fp32."""
-    if TMA:
-        rounded = values.to(to.dtype)
-        to.store([row_tile * TILE_M, column_tile * TILE_N], rounded)
-    else:
-        rounded = values.to(to.dtype.element_ty)
-        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        at = to + row.to(tl.int64)[:, None] * stride + column[None, :]
-        tl.store(at, rounded, mask=mask)
-    return values - rounded.to(tl.float32)
+def _store_rounded(power, gain, values, index, here):
+    """Store values in fp32, and what puts their rounding right; return that in float64."""
+    rounded = values.to(tl.float32)
+    lost = rounded.to(tl.float64) - values
+    # What is infinite is off by nothing.
+    gains = tl.where(lost == lost, tl.exp2(lost), 1.0)
+    tl.store(power + index, rounded, here)
+    tl.store(gain + index, gains.to(tl.float32), here)
+    return gains
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+def factors_kernel(
+    row_lse,
+    column_lse,
+    scale,
+    row_power,
+    row_gain,
+    row_factor,
+    column_power,
+    column_gain,
+    column_factor,
+    is_wide,
+    log2_scale,
+    peaks,
+    num_rows,
+    num_columns,
+    EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the vectors of `SoftmaxFactors`; the program that comes last says if they will do.
+
+    Args:
+        row_lse: (n,) natural log-sum-exps in float64. column_lse: (m,). scale: One value.
+        row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; as `softmax_kernel` takes them.
+        column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`.
+        is_wide: Gets 1 if only the twin with two exponentials will do, else 0.
+        log2_scale: Gets scale times log2(e) as the sum of two fp32 values.
+        peaks: How far the largest row lies above `t`, and the lowest column below it.
+            `None`: the wide twin has the work in any case.
+        num_rows: n. num_columns: m.
+        EXPONENT: `s`. BLOCK: Rows, and columns, of a program.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row_here, column_here = index < num_rows, index < num_columns
+    rows = load_some(row_lse, index, num_rows) * _LOG2_E
+    columns = load_some(column_lse, index, num_columns) * _LOG2_E
+    # Any `t` will do; that of the first row is there without a pass to look for the best.
+    middle = tl.load(row_lse) * _LOG2_E
+    gains = _store_rounded(row_power, row_gain, rows - EXPONENT, index, row_here)
+    _store_rounded(column_power, column_gain, columns - EXPONENT, index, column_here)
+    rise, fall = rows - middle, middle - columns
+    tl.store(row_factor + index, (gains * tl.exp2(rise)).to(tl.float32), row_here)
+    tl.store(column_factor + index, tl.exp2(fall).to(tl.float32), column_here)
+    if tl.program_id(0) == 0:
+        store_log2_scale(log2_scale, scale)
+        if peaks is None:
+            tl.store(is_wide, 1)
+    if peaks is not None:
+        # Factors have to be normal numbers. NaN and infinities fail this: the wide twin has them.
+        rise = tl.where(tl.abs(rise) < 120.0, rise, float("inf")).to(tl.float32)
+        fall = tl.where(tl.abs(fall) < 120.0, fall, float("inf")).to(tl.float32)
+        raise_peak(peaks, tl.where(row_here, rise, float("-inf")))
+        raise_peak(peaks + 1, tl.where(column_here, fall, float("-inf")))
+        if is_last(peaks):
+            tl.store(is_wide, 1 - (peak_of(peaks) + peak_of(peaks + 1) < 90.0).to(tl.int32))
+
+
+@dataclass(frozen=True)
+class SoftmaxFactors:
+    """The vectors from which the softmax values of a whole shard are made, in fp32.
+
+    Args:
+        rows_3n: `p_i`, `g_i` and `u_i`.
+        columns_3m: `c_j - s` rounded, what puts that right, and `v_j`.
+        is_wide: One int32 on the device: not 0 if one exponential an element is not enough.
+        log2_scale: Scale times log2(e) as the sum of two values.
+    """
+
+    rows_3n: Tensor
+    columns_3m: Tensor
+    is_wide: Tensor
+    log2_scale: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        row_lse_b: Tensor,
+        column_lse_m: Tensor,
+        scale: Tensor,
+        exponent: int,
+        *,
+        always_wide: bool = False,
+    ) -> "SoftmaxFactors":
+        """Work the vectors out from natural log-sum-exps in float64, positives included.
+
+        `exponent` is `s`; `always_wide` sends the work to the twin with two exponentials, wherever
+        they lie. No value leaves the device.
+        """
+        b, m = len(row_lse_b), len(column_lse_m)
+        rows_3n, columns_3m = (
+            row_lse_b.new_empty(3, -(-n // _ALIGNMENT) * _ALIGNMENT, dtype=torch.float32)[:, :n]
+            for n in (b, m)
+        )
+        is_wide = row_lse_b.new_empty(1, dtype=torch.int32)
+        log2_scale = row_lse_b.new_empty(2, dtype=torch.float32)
+        factors_kernel[(triton.cdiv(max(b, m), _BLOCK),)](
+            row_lse_b, column_lse_m, scale, *rows_3n, *columns_3m, is_wide, log2_scale,
+            None if always_wide else make_peaks(is_wide), b, m, EXPONENT=exponent, BLOCK=_BLOCK,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        return cls(rows_3n, columns_3m, is_wide, log2_scale)
+
+    def arguments(self, block: Block) -> dict[str, Any]:
+        """Return what the kernel takes of them for a block, by name."""
+        names = ("row_power", "row_gain", "row_factor")
+        row_vectors = dict(zip(names, self.rows_3n[:, block.rows], strict=True))
+        names = ("column_power", "column_gain", "column_factor")
+        column_vectors = dict(zip(names, self.columns_3m[:, block.columns], strict=True))
+        return {**row_vectors, **column_vectors, "is_wide": self.is_wide}
 
 
 # `num_columns` is left to be specialised: a mask that ends at a multiple of 16 keeps stores wide.
@@ -83,8 +195,8 @@ def softmax_kernel(
     column_gain,
     column_factor,
     is_wide,
-    softmax,
-    softmax_low,
+    weights,
+    weights_low,
     row_ids,
     column_ids,
     row_limits,
@@ -99,7 +211,7 @@ def softmax_kernel(
     width,
     row_stride,
     column_stride,
-    softmax_stride,
+    weights_stride,
     diagonal,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -108,144 +220,76 @@ def softmax_kernel(
     TMA: tl.constexpr,
     SPLIT_SCALE: tl.constexpr,
     WIDE: tl.constexpr,
-    LOW: tl.constexpr,
 ):
-    """Store P of one tile, in one value or in two halves `softmax + softmax_low`.
+    """Store P of one tile, in one value or in two halves.
 
     Args:
-        log2_scale: Two fp32 values whose sum is the scale times log2(e).
         row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; all (n,) in fp32.
         column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`; all (m,).
         is_wide: One int32; a launch with another `WIDE` returns at once, but for what is kept.
-        softmax: (n, m) with rows `softmax_stride` apart; a tensor descriptor with `TMA`.
-        softmax_low: The same for what rounding left over; not touched without `LOW`.
-        row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
-        row_limits: (n,) in fp32, or `None`: the products that rows leave out are above.
-            column_limits: (m,): those that columns leave out.
-        row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
-            column_guides: Likewise. guide_width: Theirs.
         kept: (n, m) in fp32 with rows `kept_stride` apart: the products, as `lse_kernel` left them.
             `None`: they are made here, of `rows` and `columns`, which are `None` otherwise.
-        SPLIT_SCALE: Use both values of `log2_scale`. WIDE: Take two exponentials a value.
-        LOW: Store two halves.
-        Others: As in `dot`.
+        WIDE: Take two exponentials a value.
+        Others: As in `device_functions`.
     """
     if kept is None:  # noqa: SIM102  # one is known to the compiler, one is not
         if (tl.load(is_wide) != 0) != WIDE:
             return
-    row_tiles, column_tiles = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
-    row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    tile = tile_at(tl.program_id(0), num_rows, num_columns, TILE_M, TILE_N, GROUP)
     if kept is None:
         dots = tile_dots(
-            rows, columns, row_tile, column_tile, num_rows, num_columns, width,
-            row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA,
-        )  # fmt: skip
-    else:
-        at, here = kept_at(
-            kept, kept_stride, row_tile, column_tile, num_rows, num_columns, TILE_M, TILE_N
+            rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
         )
+    else:
+        at, here = kept_at(kept, kept_stride, tile, TILE_M, TILE_N)
         dots = tl.load(at, mask=here, other=0.0)
     # Before anything is made of the first product: a third tile would not fit into registers.
     similarities = judged(
-        dots, row_guides, column_guides, row_tile, column_tile, num_rows, num_columns,
-        guide_width, TILE_M, TILE_N, TILE_K, TMA,
-    )  # fmt: skip
-    row = row_tile * TILE_M + tl.arange(0, TILE_M)
-    column = column_tile * TILE_N + tl.arange(0, TILE_N)
-    row_here, column_here = row < num_rows, column < num_columns
-    high = tl.load(log2_scale)
-    by_row = dots * high - tl.load(row_power + row, mask=row_here, other=0.0)[:, None]
-    if SPLIT_SCALE:  # last, because what matters most is near 0 by now
-        by_row += dots * tl.load(log2_scale + 1)
-    values = tl.exp2(by_row)
-    gain = tl.load(row_gain + row, mask=row_here, other=0.0)[:, None]
+        dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
+    )
+    row, column = indices(tile, TILE_M, TILE_N)
+    power = load_some(row_power, row, num_rows)[:, None]
+    values = tl.exp2(shifted(dots, log2_scale, power, SPLIT_SCALE))
+    gain = load_some(row_gain, row, num_rows)[:, None]
     if WIDE:
-        by_column = (
-            dots * high - tl.load(column_power + column, mask=column_here, other=0.0)[None, :]
-        )
-        if SPLIT_SCALE:
-            by_column += dots * tl.load(log2_scale + 1)
-        column_gains = tl.load(column_gain + column, mask=column_here, other=0.0)[None, :]
+        power = load_some(column_power, column, num_columns)[None, :]
+        by_column = shifted(dots, log2_scale, power, SPLIT_SCALE)
         if row_limits is not None:
-            row_out, column_out = above(
-                similarities, row_limits, column_limits, row, column, num_rows, num_columns
-            )
+            row_out, column_out = above(similarities, row_limits, column_limits, tile, row, column)
             # Not by a gain of 0: what is left out may be infinite.
             values = tl.where(row_out, 0.0, values)
             by_column = tl.where(column_out, float("-inf"), by_column)
+        column_gains = load_some(column_gain, column, num_columns)[None, :]
         values = values * gain + tl.exp2(by_column) * column_gains
     else:
-        u = tl.load(row_factor + row, mask=row_here, other=0.0)[:, None]
-        v = tl.load(column_factor + column, mask=column_here, other=0.0)[None, :]
+        u = load_some(row_factor, row, num_rows)[:, None]
+        v = load_some(column_factor, column, num_columns)[None, :]
         values *= gain + u * v
-    if tile_is_cut(row_tile, column_tile, num_rows, num_columns, diagonal, TILE_M, TILE_N):
-        keep = keep_mask(row, column, num_rows, num_columns, diagonal)
-        values = tl.where(keep, values, 0.0)
-    if row_ids is not None:
-        differs = differ(row_ids, column_ids, row, column, num_rows, num_columns)
-        values = tl.where(differs, values, 0.0)
-    left_over = store_tile(
-        softmax, values, row, column, row_tile, column_tile, num_rows, num_columns,
-        softmax_stride, TILE_M, TILE_N, TMA,
-    )  # fmt: skip
-    if LOW:
-        store_tile(
-            softmax_low, left_over, row, column, row_tile, column_tile, num_rows, num_columns,
-            softmax_stride, TILE_M, TILE_N, TMA,
-        )  # fmt: skip
+    values = negatives(
+        values, 0.0, tile, row, column, row_ids, column_ids, diagonal, TILE_M, TILE_N
+    )
+    store_weights(
+        weights, weights_low, values, tile, row, column, weights_stride, TILE_M, TILE_N, TMA
+    )
 
 
 def write_softmax(
-    rows_nk: Tensor | None,
-    columns_mk: Tensor | None,
+    block: Block,
     log2_scale: Tensor,
     factors: SoftmaxFactors,
-    softmax_nm: Tensor,
-    low_nm: Tensor | None,
-    diagonal: int | None,
+    weights: Weights,
     configs: Sequence[TileConfig],
-    *,
-    split_scale: bool,
-    ids: Ids | None = None,
-    limits: BlockLimits | None = None,
-    kept_nm: Tensor | None = None,
 ) -> None:
-    """Write the softmax of one block; the twin that is not needed returns at once.
+    """Write the softmax of one block, of products that are kept or made here.
 
-    Args:
-        rows_nk: Rows, padded and aligned as `make_operand` does it; `None` with `kept_nm`.
-        columns_mk: Columns, likewise.
-        log2_scale: Scale times log2(e) as the sum of two fp32 values.
-        factors: The vectors of the block's rows and columns.
-        softmax_nm: Where to write; rows 16-byte aligned.
-        low_nm: Where to write what rounding to `softmax_nm` leaves over, laid out alike.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
-        configs: Rows of the table for the kernels `"softmax"` and `"softmax_wide"`, or for the
-            second alone, if `factors` are always wide.
-        split_scale: Use both values of `log2_scale`.
-        ids: Of the block's rows and columns, int32; pairs of equal ones are left out.
-        limits: Similarities above which rows and columns leave a pair out.
-        kept_nm: The products of rows and columns, as `add_lse` left them; any twin will do.
-
-    Raises:
-        ValueError: Operands, softmax or `kept_nm` have another layout.
+    `configs` are rows of the table for `"softmax"` and `"softmax_wide"`; for the second alone where
+    `factors` are always wide, or products are kept.
     """
-    n, m = softmax_nm.shape
-    width = row_stride = column_stride = None
-    if rows_nk is not None and columns_mk is not None:
-        (n, width), m = rows_nk.shape, len(columns_mk)
-        row_stride, column_stride = rows_nk.stride(0), columns_mk.stride(0)
-    kept = as_kept(kept_nm, (n, m))
-    offset = diagonal_offset(diagonal, n, m)
+    # The host does not know which of the twins is needed: the other returns at once.
     for config in configs:
-        targets = as_targets(softmax_nm, low_nm, (n, m), config)
-        tile_m, tile_n, _ = config.tile
-        softmax_kernel[(triton.cdiv(n, tile_m) * triton.cdiv(m, tile_n),)](
-            *as_operands(rows_nk, columns_mk, config), log2_scale, *factors.rows_3n,
-            *factors.columns_3m, factors.is_wide, *targets, *(ids or (None, None)),
-            *as_limits(limits, config), *kept, n, m, width, row_stride, column_stride,
-            softmax_nm.stride(0), offset,
-            GROUP=config.group, SPLIT_SCALE=split_scale,
-            WIDE=config.kernel == "softmax_wide", LOW=low_nm is not None, **config.shape,
-            **config.options,
+        softmax_kernel[(math.prod(config.tiles(*block.shape)),)](
+            **block.arguments(config, multiplies=block.kept_nc is None),
+            **block.limit_arguments(config), **weights.arguments(config),
+            **factors.arguments(block), log2_scale=log2_scale,
+            WIDE=config.kernel == "softmax_wide",
         )  # fmt: skip

@@ -6,35 +6,43 @@ Shapes:
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Kept, Logits, Maxima, Prepared
-from lightning_mp.contrastive._tiles.triton_tiles.autotune import fastest
-from lightning_mp.contrastive._tiles.triton_tiles.blocks import (
-    Block,
-    KernelLogits,
-    block_shape,
-    whole_waves,
+from lightning_mp.contrastive._tiles.backends import TileDtype
+from lightning_mp.contrastive._tiles.tile_backend import (
+    Kept,
+    Logits,
+    Maxima,
+    Prepared,
+    TileBackend,
 )
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights, Workspace
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     Kernel,
     TileConfig,
     arch_of,
+    fastest,
     find_configs,
     find_kept_configs,
 )
-from lightning_mp.contrastive._tiles.triton_tiles.gradient_kernels import SoftmaxFactors, finish
-from lightning_mp.contrastive._tiles.triton_tiles.launch import multiprocessors
+from lightning_mp.contrastive._tiles.triton_tiles.kernel_logits import (
+    KernelLogits,
+    block_shape,
+    whole_waves,
+)
 from lightning_mp.contrastive._tiles.triton_tiles.lse_kernels import add_lse, lse_bytes_per_value
-from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, TileDtype
-from lightning_mp.contrastive._tiles.triton_tiles.pair_kernels import pair_terms, prepare
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision
+from lightning_mp.contrastive._tiles.triton_tiles.pair_kernels import finish, pair_terms, prepare
 from lightning_mp.contrastive._tiles.triton_tiles.sigmoid_kernels import add_sigmoid
-from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import write_softmax
-from lightning_mp.contrastive._tiles.triton_tiles.workspace import Softmax, Workspace
+from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import (
+    SoftmaxFactors,
+    write_softmax,
+)
 from lightning_mp.numerics.floats import sum_rounding
 from lightning_mp.numerics.triton_support import launching_on
 
@@ -57,7 +65,7 @@ _MAXIMUM_ROUNDING = 2 * 2.0**-18
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonTiles:
+class TritonTiles(TileBackend):
     """Both sweeps of `TileBackend` in Triton, for CUDA devices of compute capability 8.0 and up.
 
     The forward sweep multiplies once and takes one exponential an element for rows and columns
@@ -82,6 +90,7 @@ class TritonTiles:
     tile_dtype: TileDtype = "auto"
     autotune: bool = False
     arch: int | None = None
+    # What has been timed makes no difference between two that are chosen alike.
     _tuned: dict[tuple[Kernel, Precision, int, torch.device], TileConfig] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -99,42 +108,34 @@ class TritonTiles:
         maxima: Maxima | None = None,
     ) -> None:
         """Add one shard to the log-sum-exps, see `TileBackend.lse_sweep`."""
-        rows_bD, columns_mD, scale = logits[:3]
         cut = KernelLogits.of(logits, self.tile_dtype)
         if prepared is None:
-            prepared = self.prepare(rows_bD, columns_mD, scale)
+            prepared = self.prepare(*logits[:3])
         log2_scale, reference = prepared.own
-        if cut.precision.is_split:
+        if cut.precision.is_split:  # what was prepared knows no units of operands
             log2_scale = cut.log2_scale()
 
-        def add(
-            block: Block, lses: tuple[Tensor, Tensor], config: TileConfig, maxima: Maxima | None
-        ) -> None:
-            firsts = block.columns.start == 0, block.rows.start == 0
-            add_lse(
-                block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale, reference,
-                *lses, block.diagonal, config, split_scale=cut.precision.is_split, ids=block.ids,
-                limits=block.limits, maxima=maxima, kept_nm=block.kept_nc,
-                fresh=(logits.fresh[0] and firsts[0], logits.fresh[1] and firsts[1]),
-            )  # fmt: skip
+        def try_out(block: Block, config: TileConfig) -> None:
+            row_n, column_c = row_lse_b[block.rows], column_lse_m[block.columns]
+            # What has been summed so far is not to be touched.
+            row_n, column_c = torch.empty_like(row_n), torch.empty_like(column_c)
+            add_lse(block, log2_scale, reference, row_n, column_c, config)
 
-        def make_trial() -> Callable[[TileConfig], None]:
-            block = cut.trial_block()
-            lses = row_lse_b[block.rows].clone(), column_lse_m[block.columns].clone()
-            return lambda config: add(block, lses, config, None)
-
-        with launching_on(rows_bD.device):
+        with launching_on(row_lse_b.device):
             if len(cut.kept_rm) > 0:
                 config = self._kept_configs(cut)[0]
             elif logits.limits is None:
-                config = self._choose("lse", cut, make_trial)
+                config = self._choose("lse", cut, try_out)
             else:  # 128 x 256 tiles with limits spill, and guides have a second product
                 config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
+            # No block of logits is ever written here: only what tiles leave of it.
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             for block in cut.blocks(self._block(cut, bytes_per_value)):
-                lses = row_lse_b[block.rows], column_lse_m[block.columns]
-                own = None if maxima is None else maxima.block(block.rows, block.columns)
-                add(block, lses, config, own)
+                add_lse(
+                    block, log2_scale, reference, row_lse_b[block.rows],
+                    column_lse_m[block.columns], config,
+                    None if maxima is None else maxima.block(block.rows, block.columns),
+                )  # fmt: skip
 
     def grad_sweep(
         self,
@@ -147,20 +148,10 @@ class TritonTiles:
         """Add one shard's negatives to the gradients, see `TileBackend.grad_sweep`."""
         cut = KernelLogits.of(logits, self.tile_dtype)
 
-        def write(block: Block, softmax: Softmax, configs: list[TileConfig]) -> None:
-            is_kept = block.kept_nc is not None
-            write_softmax(
-                None if is_kept else block.row_operand.tiles_nk,
-                None if is_kept else block.column_operand.tiles_nk, log2_scale,
-                factors.block(block.rows, block.columns), softmax.high_nc, softmax.low_nc,
-                block.diagonal, configs, split_scale=cut.precision.is_split, ids=block.ids,
-                limits=block.limits, kept_nm=block.kept_nc,
-            )  # fmt: skip
-
-        def make_trial() -> Callable[[TileConfig], None]:
-            block = cut.trial_block(shape)
-            softmax = workspace.block(block)
-            return lambda config: write(block, softmax, [config])
+        def write(block: Block, *configs: TileConfig) -> Weights:
+            weights = workspace.weights(block)
+            write_softmax(block, log2_scale, factors, weights, configs)
+            return weights
 
         with launching_on(row_lse_b.device):
             # What a row leaves out and a column does not may lie above all that the row has: with
@@ -173,14 +164,13 @@ class TritonTiles:
             )  # fmt: skip
             log2_scale = cut.log2_scale() if cut.precision.is_split else factors.log2_scale
             shape = self._softmax_block(cut)
-            workspace = Workspace.make(shape, cut.precision, row_lse_b.device)
-            configs = [] if is_wide else [self._choose("softmax", cut, make_trial)]
+            workspace = Workspace(shape, cut.precision, row_lse_b.device)
+            configs = [] if is_wide else [self._choose("softmax", cut, write, shape)]
             configs.append(self._choose("softmax_wide", cut))
             of_kept = [self._kept_configs(cut)[1]] if len(cut.kept_rm) > 0 else []
             for block in cut.blocks(shape):
-                softmax = workspace.block(block)
-                write(block, softmax, configs if block.kept_nc is None else of_kept)
-                softmax.add_products(block, d_rows_bD, d_columns_mD, logits.fresh)
+                weights = write(block, *(configs if block.kept_nc is None else of_kept))
+                weights.add_products(block, d_rows_bD, d_columns_mD)
 
     def sigmoid_sweep(
         self,
@@ -196,18 +186,15 @@ class TritonTiles:
         log2_scale, log2_bias = cut.log2_scale(), (bias.double() * _LOG2_E).float().reshape(1)
         with launching_on(bias.device):
             shape = self._softmax_block(cut)
-            workspace = Workspace.make(shape, cut.precision, bias.device)
+            workspace = Workspace(shape, cut.precision, bias.device)
             config = self._choose("softmax_wide", cut)
             for block in cut.blocks(shape):
-                weights = workspace.block(block)
+                weights = workspace.weights(block)
                 add_sigmoid(
-                    block.row_operand.tiles_nk, block.column_operand.tiles_nk, log2_scale,
-                    log2_bias, totals_2, weights.high_nc, weights.low_nc, block.diagonal, config,
-                    exponent=weights.exponent, split_scale=cut.precision.is_split,
-                    maxima=None if maxima is None else maxima.block(block.rows, block.columns),
-                    ids=block.ids,
+                    block, log2_scale, log2_bias, totals_2, weights, config,
+                    None if maxima is None else maxima.block(block.rows, block.columns),
                 )  # fmt: skip
-                weights.add_products(block, d_rows_bD, d_columns_mD, logits.fresh)
+                weights.add_products(block, d_rows_bD, d_columns_mD)
 
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
@@ -235,15 +222,10 @@ class TritonTiles:
         return size
 
     def multiplied_twice(
-        self,
-        b: int,
-        m: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kept_values: int,
+        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        # As the sweep takes its place, without memory.
         kept = Kept(torch.empty(kept_values, device="meta"))
         return (b - len(kept.take_rows(b, m))) * m
 
@@ -256,10 +238,11 @@ class TritonTiles:
         return block_shape(len(rows_bD), len(columns_mD), values, edge)
 
     def _softmax_block(self, cut: KernelLogits) -> tuple[int, int]:
+        """Return the shape of blocks whose weights fit as well, in whole waves of products."""
         rows_bD = cut.logits.rows_bD
         rows, columns = self._block(cut, cut.precision.softmax_bytes)
         if rows < len(rows_bD):
-            rows = whole_waves(rows, rows_bD.shape[1], multiprocessors(rows_bD.device))
+            rows = whole_waves(rows, rows_bD.shape[1], _multiprocessors(rows_bD.device))
         return rows, columns
 
     def _arch(self, device: torch.device) -> int:
@@ -273,21 +256,32 @@ class TritonTiles:
         self,
         kernel: Kernel,
         cut: KernelLogits,
-        make_trial: Callable[[], Callable[[TileConfig], None]] | None = None,
+        try_out: Callable[[Block, TileConfig], object] | None = None,
+        most: Sequence[int] = (),
         *,
         is_last: bool = False,
     ) -> TileConfig:
         """Return the row of the table to use: the first, or the fastest where that is asked for.
 
-        The last one keeps the least in registers.
+        `try_out` launches the kernel on a block of `most` rows and columns; without it nothing is
+        timed. `is_last` takes the last row, which keeps the least in registers.
         """
         width, device = cut.logits.rows_bD.shape[1], cut.logits.rows_bD.device
         configs = find_configs(kernel, self._arch(device), cut.precision.operand, width)
-        if not self.autotune or make_trial is None or len(configs) == 1:
+        if not self.autotune or try_out is None or len(configs) == 1:
             return configs[-1 if is_last else 0]
         key = (kernel, cut.precision, width, device)
         if key not in self._tuned:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return configs[0]  # nothing can be timed while a graph is made
-            self._tuned[key] = fastest(configs, make_trial(), device)
+            run = functools.partial(try_out, cut.trial_block(*most))
+            self._tuned[key] = fastest(configs, run, device)
         return self._tuned[key]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Return how many programs run at a time at least."""
+    if device.type != "cuda":
+        return 4  # Triton's interpreter runs one after another; this exercises the sharing
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,41 +6,24 @@ Shapes:
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits
-from lightning_mp.contrastive._tiles.triton_tiles.launch import BlockLimits
-from lightning_mp.contrastive._tiles.triton_tiles.operands import (
-    Operand,
-    Precision,
-    TileDtype,
-    make_operand,
-)
+from lightning_mp.contrastive._tiles.triton_tiles.block import Block
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
 
-__all__ = ["Block", "KernelLogits", "block_shape", "whole_waves"]
+__all__ = ["KernelLogits", "block_shape", "whole_waves"]
 
 _ROW_MULTIPLE = 128
 _COLUMN_MULTIPLE = 64
-_TUNED_ROWS = 8192
+_LARGEST = 2**30  # kernels count rows and columns in 32 bits, sums of two included
+_TUNED_ROWS = 8192  # as many as fill any device several times over
 _LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class Block:
-    """One block: its place, operands, offset of its positives, what is left out, what is kept."""
-
-    rows: slice
-    columns: slice
-    row_operand: Operand
-    column_operand: Operand
-    diagonal: int | None
-    ids: Ids | None
-    limits: BlockLimits | None
-    kept_nc: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -49,44 +32,52 @@ class KernelLogits:
 
     Args:
         logits: The logits, with ids of 32 bits.
-        precision: What is multiplied.
-        units: What split features of rows and of columns are multiplied by.
+        products: How features are multiplied.
+        guides: How guides are: as they stand, or fp32 ones in halves. `None` without.
         kept_rm: Where the products of the first rows are kept, in fp32; may be empty.
-        guides: How guides are multiplied, and by what if they are split; `None` without.
     """
 
     logits: Logits
-    precision: Precision
-    units: tuple[Tensor | None, Tensor | None]
+    products: Products
+    guides: Products | None
     kept_rm: Tensor
-    guides: tuple[Precision, Tensor | None, Tensor | None] | None = None
 
     @classmethod
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
         """Return them for what `tile_dtype` says; once a sweep, which takes a place to keep."""
-        precision = Precision.of(logits.rows_bD.dtype, tile_dtype)
-        units = (precision.unit(logits.rows_bD), precision.unit(logits.columns_mD))
-        ids = None if logits.ids is None else _short(logits.ids)
-        guides = None if logits.limits is None else _guides_of(logits.limits)
-        kept = logits.kept or Kept(logits.rows_bD.new_empty(0, dtype=torch.float32))
-        kept_rm = kept.take_rows(len(logits.rows_bD), len(logits.columns_mD))
-        return cls(logits._replace(ids=ids), precision, units, kept_rm, guides)
+        rows_bD, columns_mD = logits[:2]
+        # Guides judge whatever features are rounded to: `tile_dtype` is not for them.
+        ids, guides = logits.ids, None
+        if logits.limits is not None and logits.limits.guides is not None:
+            guides = Products.of(*logits.limits.guides, "auto")
+        kept = logits.kept or Kept(rows_bD.new_empty(0, dtype=torch.float32))
+        return cls(
+            logits._replace(ids=None if ids is None else _short(ids)),
+            Products.of(rows_bD, columns_mD, tile_dtype),
+            guides,
+            kept.take_rows(len(rows_bD), len(columns_mD)),
+        )
+
+    @property
+    def precision(self) -> Precision:
+        """What of features is multiplied."""
+        return self.products.precision
 
     @property
     def edge_bytes(self) -> int:
         """The most bytes that the operands of a row or a column take."""
         features = max(self.precision.operand_bytes(x) for x in self.logits[:2])
         limits = self.logits.limits
-        if self.guides is None or limits is None or limits.row_guides_bG is None:
+        if self.guides is None or limits is None or limits.guides is None:
             return features
-        return features + self.guides[0].operand_bytes(limits.row_guides_bG)
+        return features + self.guides.precision.operand_bytes(limits.guides[0])
 
     def log2_scale(self) -> Tensor:
-        """Return `scale log2(e) / (unit unit')` as two fp32 values whose sum has 48 bits."""
+        """Return `scale log2(e) / unit` as two fp32 values whose sum has 48 bits."""
         exact = self.logits.scale.double().reshape(()) * _LOG2_E
-        for unit in self.units:
-            if unit is not None:
-                exact = exact / unit.double()
+        if self.products.unit is not None:
+            exact = exact / self.products.unit
+        # fp32 alone would move all logits alike, which does not cancel against the positives.
         high = exact.float()
         return torch.stack([high, (exact - high.double()).float()])
 
@@ -97,64 +88,48 @@ class KernelLogits:
         `n c D` products. Rows that have their positives here and others are not put into one
         block, so that kernels know of one diagonal only; nor those that are kept and others.
         """
-        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, *_ = self.logits
+        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, _, fresh = self.logits
         most_kept = len(self.kept_rm)
         b, m = len(rows_bD), len(columns_mD)
         for left in range(0, m, shape[1]):
             columns = slice(left, min(left + shape[1], m))
-            column_operand = make_operand(
-                columns_mD[columns], self.precision, self.units[1], is_columns=True
-            )
+            column_operand = self.products.columns(columns_mD[columns])
             for rows, has_positives in _row_steps(b, shape[0], most_kept, diagonal, positive_rows):
-                row_operand = make_operand(
-                    rows_bD[rows], self.precision, self.units[0], is_columns=False
-                )
                 offset = None
                 if diagonal is not None and has_positives:
                     offset = diagonal + rows.start - left
                 yield Block(
-                    rows, columns, row_operand, column_operand, offset,
+                    rows, columns, self.products.rows(rows_bD[rows]), column_operand, offset,
                     None if ids is None else ids.block(rows, columns),
                     None if limits is None else self._limits(limits.block(rows, columns)),
                     self.kept_rm[rows, columns] if rows.start < most_kept else None,
+                    (fresh[0] and left == 0, fresh[1] and rows.start == 0),
                 )  # fmt: skip
 
-    def trial_block(self, most: tuple[int, int] = (_TUNED_ROWS, _TUNED_ROWS)) -> Block:
+    def trial_block(self, rows: int = _TUNED_ROWS, columns: int = _TUNED_ROWS) -> Block:
         """Return a block to try tile shapes on, of which nothing is left out or kept."""
-        rows, columns = (min(size, _TUNED_ROWS) for size in most)
         rows_bD, columns_mD, scale, *_ = self.logits
+        rows, columns = min(rows, _TUNED_ROWS), min(columns, _TUNED_ROWS)
         some = Logits(rows_bD[:rows], columns_mD[:columns], scale, None)
-        alone = KernelLogits(some, self.precision, self.units, self.kept_rm[:0])
-        return next(alone.blocks((rows, columns)))
+        return next(replace(self, logits=some, kept_rm=self.kept_rm[:0]).blocks((rows, columns)))
 
-    def _limits(self, limits: Limits) -> BlockLimits:
-        """Return the limits of a block's products, which have the units of split operands in."""
-        row_n, column_c, left, right = limits
-        units: Sequence[Tensor | None] = self.units
-        guides: tuple[Tensor, ...] = ()
-        if self.guides is not None and left is not None and right is not None:
-            precision, *units = self.guides
-            guides = (
-                make_operand(left, precision, units[0], is_columns=False).tiles_nk,
-                make_operand(right, precision, units[1], is_columns=True).tiles_nk,
-            )
-        for unit in units:
-            if unit is not None:
-                row_n, column_c = row_n * unit, column_c * unit
-        return BlockLimits(row_n.float(), column_c.float(), *guides)
-
-
-def _guides_of(limits: Limits) -> tuple[Precision, Tensor | None, Tensor | None] | None:
-    """Return how guides are multiplied: as they are, or fp32 ones in halves, for any features."""
-    left, right = limits.row_guides_bG, limits.column_guides_mG
-    if left is None or right is None:
-        return None
-    precision = Precision.of(left.dtype, "auto")
-    return precision, precision.unit(left), precision.unit(right)
+    def _limits(self, limits: Limits) -> Limits:
+        """Return limits and guides of a block as `Block` has them."""
+        row_n, column_c = limits[:2]
+        products = self.products
+        guides = None
+        if self.guides is not None and limits.guides is not None:
+            products, (left, right) = self.guides, limits.guides
+            left, right = products.rows(left).tiles_nk, products.columns(right).tiles_nk
+            guides = left.contiguous(), right.contiguous()  # kernels take their width for a stride
+        if products.unit is not None:
+            row_n, column_c = row_n * products.unit, column_c * products.unit
+        return Limits(row_n.float(), column_c.float(), guides)
 
 
 def _short(ids: Ids) -> Ids:
     """Return numbers of 32 bits that are equal where ids are; tiles hold many in registers."""
+    # `unique` would wait for the device, to know how many there are.
     known = ids.rows_b.sort().values
     # The first place among the rows'; the columns' that are not among them all get the same.
     columns_m = torch.searchsorted(known, ids.columns_m, out_int32=True)
@@ -187,7 +162,9 @@ def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
     `n c + edge (n + c)` is what has to fit.
     """
     square = math.isqrt(edge**2 + values) - edge
+    # Where all rows fit beside a wide block of columns, that beats the square.
     most = max(square, (values - edge * b) // (b + edge), _COLUMN_MULTIPLE)
+    most = min(most, _LARGEST)
     columns = m
     if most < m:
         limit = most // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
@@ -195,7 +172,7 @@ def block_shape(b: int, m: int, values: int, edge: int = 0) -> tuple[int, int]:
         even = -(-m // -(-m // limit))
         columns = -(-even // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
     rows = max((values - edge * columns) // (columns + edge), _ROW_MULTIPLE)
-    return min(rows, b), columns
+    return min(rows, b, _LARGEST), columns
 
 
 def whole_waves(rows: int, width: int, multiprocessors: int) -> int:

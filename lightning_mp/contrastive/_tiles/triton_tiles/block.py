@@ -1,0 +1,186 @@
+"""One block of the logits: what kernels take of it, and the products made of its weights.
+
+Shapes:
+    b: rows. m: columns of the shard. D: width. k: D, padded. n, c: rows and columns of one block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits
+from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
+from lightning_mp.contrastive._tiles.triton_tiles.device_functions import NO_DIAGONAL
+from lightning_mp.contrastive._tiles.triton_tiles.operands import Operand, Precision, padded
+
+__all__ = ["Block", "Weights", "Workspace", "add_product"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its place, operands, what is left out, what is kept.
+
+    Args:
+        rows: Its rows of the shard.
+        columns: Its columns.
+        row_operand: The features of its rows.
+        column_operand: Those of its columns.
+        diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
+        ids: Of its rows and columns, int32; pairs of equal ones are left out.
+        limits: Of its products, in fp32 and with the units of operands in; guides are operands.
+        kept_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
+        fresh: Whether sums of its rows, and of its columns, hold nothing yet.
+    """
+
+    rows: slice
+    columns: slice
+    row_operand: Operand
+    column_operand: Operand
+    diagonal: int | None
+    ids: Ids | None = None
+    limits: Limits | None = None
+    kept_nc: Tensor | None = None
+    fresh: tuple[bool, bool] = (False, False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    def arguments(self, config: TileConfig, *, multiplies: bool = True) -> dict[str, Any]:
+        """Return what the kernels of all sweeps take, by name; operands if they are multiplied."""
+        (n, c), diagonal = self.shape, self.diagonal
+        if diagonal is None or not -n < diagonal < c:
+            diagonal = NO_DIAGONAL
+        row_ids, column_ids = self.ids or (None, None)
+        of_operands = dict.fromkeys(("rows", "columns", "width", "row_stride", "column_stride"))
+        if multiplies:
+            rows_nk, columns_ck = self.row_operand.tiles_nk, self.column_operand.tiles_nk
+            rows, columns = _as_operands(rows_nk, columns_ck, config)
+            of_operands = {
+                "rows": rows, "columns": columns, "width": rows_nk.shape[1],
+                "row_stride": rows_nk.stride(0), "column_stride": columns_ck.stride(0),
+            }  # fmt: skip
+        return {
+            **of_operands, "row_ids": row_ids, "column_ids": column_ids, "num_rows": n,
+            "num_columns": c, "diagonal": diagonal,
+            "SPLIT_SCALE": self.row_operand.precision.is_split, **config.launch_options,
+        }  # fmt: skip
+
+    def limit_arguments(self, config: TileConfig) -> dict[str, Any]:
+        """Return what kernels take of limits and of memory that is kept, by name."""
+        row_limits, column_limits, guides = self.limits or (None, None, None)
+        row_guides = column_guides = guide_width = None
+        if guides is not None:
+            row_guides, column_guides = _as_operands(*guides, config)
+            guide_width = guides[0].shape[1]
+        return {
+            "row_limits": row_limits, "column_limits": column_limits, "row_guides": row_guides,
+            "column_guides": column_guides, "guide_width": guide_width, "kept": self.kept_nc,
+            "kept_stride": None if self.kept_nc is None else self.kept_nc.stride(0),
+        }  # fmt: skip
+
+
+def _as_operands(rows_nk: Tensor, columns_ck: Tensor, config: TileConfig) -> tuple[Any, Any]:
+    """Return operands as kernels want them: descriptors for the copy engine, or as they are."""
+    if not config.tma:
+        return rows_nk, columns_ck
+    tile_m, tile_n, tile_k = config.tile
+    return (
+        TensorDescriptor.from_tensor(rows_nk, [tile_m, tile_k]),
+        TensorDescriptor.from_tensor(columns_ck, [tile_n, tile_k]),
+    )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the pairs of one block weigh in the gradients, times `2^exponent`, in one or two halves.
+
+    Args:
+        high_nc: Rounded to 16 bits, or fp32.
+        low_nc: What rounding left over, laid out alike; `None` if it is not kept.
+        exponent: Keeps small weights among the normal numbers of fp16.
+    """
+
+    high_nc: Tensor
+    low_nc: Tensor | None
+    exponent: int
+
+    def arguments(self, config: TileConfig) -> dict[str, Any]:
+        """Return the memory as kernels take it to write there, by name."""
+        weights: list[Any] = [self.high_nc, self.low_nc]
+        if config.tma:
+            tile = list(config.tile[:2])
+            weights = [x if x is None else TensorDescriptor.from_tensor(x, tile) for x in weights]
+        return {
+            "weights": weights[0],
+            "weights_low": weights[1],
+            "weights_stride": self.high_nc.stride(0),
+        }
+
+    def add_products(
+        self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
+    ) -> None:
+        """Add `weights @ columns` and `weights.T @ rows` to the gradients that are wanted."""
+        factor = 2.0**-self.exponent
+        for total, place, operand, is_fresh, is_turned in (
+            (d_rows_bD, block.rows, block.column_operand, block.fresh[0], False),
+            (d_columns_mD, block.columns, block.row_operand, block.fresh[1], True),
+        ):
+            if total is None:
+                continue
+            for weights_nc, part_D in self._products(operand):
+                left = weights_nc.T if is_turned else weights_nc
+                add_product(total[place], left, part_D, factor, not is_fresh)
+                is_fresh = False
+
+    def _products(self, operand: Operand) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what is to be multiplied."""
+        # Low times low is left out: of two bf16 halves it is 2^-16 of the whole at most.
+        for part in operand.parts_nD:
+            yield self.high_nc, part
+        if self.low_nc is not None:
+            yield self.low_nc, operand.parts_nD[0]
+
+
+class Workspace:
+    """Memory for the weights of one block of at most some shape, reused by all blocks."""
+
+    def __init__(self, shape: tuple[int, int], precision: Precision, device: torch.device) -> None:
+        rows, columns = shape
+        self._precision = precision
+        self._halves = torch.empty(
+            1 + precision.keeps_low, rows * padded(columns), dtype=precision.softmax, device=device
+        )
+
+    def weights(self, block: Block) -> Weights:
+        """Return views of the block's shape whose rows are aligned."""
+        rows, columns = block.shape
+        size = rows * padded(columns)
+        high, *low = (half[:size].view(rows, -1)[:, :columns] for half in self._halves)
+        return Weights(high, low[0] if low else None, self._precision.softmax_exponent)
+
+
+def add_product(
+    total_mn: Tensor, left_mk: Tensor, right_kn: Tensor, factor: float = 1.0, adds: bool = True
+) -> None:
+    """Add `factor * left @ right` to a total in fp32, in place; put it there if `adds` is False.
+
+    On CUDA 16-bit operands go to cuBLAS as they are. Elsewhere they are widened, which gives the
+    same products: those of two 16-bit values are exact in fp32.
+    """
+    if left_mk.dtype != total_mn.dtype and not left_mk.is_cuda:
+        left_mk, right_kn = left_mk.to(total_mn.dtype), right_kn.to(total_mn.dtype)
+    # With a factor of 0 for what is there, even NaN, cuBLAS does not read it.
+    beta = 1.0 if adds else 0.0
+    if left_mk.dtype == total_mn.dtype:
+        total_mn.addmm_(left_mk, right_kn, beta=beta, alpha=factor)
+    else:
+        torch.addmm(
+            total_mn, left_mk, right_kn, beta=beta, alpha=factor, out_dtype=total_mn.dtype,
+            out=total_mn,
+        )  # fmt: skip
