@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mp import SafeAdamW
 from lightning_mp.callbacks._step.sampling import pack_stats
 from lightning_mp.contrastive._tiles.triton_tiles.workspace import add_product
-from lightning_mp.numerics import fused_stats, row_dots, row_dots_kernels, triton_support
+from lightning_mp.numerics import row_dots, row_dots_kernels, stats_kernels, triton_support
 from lightning_mp.optim._adamw import fused as fused_adamw
 from lightning_mp.optim._adamw import tables as adamw_tables
 from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
@@ -123,13 +123,13 @@ def test_statistics_go_through_one_table_that_is_copied_without_a_wait(
 ) -> None:
     kernels = {name: _Launched(gpu, name) for name in ("stats_kernel", "merge_stats_kernel")}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(fused_stats, name, kernel)
-    chunk = fused_stats.CHUNK.value
+        monkeypatch.setattr(stats_kernels, name, kernel)
+    chunk = stats_kernels.CHUNK.value
     sizes = {3: torch.float16, chunk + 1: torch.float32, 8: torch.float32}
     values = [torch.ones(size, dtype=dtype, device="cuda") for size, dtype in sizes.items()]
-    small = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    bound = torch.ones((), device="cuda")
     copies = gpu.launches["copy"]
-    fused_stats.fused_stats(values, small)
+    stats_kernels.fused_stats(values, bound)
     assert gpu.launches["copy"] - copies == 1
     assert gpu.syncs == gpu.waits == 0
     assert kernels["stats_kernel"].grids == [(3,), (1,)]  # chunks of fp32, and of fp16

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.tensor_stats import stored_values
+from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 
 __all__ = ["EXPONENTS", "REDUCTIONS", "merge_moments", "reduced", "tensor_moments"]
 

@@ -1,22 +1,44 @@
-"""What the host makes of statistics once they have arrived.
+"""The columns of a packed tensor of statistics, and what the host makes of them.
 
 Legend: `N` tensors, `K` columns of `StatField`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_mp.numerics.stat_fields import StatField
-
-__all__ = ["TensorStats"]
+__all__ = ["StatField", "TensorStats"]
 
 _FP16_LARGEST = torch.finfo(torch.float16).max
 _Numbers = npt.NDArray[np.float64]
+
+
+class StatField(IntEnum):
+    """The columns of `tensor_stats`, in their order.
+
+    All but `NON_FINITE` look at finite values only: one NaN must not hide what the other million
+    gradients do. Counts are whole numbers, exact up to 2^53 in float64.
+    """
+
+    AMAX = 0
+    """The largest magnitude; 0 without finite values."""
+
+    ZEROS = 1
+    """How many values are exactly 0."""
+
+    SUBNORMALS = 2
+    """How many are not 0, but below 2^-14 in magnitude once they are scaled."""
+
+    NON_FINITE = 3
+    """How many are NaN, inf or -inf."""
+
+    SUM_OF_SQUARES = 4
+    """The sum of the squares of the finite values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +90,6 @@ class TensorStats:
         return self._named(self.column(StatField.AMAX))
 
     @cached_property
-    def smallest(self) -> dict[str, float]:
-        """The smallest finite magnitudes other than 0; inf where there is none."""
-        return self._named(self.column(StatField.SMALLEST))
-
-    @cached_property
     def non_finite(self) -> dict[str, int]:
         """How many values are NaN or infinite."""
         return {name: int(n) for name, n in self._named(self.column(StatField.NON_FINITE)).items()}
@@ -87,38 +104,20 @@ class TensorStats:
         """What is subnormal in fp16 at the scale given, flushed values included, as a share."""
         return self._named(self._share(StatField.SUBNORMALS))
 
-    @cached_property
-    def mean(self) -> dict[str, float]:
-        """The mean of the finite values; 0 without any."""
-        return self._named(self.column(StatField.SUM) / self._finite())
+    def headroom_bits(self, scale: float = 1.0) -> dict[str, float]:
+        """Return how many doublings the largest magnitude is away from overflow in fp16.
 
-    @cached_property
-    def rms(self) -> dict[str, float]:
-        """The root of the mean square of the finite values; 0 without any."""
-        return self._named(np.sqrt(self.column(StatField.SUM_OF_SQUARES) / self._finite()))
-
-    @cached_property
-    def norm(self) -> dict[str, float]:
-        """The Euclidean norm of the finite values."""
-        return self._named(np.sqrt(self.column(StatField.SUM_OF_SQUARES)))
-
-    def headroom_bits(self, scale: float = 1.0, largest: float = _FP16_LARGEST) -> dict[str, float]:
-        """Return how many doublings the largest magnitude is away from overflow.
-
-        `log2(largest / (amax * scale))`; negative where values overflow, inf where all are 0.
+        `log2(65504 / (amax * scale))`; negative where values overflow, inf where all are 0.
 
         Args:
             scale: The loss scale at which values are held.
-            largest: What the format holds; 65504 for fp16.
         """
         with np.errstate(divide="ignore"):
-            return self._named(np.log2(largest / scale) - np.log2(self.column(StatField.AMAX)))
+            bits = np.log2(_FP16_LARGEST / scale) - np.log2(self.column(StatField.AMAX))
+        return self._named(bits)
 
     def _share(self, field: StatField) -> _Numbers:
         return self.column(field) / np.maximum(np.asarray(self.numels, dtype=np.float64), 1)
-
-    def _finite(self) -> _Numbers:
-        return np.maximum(np.asarray(self.numels) - self.column(StatField.NON_FINITE), 1)
 
     def _named(self, numbers: _Numbers) -> dict[str, float]:
         return dict(zip(self.names, numbers.tolist(), strict=True))

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.tensor_stats import first_non_finite, stored_values
+from lightning_mp.numerics.tensor_stats import first_non_finite, local_shard, stored_values
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 
 __all__ = ["LossScaleConfig", "LossScaler", "all_reduce_found_inf"]

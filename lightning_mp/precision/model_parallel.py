@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.numerics.shards import local_shard
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 
 __all__ = ["ModelParallelBalancedAMP"]

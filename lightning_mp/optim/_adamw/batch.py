@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.shards import local_shard
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.numerics.triton_support import triton_problem
 from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
 

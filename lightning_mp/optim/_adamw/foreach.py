@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weight
+from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = [
     "ATAN2_A",
