@@ -248,7 +248,7 @@ class HalfWeights:
             parameter = self._stand_ins.get(stand_in)
             if parameter is not None:
                 residual = self._residual_of(parameter)
-                residuals = None if residual is None else [residual]
+                residuals = [] if residual is None else [residual]
                 seed = mix_seed(self.writes, index)
                 values = [stand_in.detach()]
                 round_weights([parameter], residuals, values, self.write_back, seed)
