@@ -13,6 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp._arguments import is_number
 from lightning_mp.numerics.floats import HALF_DTYPES, smallest_overflowing
 from lightning_mp.optim.epsilon_report import EpsilonReport, epsilon_report
 from lightning_mp.optim.fp32_states import (
@@ -132,7 +133,7 @@ def guard_adam_epsilon(
 
 def check_setting(passed: str, value: Any) -> None:
     """Refuse an `adam_epsilon` that no optimizer could take."""
-    if value not in ("auto", "keep") and not (_is_number(value) and 0 < value < math.inf):
+    if value not in ("auto", "keep") and not (is_number(value) and 0 < value < math.inf):
         raise ValueError(
             f"Passed `{passed}`. `adam_epsilon` must be 'auto', 'keep' or a positive number. Leave "
             "it out to have epsilon checked."
@@ -156,7 +157,7 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
     def write(optimizer: Optimizer) -> None:
         # The defaults are what groups that are added later start from.
         for options in (optimizer.defaults, *optimizer.param_groups):
-            if _is_number(options.get("eps")):
+            if is_number(options.get("eps")):
                 options["eps"] = eps
 
     write(optimizer)
@@ -190,7 +191,7 @@ def _judge(
         return
     for group, parameter in _parameters(optimizer):
         is_half = parameter.dtype in HALF_DTYPES and parameter.requires_grad
-        if is_half and parameter not in ignore and _is_number(group.get("eps")):
+        if is_half and parameter not in ignore and is_number(group.get("eps")):
             report = _report_on(optimizer, group, parameter)
             if report is not None:
                 yield group, parameter, report
@@ -225,10 +226,6 @@ def _move_epsilon(report: EpsilonReport, place: str) -> EpsilonReport:
     if report.survives:  # then v + eps is above 0 whatever v is
         return replace(report, blow_up_gradient=0.0, largest_step=1.0)
     return replace(report, largest_step=math.inf)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_second(name: str, value: object) -> bool:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.fp32_islands import FP32Islands, outermost

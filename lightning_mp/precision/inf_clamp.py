@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp._arguments import explains_arguments
-from lightning_mp.precision._choice.choices import check_choice
+from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.precision._choice.module_selection import as_written, class_names, select_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 

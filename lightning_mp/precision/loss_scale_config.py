@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_mp._arguments import check_count, explains_arguments
+from lightning_mp._arguments import check_count, explains_arguments, is_number
 
 __all__ = ["LossScaleConfig"]
 
@@ -125,5 +125,4 @@ class LossScaleConfig:
 
 
 def _is_within(value: Any, lowest: float, highest: float) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and lowest <= value <= highest
+    return is_number(value) and lowest <= value <= highest

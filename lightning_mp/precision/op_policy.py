@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._choice.op_tables import (
     GROUPS,
     INPUT_ONLY,

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_mp._arguments import is_number
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["check_group", "check_loaded_group", "check_parameter"]
@@ -21,23 +22,15 @@ def check_group(group: dict[str, Any]) -> None:
         _require(_is_at_least_0(lr), group, "lr", "0 or more", "a number such as 1e-3")
     betas = group["betas"]
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    _require(
-        is_pair and all(_is_at_least_0(beta) and beta < 1 for beta in betas),
-        group,
-        "betas",
-        "two numbers in [0, 1)",
-        "numbers such as (0.9, 0.999)",
-    )
+    are_decays = is_pair and all(_is_at_least_0(beta) and beta < 1 for beta in betas)
+    fix = "numbers such as (0.9, 0.999)"
+    _require(are_decays, group, "betas", "two numbers in [0, 1)", fix)
     for name, usual in (("eps", "1e-8"), ("weight_decay", "1e-2")):
         _require(_is_at_least_0(group[name]), group, name, "0 or more", f"a number such as {usual}")
     clip = group["clip_update_rms"]
-    _require(
-        clip is None or (_is_at_least_0(clip) and clip > 0),
-        group,
-        "clip_update_rms",
-        "`None` or above 0",
-        "1.0 to bound updates, or leave it out",
-    )
+    is_bound = clip is None or (_is_at_least_0(clip) and clip > 0)
+    fix = "1.0 to bound updates, or leave it out"
+    _require(is_bound, group, "clip_update_rms", "`None` or above 0", fix)
     for name, choices in _CHOICES.items():
         listed = " or ".join(repr(choice) for choice in choices)
         _require(group[name] in choices, group, name, listed, f"{choices[0]!r}")
@@ -114,8 +107,7 @@ def check_loaded_group(group: dict[str, Any]) -> None:
 
 
 def _is_at_least_0(value: object) -> bool:
-    # Chained so that NaN fails; bools are no numbers here.
-    return isinstance(value, float | int) and not isinstance(value, bool) and value >= 0
+    return is_number(value) and value >= 0  # False for NaN
 
 
 def _require(is_met: bool, group: dict[str, Any], name: str, accepted: str, fix: str) -> None:

@@ -16,9 +16,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_mp._arguments import check_choice
 from lightning_mp._foreign import ForLightning
 from lightning_mp.optim.adam_epsilon import check_setting, guard_adam_epsilon
-from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._scaling.fp32_accumulation import accumulate_in_fp32
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
