@@ -1,4 +1,4 @@
-"""Copies small device tensors to the host without waiting for the device."""
+"""Copies small tensors between host and device without waiting for the device."""
 
 from collections import deque
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["AsyncReadback", "Readback"]
+__all__ = ["AsyncReadback", "Readback", "send"]
 
 
 class Readback(NamedTuple):
@@ -17,6 +17,14 @@ class Readback(NamedTuple):
     step: int  # the step it was submitted under
     array: npt.NDArray[Any]  # a copy of its values that nothing else writes to
     context: dict[str, Any]  # what was passed with it
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device; what is queued there next may read it."""
+    if device.type != "cuda":
+        return values.to(device)
+    # From pageable memory the copy would wait for the device.
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class _InFlight(NamedTuple):

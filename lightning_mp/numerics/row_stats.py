@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.stats_view import StatField
 
@@ -191,7 +192,9 @@ def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
     stats_NK = totals_2NK.sum(0)
     amax_2N = _segments(partials_KR[StatField.AMAX], plan.segments, "max").view(2, -1)
     stats_NK[:, StatField.AMAX] = amax_2N.amax(0).clamp_min(0)  # -inf without rows
-    stats_NK[:, StatField.ZEROS] -= _to_device(plan.padding, stats_NK.dtype, stats_NK.device)
+    stats_NK[:, StatField.ZEROS] -= send(
+        torch.tensor(plan.padding, dtype=stats_NK.dtype), stats_NK.device
+    )
     stats_NK[:, StatField.ZEROS] -= stats_NK[:, StatField.NON_FINITE]
     return stats_NK
 
@@ -199,7 +202,7 @@ def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
 def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]) -> Tensor:
     """Reduce rows that follow each other; without rows, sums are 0 and maxima -inf."""
     if rows_RK.device.type in ("cpu", "cuda"):
-        on_device = _to_device(lengths, torch.int64, rows_RK.device)
+        on_device = send(torch.tensor(lengths), rows_RK.device)
         reduced: Tensor = torch.segment_reduce(
             rows_RK, reduce, lengths=on_device, axis=0, unsafe=True
         )
@@ -216,11 +219,3 @@ def _segments_in_turn(
         return torch.stack([piece.sum(0) for piece in pieces])
     none_K = rows_RK.new_full(rows_RK.shape[1:], -math.inf)
     return torch.stack([piece.amax(0) if len(piece) else none_K for piece in pieces])
-
-
-def _to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers without waiting for the device."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.stats_view import StatField
 from lightning_mp.numerics.triton_support import launching_on
 
@@ -199,7 +200,9 @@ def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
     counts_N = table_NT[:, COLUMNS.index("num_chunks")]
     options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": True}
     with launching_on(device):
-        table, tensor_of_chunk = _to_device((table_NT, tensor_of_chunk_C), device)
+        # Both in one copy.
+        packed = torch.from_numpy(np.concatenate([table_NT.ravel(), tensor_of_chunk_C]))
+        table, tensor_of_chunk = send(packed, device).split([table_NT.size, len(tensor_of_chunk_C)])
         partials_CK = subnormal.new_empty(
             len(tensor_of_chunk_C), len(StatField), dtype=torch.float64
         )
@@ -227,11 +230,3 @@ def _table(values: Sequence[Tensor], order: Sequence[int]) -> tuple[Any, Any]:
     ends = np.cumsum(count_N[order])
     first_N[order] = ends - count_N[order]
     return table_NT, np.repeat(np.asarray(order, dtype=np.int64), count_N[order])
-
-
-def _to_device(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """Copy arrays of int64 in one go, without waiting for the device."""
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return list(packed.split([array.size for array in arrays]))
