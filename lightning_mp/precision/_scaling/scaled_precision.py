@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp._arguments import check_choice
 from lightning_mp._foreign import ForLightning
 from lightning_mp.optim.adam_epsilon import check_setting, guard_adam_epsilon
-from lightning_mp.precision._scaling.fp32_accumulation import accumulate_in_fp32
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -36,6 +34,14 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _KEYS = (
     *("MixedPrecision", "FSDPPrecision"),
     *("BalancedAMP", "PureFP16", "FSDPBalancedAMP", "ModelParallelBalancedAMP"),
+)
+
+
+# Of cuBLAS, which may split a long sum of half products and add the parts in half: in fp16 a part
+# above 65504 is inf, and every part is rounded to 11 bits (arXiv:1710.03740, section 3.3).
+_SUMS_IN_HALF = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
 )
 
 
@@ -88,7 +94,7 @@ class ScaledPrecision(Precision, ForLightning):
         self._stepped_manually = False
         self._skip_request: Tensor | None = None
         self._skipped_on_request = False
-        self._handles: list[RemovableHandle] = []
+        self._undo = contextlib.ExitStack()  # what `teardown` does, last things first
 
     @property
     def half_dtype(self) -> torch.dtype:
@@ -115,7 +121,10 @@ class ScaledPrecision(Precision, ForLightning):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepare optimizers, and hold step-wise schedules while steps are skipped."""
         self._optimizers = list(optimizers)
-        self._handles.append(accumulate_in_fp32())
+        for name in _SUMS_IN_HALF:
+            was_allowed = getattr(torch.backends.cuda.matmul, name)
+            self._undo.callback(setattr, torch.backends.cuda.matmul, name, was_allowed)
+            setattr(torch.backends.cuda.matmul, name, False)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._names = {id(p): name for name, p in bare.named_parameters()}
         if isinstance(model, DistributedDataParallel):
@@ -142,24 +151,24 @@ class ScaledPrecision(Precision, ForLightning):
                     "first-order optimizer, or `BalancedAMP(half='bf16')`."
                 )
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not all wrappers have it
-                self._handles.append(optimizer.register_step_pre_hook(self._check_stepping))
-        guard = functools.partial(guard_adam_epsilon, ignore=self._safe_halves())
+                self._undo.callback(optimizer.register_step_pre_hook(self._check_stepping).remove)
         try:
-            self._handles += guard(optimizer, self.adam_epsilon, name_of=self._name_of)
+            handles = guard_adam_epsilon(
+                optimizer, self.adam_epsilon, ignore=self._safe_halves(), name_of=self._name_of
+            )
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
+        for handle in handles:
+            self._undo.callback(handle.remove)
 
-    def _safe_halves(self) -> set[Tensor]:
+    def _safe_halves(self) -> Container[Tensor]:
         """Return the half parameters that optimizers step in fp32."""
         return set()
 
     @override
     def teardown(self) -> None:
         """Leave the model as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.inf_clamp.remove()
+        self._undo.close()
         self._unscaled.clear()
         self._optimizers.clear()
         self._names.clear()

@@ -1,6 +1,8 @@
 """A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
+from torch.utils import _pytree
 
 from lightning_mp.precision._choice.op_tables import (
     GROUPS,
@@ -17,7 +19,7 @@ from lightning_mp.precision._choice.op_tables import (
     opened_composites,
 )
 
-__all__ = ["MixedInputs", "cast_at_borders", "cast_floats"]
+__all__ = ["MixedInputs", "cast_at_borders", "cast_floats", "compute_in_fp32", "outermost"]
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
@@ -29,10 +31,43 @@ def cast_floats(data: Any, dtype: torch.dtype) -> Any:
     return apply_to_collection(data, Tensor, cast)
 
 
+def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
+    """Let modules, none of them inside another, compute in fp32 amid autocast, until `undo`.
+
+    Weights in fp32 alone do not help a layer whose output overflows: autocast casts them at every
+    use, and a linear layer that makes 70000 makes inf. What comes out is fp32, as is the residual
+    stream of most models under autocast. Copies of a module compute in fp32 too.
+    """
+    for module in modules:
+        if "forward" not in module.__dict__:
+            # No hooks: `torch.compile` takes the region without autocast into its graph.
+            module.forward = types.MethodType(_forward_in_fp32, module)
+            undo.callback(module.__dict__.pop, "forward", None)
+
+
+def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    tensors = (t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+    device = next((t.device for t in tensors), None) or next(module.parameters()).device
+    with torch.autocast(device.type, enabled=False):
+        args, kwargs = cast_floats((args, kwargs), torch.float32)
+        return type(module).forward(module, *args, **kwargs)
+
+
+def outermost(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of dotted path -> module that are inside no other one."""
+    for path, module in modules.items():
+        parts = path.split(".")
+        if not any(".".join(parts[:n]) in modules for n in range(1, len(parts))):
+            yield module
+
+
 def cast_at_borders(
-    modules: Iterable[nn.Module], inside: torch.dtype, outside: torch.dtype
-) -> list[RemovableHandle]:
-    """Let modules compute in one dtype amid activations of another; return what ends it."""
+    modules: Iterable[nn.Module],
+    inside: torch.dtype,
+    outside: torch.dtype,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Let modules compute in one dtype amid activations of another, until `undo`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, inside), cast_floats(kwargs, inside)
@@ -40,11 +75,9 @@ def cast_at_borders(
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         return cast_floats(output, outside)
 
-    handles: list[RemovableHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    return handles
+        undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        undo.callback(module.register_forward_hook(leave).remove)
 
 
 class MixedInputs(TorchFunctionMode):

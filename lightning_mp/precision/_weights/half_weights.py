@@ -45,19 +45,12 @@ class HalfWeights:
         self._stand_ins: dict[Tensor, nn.Parameter] = {}  # stand-in -> weight, while they stand in
         self._handles: list[RemovableHandle] = []
 
-    def __len__(self) -> int:
-        return len(self._residuals)
-
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._residuals
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
         # A copy of the model, such as an average, brings its hooks, and is a plain half model.
         return self
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the half weights."""
-        return iter(self._residuals)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight in fp32, with its residual: a new tensor."""
@@ -133,15 +126,18 @@ class HalfWeights:
         The half weights themselves stay as they are: DDP's hooks hang on them, and would be lost if
         their dtype changed.
         """
-        shown: dict[nn.Parameter, nn.Parameter] = {}
-        places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter in self._residuals:
-                    places.append((owner, name, parameter))
+        shown = {
+            parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
+            for parameter in module.parameters()
+            if parameter in self._residuals
+        }
+        places = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter in shown
+        ]
         for owner, name, parameter in places:
-            if parameter not in shown:
-                shown[parameter] = nn.Parameter(self.read(parameter), parameter.requires_grad)
             owner._parameters[name] = shown[parameter]
         try:
             yield
@@ -179,12 +175,12 @@ class HalfWeights:
             if parameter.grad is not None and parameter.grad.dtype != self.half:
                 parameter.grad = parameter.grad.to(self.half)
 
-    def broadcast(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
+    def broadcast(self) -> None:
         """Give all ranks the residuals of the first; DDP does so for the weights alone."""
         for parameter in self._residuals:
             residual = self._residual_of(parameter)
             if residual is not None:
-                torch.distributed.broadcast(residual, group_src=0, group=process_group)
+                torch.distributed.broadcast(residual, group_src=0)
 
     # --- the optimizers --------------------------------------------------------------------------
 
