@@ -74,13 +74,10 @@ class AsyncReadback:
 
     def drain(self) -> list[Readback]:
         """Wait for everything and take it: at the end of training, or after an exception."""
-        taken = []
-        while self._in_flight:
-            done = self._in_flight[0].done
-            if done is not None:
-                done.synchronize()
-            taken.append(self._take())
-        return taken
+        for each in self._in_flight:
+            if each.done is not None:
+                each.done.synchronize()
+        return self.ready()
 
     def _start_copy(self, packed: Tensor) -> tuple[Tensor, Any]:
         """Return the host's copy, and the event after which it may be read."""

@@ -80,13 +80,12 @@ def own_generators(module: nn.Module) -> list[Any]:
 
 def _own_state(generator: Any) -> tuple[Callable[[Any], Any], Any]:
     """Return what sets a generator's state, and the state that it has now."""
-    if isinstance(generator, torch.Generator):
-        return generator.set_state, generator.get_state()
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
     if hasattr(generator, "bit_generator"):  # numpy's `default_rng`
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state"), bits.state
+    # Those of torch, and numpy's `RandomState`.
     return generator.set_state, generator.get_state()
 
 

@@ -34,7 +34,8 @@ def triton_problem(device: torch.device) -> str | None:
     try:
         _launch_probe(device)
     except Exception as error:  # of any kind: compilers, drivers and linkers raise their own
-        reason = f"Triton cannot launch a kernel: {type(error).__name__}: {_first_line(error)}"
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        reason = f"Triton cannot launch a kernel: {type(error).__name__}: {first_line}"
         warnings.warn(
             f"{reason}. lightning_mp goes on with torch's own operations on {device}, which are "
             "slower. Triton needs a C compiler (`CC`, gcc or clang), Python's headers, and a "
@@ -58,7 +59,3 @@ def _launch_probe(device: torch.device) -> None:
 
     with launching_on(device):
         probe_kernel[(1,)](torch.empty((), dtype=torch.int32, device=device))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

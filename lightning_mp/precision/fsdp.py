@@ -66,6 +66,11 @@ class ShardedBalancedAMP(BalancedAMP):
         flag = torch.tensor(float(has), device=self._first_device())
         return all_reduce_found_inf(flag).item() != 0
 
+    def _fp32_modules_of(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules to be sharded for themselves, in fp32: those with weights."""
+        kept = self._keep_fp32(module)
+        return {name: m for name, m in kept.items() if list(m.parameters(recurse=False))}
+
     @property
     def _wire_dtype(self) -> torch.dtype:
         return torch.float32 if self.reduce_dtype == "fp32" else self.half_dtype
@@ -164,9 +169,8 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
         widen(module.parameters(), "the model's", module.modules())
-        for kept in self._keep_fp32(module).values():
-            if any(True for _ in kept.parameters(recurse=False)):
-                kept.__dict__["_keeps_fp32"] = True
+        for kept in self._fp32_modules_of(module).values():
+            kept.__dict__["_keeps_fp32"] = True
         return module
 
     @override

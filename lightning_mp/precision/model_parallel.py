@@ -81,13 +81,8 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
             ValueError: A name stands for nothing.
         """
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for _, kept in self._fp32_modules_of(module):
+        for kept in self._fp32_modules_of(module).values():
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
-
-    def _fp32_modules_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, kept in self._keep_fp32(module).items():
-            if any(True for _ in kept.parameters(recurse=False)):
-                yield name, kept
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -101,7 +96,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
                 "optimizer steps, and would lose small updates. Call `self.float()` in "
                 "`configure_model` before any `fully_shard`."
             )
-        for name, kept in self._fp32_modules_of(module):
+        for name, kept in self._fp32_modules_of(module).items():
             if not isinstance(kept, FSDPModule):
                 raise MisconfigurationException(
                     f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but "

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from lightning_mp.precision._choice.op_tables import (
     follow_changes_of_torch,
     opened_composites,
 )
+from lightning_mp.precision._weights.half_module import cast_tensors, dtypes_of
 
 __all__ = ["OpPolicy"]
 
@@ -236,15 +237,16 @@ class _PolicyMode(TorchFunctionMode):
         if rule.action == "half":
             dtype = torch.get_autocast_dtype(self.device_type)
         elif rule.action == "promote":
-            dtype = self._widest((args, tuple(kwargs.values())), None)
+            dtypes = dtypes_of((args, kwargs), self._is_castable)
+            dtype = reduce(torch.promote_types, dtypes) if dtypes else None
         if dtype is not None and rule.input_only:
             if args:
-                args = (self._cast(first, dtype), *args[1:])
+                args = (cast_tensors(first, dtype, self._is_castable), *args[1:])
             else:
-                kwargs = {**kwargs, "input": self._cast(first, dtype)}
+                kwargs = {**kwargs, "input": cast_tensors(first, dtype, self._is_castable)}
         elif dtype is not None:
-            args = self._cast(args, dtype)
-            kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
+            args = cast_tensors(args, dtype, self._is_castable)
+            kwargs = cast_tensors(kwargs, dtype, self._is_castable)
         output = _call_without_autocast(self.device_type, func, args, kwargs)
         if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):
             return output.to(first.dtype)
@@ -252,26 +254,6 @@ class _PolicyMode(TorchFunctionMode):
 
     def _is_castable(self, value: Tensor) -> bool:
         return value.dtype in _CASTABLE and value.device.type == self.device_type
-
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, Tensor):
-            if value.dtype is dtype or not self._is_castable(value):
-                return value
-            return value.to(dtype)
-        if isinstance(value, (list, tuple)):
-            cast = [self._cast(each, dtype) for each in value]
-            return cast if isinstance(value, list) else tuple(cast)
-        return value
-
-    def _widest(self, value: Any, so_far: torch.dtype | None) -> torch.dtype | None:
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                so_far = self._widest(each, so_far)
-            return so_far
-        if not isinstance(value, Tensor) or not self._is_castable(value):
-            return so_far
-        dtype: torch.dtype = value.dtype
-        return dtype if so_far is None else torch.promote_types(so_far, dtype)
 
 
 def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -19,7 +19,15 @@ from lightning_mp.precision._choice.op_tables import (
     opened_composites,
 )
 
-__all__ = ["MixedInputs", "cast_at_borders", "cast_floats", "compute_in_fp32", "outermost"]
+__all__ = [
+    "MixedInputs",
+    "cast_at_borders",
+    "cast_floats",
+    "cast_tensors",
+    "compute_in_fp32",
+    "dtypes_of",
+    "outermost",
+]
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
@@ -93,7 +101,7 @@ class MixedInputs(TorchFunctionMode):
     def __init__(self, half: torch.dtype) -> None:
         super().__init__()
         self.half = half
-        self.narrowed, self.widened = _names_of("half", "norm") | _KERNELS, _names_of("promote")
+        self.wanted = _wanted_dtypes(half)
         self.opened = opened_composites()
         self.names_opened = frozenset(function.__name__ for function in self.opened)
         follow_changes_of_torch()
@@ -110,38 +118,49 @@ class MixedInputs(TorchFunctionMode):
         if name in self.names_opened and func in self.opened:
             with self:
                 return self.opened[func](*args, **kwargs)
-        if name in self.narrowed or name in self.widened:
-            dtypes = _dtypes_of([*args, *kwargs.values()])
-            if self.half in dtypes and torch.float32 in dtypes:
-                dtype = self.half if name in self.narrowed else torch.float32
-                args = tuple(self._cast(each, dtype) for each in args)
-                kwargs = {key: self._cast(value, dtype) for key, value in kwargs.items()}
+        dtype = self.wanted.get(name)
+        if dtype is not None and len(dtypes_of((args, kwargs), self._is_castable)) == 2:
+            args = cast_tensors(args, dtype, self._is_castable)
+            kwargs = cast_tensors(kwargs, dtype, self._is_castable)
         return func(*args, **kwargs)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.dtype in (self.half, torch.float32) else value
-        if isinstance(value, list | tuple):
-            cast = [self._cast(each, dtype) for each in value]
-            return cast if isinstance(value, list) else tuple(cast)
-        return value
+    def _is_castable(self, value: Tensor) -> bool:
+        return value.dtype in (self.half, torch.float32)
 
 
-# What torch's own transformers call in evaluation.
-_KERNELS = frozenset({"_native_multi_head_attention", "_transformer_encoder_layer_fwd"})
+@lru_cache(maxsize=2)
+def _wanted_dtypes(half: torch.dtype) -> dict[str, torch.dtype]:
+    """Return what mixed inputs become, by the names of functions."""
+    # What torch's own transformers call in evaluation.
+    kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+    of_class = {"half": half, "norm": half, "promote": torch.float32}
+    return dict.fromkeys(kernels, half) | {
+        function.__name__: of_class[group.op_class]
+        for group in GROUPS
+        if group.op_class in of_class
+        for op in group.ops
+        for function in callables_of(op)
+    }
 
 
-@lru_cache(maxsize=4)
-def _names_of(*classes: str) -> frozenset[str]:
-    ops = [op for group in GROUPS if group.op_class in classes for op in group.ops]
-    return frozenset(function.__name__ for op in ops for function in callables_of(op))
+def cast_tensors(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
+    """Cast those tensors in tuples, lists and dicts that are castable."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is not dtype and is_castable(value) else value
+    if isinstance(value, list | tuple):
+        cast = [cast_tensors(each, dtype, is_castable) for each in value]
+        return cast if isinstance(value, list) else tuple(cast)
+    if isinstance(value, dict):
+        return {key: cast_tensors(each, dtype, is_castable) for key, each in value.items()}
+    return value
 
 
-def _dtypes_of(values: Iterable[Any]) -> set[torch.dtype]:
+def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dtype]:
+    """Return the dtypes of those tensors in tuples, lists and dicts that are castable."""
+    if isinstance(value, Tensor):
+        return {value.dtype} if is_castable(value) else set()
     dtypes: set[torch.dtype] = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            dtypes.add(value.dtype)
-        elif isinstance(value, list | tuple):
-            dtypes |= _dtypes_of(value)
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            dtypes |= dtypes_of(each, is_castable)
     return dtypes
