@@ -41,13 +41,14 @@ class AsyncReadback:
     so that it idles while the host prepares the next kernels. Here a copy is queued behind the
     kernels that make the numbers, and is looked at when it is done, mostly one or two steps later.
 
-    On CUDA, tensors are copied to pinned buffers, which are used again; where all are in flight,
-    another is made, so nothing is lost. On the CPU a tensor is cloned and ready at once. Other
-    devices have no pinned memory here: `submit` waits for them.
+    On the CPU a tensor is cloned and ready at once. Devices other than CUDA have no pinned memory
+    here: `submit` waits for them.
     """
 
     def __init__(self) -> None:
         self._in_flight: deque[_InFlight] = deque()
+        # Pinned memory is slow to get: buffers are used again. Where all are in flight another one
+        # is made, so that nothing is lost.
         self._free: list[Tensor] = []
 
     def __len__(self) -> int:
@@ -67,6 +68,7 @@ class AsyncReadback:
         taken = []
         while self._in_flight:
             done = self._in_flight[0].done
+            # Later ones wait for it, so that steps are judged in their order.
             if done is not None and not done.query():
                 break
             taken.append(self._take())
@@ -84,6 +86,7 @@ class AsyncReadback:
         if packed.device.type != "cuda":
             return packed.to("cpu", copy=True), None
         host = self._buffer(packed)
+        # An event is recorded on the current device's stream, which may be another's.
         with torch.accelerator.device_index(packed.device.index):
             host.copy_(packed, non_blocking=True)
             done = torch.cuda.Event()
@@ -104,6 +107,6 @@ class AsyncReadback:
         step, host, done, context = self._in_flight.popleft()
         if done is None:
             return Readback(step, host.numpy(), context)
-        array = np.array(host.numpy())
+        array = np.array(host.numpy())  # a copy: the buffer will be overwritten
         self._free.append(host)
         return Readback(step, array, context)

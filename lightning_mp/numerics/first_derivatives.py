@@ -17,8 +17,6 @@ def first_derivatives_only(message: str) -> Callable[[_Backward], _Backward]:
     """Run the backward of an autograd function without a graph, and refuse to differentiate it.
 
     Without that, a backward through a backward of ours would fail in torch's words, or be zero.
-    What the function has saved of its inputs leads back to them: `torch.autograd.grad` passes over
-    what does not reach the inputs that it is asked for.
     """
 
     def decorate(backward: _Backward) -> _Backward:
@@ -27,6 +25,8 @@ def first_derivatives_only(message: str) -> Callable[[_Backward], _Backward]:
             with torch.no_grad():
                 gradients = backward(ctx, *cotangents)
             if torch.is_grad_enabled():  # `create_graph=True`
+                # What was saved leads back to the inputs: `torch.autograd.grad` passes over a graph
+                # that does not reach them, as that of torch's `once_differentiable`.
                 inputs = [x for x in (*ctx.saved_tensors, *cotangents) if x is not None]
                 return tuple(_refusing(gradients, inputs, message))
             return gradients

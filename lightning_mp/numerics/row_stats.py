@@ -51,29 +51,22 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which pieces fill which batch, how many rows each tensor has, and how many zeros are padding.
-
-    Full rows of all tensors come first, then the unfinished last rows. So `2 N` segments of rows
-    belong to the tensors, and only batches of the second part hold padding.
-    """
+    """How tensors are laid into batches: the full rows of all, then the unfinished last rows."""
 
     batches: tuple[tuple[_Piece, ...], ...]
-    segments: tuple[int, ...]
-    padding: tuple[int, ...]
+    segments: tuple[int, ...]  # rows of each tensor, first full ones, then unfinished ones: 2 N
+    padding: tuple[int, ...]  # zeros behind the end of each tensor
 
 
 def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, look: bool) -> Tensor:
-    """Return the statistics of flat tensors of one device, computed in the dtype of `subnormal`.
+    """Return the statistics of flat tensors of one device: stats_NK, float64, or fp32 on MPS.
 
     Args:
         values: Flat tensors of any length.
         subnormal: Magnitudes below are subnormal. Of no dimension, in the dtype to compute in, on
             the device of the values.
-        look: Leave out passes that cannot find anything, by looking at what others found. Costs
-            nothing where the values are on the host, and cannot be had elsewhere.
-
-    Returns:
-        stats_NK: float64, or fp32 on MPS.
+        look: Leave out passes that cannot find anything, by looking at what others found. It costs
+            nothing where the values are on the host, and a sync elsewhere.
     """
     device, dtype = subnormal.device, subnormal.dtype
     most = _HOST_ROWS if device.type == "cpu" else _DEVICE_ROWS
@@ -132,6 +125,7 @@ class _Batch:
         """Copy pieces into rows, and zeros behind the end of each; return the rows."""
         first = values[pieces[0].tensor][pieces[0].start : pieces[0].stop]
         is_full = len(first) % _WIDTH == 0
+        # What needs neither padding nor widening is read where it is.
         if len(pieces) == 1 and is_full and first.dtype == self.values.dtype:
             return first.view(-1, _WIDTH)
         rows_RW = self.values[: pieces[-1].row + pieces[-1].rows]
@@ -146,11 +140,7 @@ class _Batch:
         return rows_RW
 
     def reduce(self, values: Tensor, out_KR: Tensor) -> None:
-        """Reduce rows; columns that are passed over keep their zeros.
-
-        Zeros are those of the rows: with the padding and with a zero for every value that is not
-        finite. The norm is in units of the last column.
-        """
+        """Reduce rows: the norm in units of the last column, zeros with padding and non-finite."""
         columns = out_KR.unbind()
         magnitudes, marks = self.magnitudes[: len(values)], self.marks[: len(values)]
         amax_R = columns[StatField.AMAX]
@@ -161,6 +151,7 @@ class _Batch:
             torch.sum(marks, 1, out=columns[StatField.NON_FINITE])
             values = finite
             torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
+        # What is passed over below would have counted nothing: its columns keep their zeros.
         least = float(magnitudes.amin().numpy()) if self.look else 0.0
         if least == 0:
             torch.eq(magnitudes, 0, out=marks)
@@ -186,6 +177,7 @@ class _Batch:
 
 def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
     """Merge the rows of each tensor, always in the same order."""
+    # Squared in float64, where no square overflows.
     norms_R = partials_KR[StatField.SUM_OF_SQUARES]
     norms_R.mul_(partials_KR[_UNIT]).square_()
     totals_2NK = _segments(partials_KR[:_UNIT].T, plan.segments, "sum").view(2, -1, _UNIT)
@@ -201,6 +193,7 @@ def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
 
 def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]) -> Tensor:
     """Reduce rows that follow each other; without rows, sums are 0 and maxima -inf."""
+    # In a fixed order, unlike `index_add_`, whose atomics would give other bits every time.
     if rows_RK.device.type in ("cpu", "cuda"):
         on_device = send(torch.tensor(lengths), rows_RK.device)
         reduced: Tensor = torch.segment_reduce(

@@ -169,18 +169,11 @@ def _bits_of_bound(bound):
 
 
 def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
-    """Return the statistics of flat tensors of one device, every value read once.
-
-    As `row_stats` computes them, but for sums, which are kept in float64. The host looks at
-    addresses and sizes, and copies a table of them to the device without waiting.
+    """Return what `row_stats` does, every value read once and squares summed in float64.
 
     Args:
-        values: Contiguous vectors of fp16, bf16 or fp32, of any length.
-        subnormal: Magnitudes below are subnormal. fp32 of no dimension, on the device of the
-            values.
-
-    Returns:
-        stats_NK: float64.
+        values: Contiguous vectors of fp16, bf16 or fp32, of any length, on one device.
+        subnormal: Magnitudes below are subnormal. fp32 of no dimension, on that device.
 
     Raises:
         ValueError: A tensor has another dtype, another device, or gaps.
@@ -223,6 +216,7 @@ def _table(values: Sequence[Tensor], order: Sequence[int]) -> tuple[Any, Any]:
     """Return what `COLUMNS` says, and the tensor of each chunk, with tensors taken in `order`."""
     table_NT = np.empty((len(values), len(COLUMNS)), dtype=np.int64)
     address_N, size_N, is_aligned_N, first_N, count_N = table_NT.T
+    # A table of integers: a kernel cannot take a list of pointers of any length.
     address_N[:] = [tensor.data_ptr() for tensor in values]
     size_N[:] = [tensor.numel() for tensor in values]
     is_aligned_N[:] = address_N % _VECTOR_BYTES == 0

@@ -117,6 +117,7 @@ def tensor_stats(
         groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
     if not values:
         return torch.zeros(0, len(StatField), dtype=torch.float64)
+    # The host must not wait: everything goes to an accelerator if there is one.
     devices = [device for device, _ in groups]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     parts: list[tuple[list[int], Tensor]] = []
@@ -137,6 +138,7 @@ def _group_stats(
     unscale: float | Tensor,
 ) -> Tensor:
     """Return the statistics of flat tensors of one device that are computed in one dtype."""
+    # Dividing the bound costs a scalar, scaling the values would cost a pass.
     wide = state_dtype(device)
     factor, by_scale = (_scalar(number, wide, device) for number in (unscale, scale))
     subnormal = (_SMALLEST_NORMAL / (factor * by_scale).abs()).to(dtype)
@@ -179,6 +181,7 @@ def _checked(tensor: Tensor, index: int) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """Return all values in the order of memory, copied only where there are gaps."""
     values = tensor.detach()
+    # Statistics do not depend on the order: a transposed or channels-last tensor needs no copy.
     if not values.is_contiguous():
         order = sorted(range(values.ndim), key=values.stride, reverse=True)
         values = values.permute(order)
@@ -192,31 +195,20 @@ def count_non_finite(tensors: Sequence[Tensor]) -> Tensor:
     inf, while NaN has come out of inf - inf, 0 * inf or 0 / 0 somewhere earlier. Counts are exact,
     which a non-finite norm is not: the L2 norm of finite fp32 values above 1.8e19 is inf as well.
 
-    torch 2.13 has no multi-tensor `isnan`, so this launches kernels for every tensor. It is for
-    the step on which something has gone wrong, not for every step.
-
-    Args:
-        tensors: Any dtypes and devices. Without tensors the result has no rows and is on the CPU.
-
     Returns:
         counts_N2: NaN in column 0 and +-inf in column 1, int64, on the device of the first tensor.
             Tensors on a second device cost one sync each.
     """
     if not tensors:
         return torch.zeros(0, 2, dtype=torch.int64)
+    # torch has no multi-tensor `isnan`: kernels for every tensor, for the step that went wrong.
     values = [stored_values(tensor) for tensor in tensors]
     rows = [torch.stack([torch.isnan(v).sum(), torch.isinf(v).sum()]) for v in values]
     return torch.stack([row.to(values[0].device) for row in rows])
 
 
 def first_non_finite(named_tensors: Iterable[tuple[str, Tensor]]) -> NonFinite | None:
-    """Find the first tensor, in the order given, whose values are not all finite.
-
-    Costs one host sync, however many tensors there are. All of them are held until it is done.
-
-    Returns:
-        Its name, shape and counts; `None` where every value is finite.
-    """
+    """Find the first tensor, in the order given, with a value that is not finite: one host sync."""
     named = list(named_tensors)
     counts = count_non_finite([tensor for _, tensor in named]).tolist()
     for (name, tensor), (nan, inf) in zip(named, counts, strict=True):

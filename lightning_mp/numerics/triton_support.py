@@ -9,17 +9,15 @@ import torch
 
 __all__ = ["launching_on", "triton_problem"]
 
-_FIRST_CAPABILITY = (8, 0)
+_FIRST_CAPABILITY = (8, 0)  # the oldest for which the kernels are compiled and tested
 
 
 @functools.cache
 def triton_problem(device: torch.device) -> str | None:
     """Return why Triton's kernels cannot run on a device, `None` if they can.
 
-    A kernel of one instruction is launched once a process and device: Triton compiles a launcher
-    with the C compiler of the machine, and its own compiler knows only the GPUs of its time, so
-    that neither the package nor the device says whether it works. A launch that fails is warned of,
-    since the user can do something about it.
+    A kernel of one instruction is launched once a process and device. A launch that fails is warned
+    of, since the user can do something about it.
     """
     if device.type != "cuda":
         return "it is no CUDA device"
@@ -31,6 +29,8 @@ def triton_problem(device: torch.device) -> str | None:
         return "the device has compute capability {}.{}".format(*capability)
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    # Triton compiles a launcher with the C compiler of the machine, and its own compiler knows only
+    # the GPUs of its time: neither the package nor the device says whether it works.
     try:
         _launch_probe(device)
     except Exception as error:  # of any kind: compilers, drivers and linkers raise their own
