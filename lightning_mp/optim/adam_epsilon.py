@@ -112,6 +112,7 @@ def guard_adam_epsilon(
     if adam_epsilon == "keep":
         return []
     handles = [] if adam_epsilon == "auto" else [_set_epsilon(optimizer, float(adam_epsilon))]
+    # First, as half states that can be widened are no reason to refuse.
     widen_states_of_fp32_parameters(optimizer)
     name_of = name_of or _namer(optimizer, None)
     is_moved = False
@@ -211,6 +212,7 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
                 math_dtype=math_dtype,
             )
             return report if place == "beside" else _move_epsilon(report, place)
+    # Of others' formulas only this is known: they divide by it, and an epsilon of 0 is NaN.
     if second_moments and dtype in HALF_DTYPES and group["eps"] > 0:
         betas = group.get("betas", (0.0, 0.0))
         report = epsilon_report(eps=float(group["eps"]), beta2=float(betas[1]), state_dtype=dtype)

@@ -169,6 +169,7 @@ class SafeAdamW(Optimizer):
         check_group({**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        # torch has filled in what the group leaves out, and has made a list of a generator.
         try:
             for parameter in group["params"]:
                 check_parameter(parameter, group)
@@ -214,6 +215,7 @@ class SafeAdamW(Optimizer):
                     " `torch.optim.SparseAdam`."
                 )
             state = self._state_of(parameter, group)
+            # One by one, there are fp32 temporaries of only one tensor.
             at_once = group["fused"] or group["foreach"]
             if group["foreach"] is None:
                 at_once = at_once or parameter.is_cuda
@@ -240,6 +242,7 @@ class SafeAdamW(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        # `write_back` may change in the middle of training, as when `PureFP16` takes over.
         if parameter.dtype == dtype or group["write_back"] != "kahan":
             state.pop("residual", None)
         elif "residual" not in state or state["residual"].dtype != parameter.dtype:
@@ -256,6 +259,7 @@ class SafeAdamW(Optimizer):
         if found_inf is not None:
             # GradScaler adds the signs of all devices, so that it can be more than 1.
             found_inf = (found_inf.reshape(()) != 0).to(device, torch.float32, non_blocking=True)
+        # Taken back below where the step is skipped, which only the device knows.
         torch._foreach_add_(batch.steps, 1)
         options = AdamWOptions(
             lr=group["lr"],

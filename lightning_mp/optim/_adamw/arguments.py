@@ -61,12 +61,7 @@ def _check_switches(group: dict[str, Any]) -> None:
 
 
 def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a parameter that a group's arguments cannot step.
-
-    Raises:
-        ValueError: For complex and other parameters that are not fp16, bf16, fp32 or float64, and
-            for `fused=True` where the kernel cannot run.
-    """
+    """Refuse a parameter that a group's arguments cannot step."""
     if parameter.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"Passed a parameter of {parameter.dtype} to `SafeAdamW`. Parameters must be"
@@ -78,6 +73,7 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
             f"Passed `SafeAdamW(fused=True)` with a parameter on {str(parameter.device)!r}. The"
             " fused kernel needs CUDA. Leave out `fused`, or move the model to the GPU first."
         )
+    # The clip then steps the DTensors themselves, which no kernel and no noise can take.
     needs_whole = group["clip_update_rms"] is not None and hasattr(parameter, "to_local")
     if needs_whole and (group["fused"] or group["write_back"] == "stochastic"):
         raise ValueError(
@@ -88,11 +84,7 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
 
 
 def check_loaded_group(group: dict[str, Any]) -> None:
-    """Refuse a checkpoint's group that `SafeAdamW` would step otherwise than who wrote it.
-
-    Raises:
-        ValueError: For `amsgrad`, and for a weight decay that is not decoupled.
-    """
+    """Refuse a checkpoint's group that `SafeAdamW` would step otherwise than who wrote it."""
     if group.get("amsgrad"):
         raise ValueError(
             "Loaded a state with `amsgrad=True`. `SafeAdamW` has no maximum of second moments."

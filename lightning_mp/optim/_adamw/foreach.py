@@ -127,6 +127,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
         unbiased = torch._foreach_div(moments, _scalars(correction1, roots[0].dtype))
         updates = [torch.atan2(m, ATAN2_B * root) for m, root in zip(unbiased, roots, strict=True)]
         torch._foreach_mul_(updates, _scalars(-ATAN2_A * rates, updates[0].dtype))
+    # The one rounding of a step that a half weight sees is that of the write-back below.
     torch._foreach_add_(weights, updates)
 
     if skip is not None:
@@ -136,13 +137,8 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
 
 
 def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count, on its device.
-
-    As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
-
-    Returns:
-        Two vectors, in float64 where the device has it.
-    """
+    r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count."""
+    # As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
     counts = torch.stack(list(steps)).to(state_dtype(steps[0].device))
     return -torch.expm1(counts * log_of(beta1)), -torch.expm1(counts * log_of(beta2))
 
@@ -153,10 +149,8 @@ def log_of(beta: float) -> float:
 
 
 def mix_seed(seed: int, index: int) -> int:
-    """Return a seed for the `index`-th stream of `seed`, all of whose low 32 bits are mixed.
-
-    torch's generator of the CPU reads no more than those. (The finalizer of splitmix64.)
-    """
+    """Return a seed for the `index`-th stream of `seed`, by the finalizer of splitmix64."""
+    # torch's generator of the CPU reads the low 32 bits alone: all of them must be mixed.
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
@@ -191,7 +185,7 @@ def _scale_(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 def _rates(lr: float | Tensor, like: Tensor) -> Tensor:
     """Return a learning rate for each tensor; a number is filled in, which needs no copy."""
-    if isinstance(lr, Tensor):
+    if isinstance(lr, Tensor):  # a scheduler may have made it anywhere; no step waits for it
         on_device = lr.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
         return on_device.expand_as(like)
     return torch.full_like(like, lr)
@@ -224,7 +218,7 @@ def round_weights(
     """Write fp32 values into half weights, and into their residuals if they have any.
 
     Args:
-        params: The weights, in half; in the dtype of the values they take them as they are.
+        params: The weights; in the dtype of the values they take them as they are.
         residuals: What takes the rest; none if it is dropped.
         weights: The values.
         way: Without residuals, "stochastic" rounds at random and any other word to nearest.

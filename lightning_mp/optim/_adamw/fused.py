@@ -33,11 +33,6 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     fp16 ones with residuals 26, and the clip reads gradients and second moments once more, in a
     launch of its own. The noise of "stochastic" is another than that of `foreach_adamw_step`.
 
-    The host looks at addresses and strides. Only when they have changed, it makes a new table of
-    them and copies it to the device without waiting. While a CUDA graph is captured it makes none:
-    with tensors that it has not stepped where they are, `foreach_adamw_step` is captured instead.
-    What is not laid out like its parameter, densely, goes through a copy.
-
     Raises:
         ValueError: The lists differ in length, or tensors are not of the dtypes, shapes or device
             there.
@@ -46,6 +41,7 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
         return
     half, device = batch.params[0].dtype, batch.params[0].device
     with launching_on(device), _tables(batch) as tables:
+        # A CUDA graph is being captured, with tensors that were not stepped where they are.
         if tables is None:
             foreach_adamw_step(batch, options)
             return
@@ -67,6 +63,7 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
         partials = None
         if options.clip_update_rms is not None:
             partials = torch.empty(len(parts), dtype=torch.float32, device=device)
+            # As in torch's path: where roots are 0, ratios of 0 / 0 would be NaN.
             floor = max(float(options.eps), torch.finfo(torch.float32).tiny)
             rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
         rate, rate_at = _rate(options.lr, device)
@@ -107,7 +104,7 @@ def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | Non
 
 
 def _key_of_noise(seed: int) -> int:
-    """Return a key of 63 bits, the highest set: Triton compiles anew for integers of 32."""
+    # Of 63 bits, the highest set: Triton compiles anew for an integer that fits 32.
     return mix_seed(seed, 0) | 1 << 62
 
 

@@ -40,17 +40,14 @@ class Tables(NamedTuple):
 def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Tables]:
     """Give the tables of a step; what is laid out unlike its weight is replaced and copied back.
 
-    A training loop whose tensors stay where they are gets what it got before, for the price of
-    asking each for its address. Nothing waits for the device.
-
     Args:
-        lists: Weights, gradients, first and second moments and, for half weights that have them,
-            residuals.
+        lists: Those of `AdamWBatch`.
         steps: A step count for each weight.
 
     Raises:
         ValueError: The lists differ in length, or the tensors in what they should share.
     """
+    # A loop whose tensors stay where they are asks each for its address, and makes nothing.
     key = _key_of(lists, steps)
     plan = _remembered(_plans, key, _MOST_PLANS, lambda: _Plan.of(lists, steps))
     tables, odd = plan.tables_of(lists)
@@ -89,7 +86,7 @@ class _Plan:
         sizes = torch.tensor([p.numel() for p in params])
         chunks = -(-sizes // CHUNK.value)
         parts = chunks.clamp_max(MOST_PARTS.value)
-        quads = -(-sizes // 4)
+        quads = -(-sizes // 4)  # Philox makes noise for four elements at a time
         # Without residuals their row is never read; any addresses do.
         kept = [*lists[:4], lists[-1]]
         addresses = torch.tensor([[tensor.data_ptr() for tensor in each] for each in kept])
@@ -126,12 +123,10 @@ _captured: list[Tables] = []
 
 
 def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Tables | None:
-    """Return tables that a CUDA graph may read, for good, or `None` if there are none yet.
-
-    A copy from the host would be captured with the kernels, and repeated from memory that has been
-    given to others since. So tables must have been made before, on any stream: a capture begins
-    when the device is idle.
-    """
+    """Return tables that a CUDA graph may read, for good, or `None` if there are none yet."""
+    # A copy from the host would be captured with the kernels, and repeated from memory that has
+    # been given to others since. So tables must have been made before, on any stream: a capture
+    # begins when the device is idle.
     where, _, what = _key_of(lists, steps)
     for key, plan in _plans.items():
         if (key[0], key[2]) == (where, what):
@@ -228,6 +223,7 @@ def _check_one(
             f"of {dtype} on {device} with shape {list(shape)}. Group parameters by device and by "
             "the dtypes of weights and gradients; keep moments and step counts in fp32 there."
         )
+    # As of meta and fake tensors: the kernel would write to address 0.
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(
             f"Passed `{name}` without memory of its own ({type(tensor).__name__}). The fused step "
