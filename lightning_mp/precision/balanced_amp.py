@@ -146,11 +146,9 @@ class BalancedAMP(ScaledPrecision):
         return module
 
     def _keep_fp32(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules that keep fp32 weights; let those that are no norms compute in it.
-
-        The policy sees to norms: they compute in fp32, and return the dtype of their input.
-        """
+        """Return the modules that keep fp32 weights; let those that are no norms compute in it."""
         kept = select_modules(module, self.fp32_modules)
+        # The policy sees to norms, which return the dtype of their input.
         norms = set(select_modules(module, ["norm"]).values())
         compute_in_fp32(outermost({n: m for n, m in kept.items() if m not in norms}), self._undo)
         return kept
@@ -196,6 +194,7 @@ class BalancedAMP(ScaledPrecision):
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
         with super()._step_of(optimizer):
             yield
+        # Fused optimizers write past the version counters by which copies notice writes.
         self._working.refresh(self.main_params(optimizer))
 
     @override

@@ -53,6 +53,7 @@ class ShardedBalancedAMP(BalancedAMP):
     def _prepare(self) -> None:
         """Nothing: each gathering rounds the shards anew."""
 
+    # What one rank decides alone the others would wait for.
     @override
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         return self._on_any_rank(super()._has_gradients(optimizer))
@@ -206,6 +207,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
                 "modules, or outside. They must be inside one. Wrap the whole model in one FSDP "
                 "module, or clip by value."
             )
+        # FSDP clips all parameters of a root by their common norm: hide those of other optimizers.
         others = [p for p in roots[0].parameters() if id(p) not in own]
         hidden = [p.grad for p in others]
         for p in others:

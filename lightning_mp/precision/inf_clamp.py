@@ -123,6 +123,7 @@ class InfClamp:
         named = {m for name in self.modules if name != "auto" for m in find_modules(root, name)}
         stream = find_residual_stream(root if "auto" in self.modules else nn.Identity())
         returning = {*stream.droppers, *stream.blocks} | stream.writers.keys()
+        # Not before: a name that stands for nothing leaves the hooks where they are.
         self.remove()
         chosen = named | returning | stream.norms
         clamped = [(path, module) for path, module in root.named_modules() if module in chosen]
@@ -238,6 +239,7 @@ class _Clamp:
         self.top = _top_before(self.dropout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Clamp":
+        # Averages and teachers would count the same elements once more.
         return dataclasses.replace(self, counters=None)
 
     def clamp_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

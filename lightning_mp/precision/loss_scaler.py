@@ -220,7 +220,7 @@ class LossScaler:
     def _count_good_step(self) -> None:
         state, config = self._state, self.config
         state.skips_at_floor = 0
-        is_growing = self.is_growth_due
+        is_growing = self.is_growth_due  # before the step is counted
         state.good_steps_in_a_row += 1
         if is_growing:
             state.scale = min(state.scale * config.growth_factor, config.max_scale)
@@ -279,6 +279,7 @@ class LossScaler:
                     f"must be a finite {kinds[-1].__name__} of at least 0. Load another."
                 )
             fresh[key] = value
+        # A `GradScaler` does not say whether it has ever overflowed.
         fresh["warming_up"] &= "_growth_tracker" not in state
         fresh["hysteresis_left"] = min(fresh["hysteresis_left"], config.hysteresis)
         scale = min(max(fresh["scale"], config.min_scale), config.max_scale)

@@ -191,11 +191,10 @@ class _Rule(NamedTuple):
 
 
 class _PolicyMode(TorchFunctionMode):
-    """Casts the inputs of the functions that have a rule, where autocast is on.
+    """Casts the inputs of the functions that have a rule, where autocast is on."""
 
-    Dynamo traces this class as well, so it keeps to what Dynamo understands. It guards on the
-    attributes: another policy compiles again.
-    """
+    # Dynamo traces this class as well, so it keeps to what Dynamo understands. It guards on the
+    # attributes: another policy compiles again.
 
     def __init__(self, device_type: str, rules: dict[str, _Rule]) -> None:
         super().__init__()
@@ -281,11 +280,9 @@ def _call_without_autocast(
 
 @lru_cache(maxsize=64)
 def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
-    """Return what a mode must do for autocast on this device to follow the policy.
-
-    Under the `__name__` of each function, which no two ops share. One object for equal arguments,
-    which nested contexts and Dynamo's guards rely on.
-    """
+    """Return what a mode must do where autocast does not follow the policy, by functions' names."""
+    # No two ops share a `__name__`. Cached, as nested contexts and Dynamo's guards rely on one object for
+    # equal arguments.
     moved = {*policy.fp32_ops, *policy.half_ops}
     stored_as_input = policy.norm_output == "input"
     actions: dict[str, OpClass] = {op: policy.class_of(op) for op in moved}
@@ -293,6 +290,7 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
         for op in group.ops:
             if op in moved:
                 continue
+            # What autocast does by itself costs nothing; on CUDA there may be no mode at all.
             if not autocast_agrees(device_type, op):
                 actions[op] = group.op_class
             elif group.op_class == "norm" and stored_as_input:

@@ -156,6 +156,7 @@ class PureFP16(ScaledPrecision):
             check_callbacks(trainer.callbacks)
         self._weights.convert(module, kept)
         self._undo.callback(self._weights.release)
+        # Where no activation becomes fp32, the mode that makes it half again is left out.
         self._has_fp32_buffers = any(
             buffer.dtype == torch.float32 and buffer.dim() > 0  # one of shape [] widens nothing
             for owner in module.modules()
@@ -262,6 +263,7 @@ class PureFP16(ScaledPrecision):
         **kwargs: Any,
     ) -> Any:
         """Run the closure, then step in fp32 with unscaled gradients, or skip the step."""
+        # With manual optimization this runs inside of `forward_context`.
         with _DtypeContextManager(torch.float32):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
@@ -270,6 +272,7 @@ class PureFP16(ScaledPrecision):
         """Return the state of the loss scale, and the number of writes that seeds rounding."""
         state = super().state_dict()
         writes = self._weights.writes
+        # Without rounding at random the state is that of the loss scale alone.
         return {**state, "writes": writes} if writes else state
 
     @override

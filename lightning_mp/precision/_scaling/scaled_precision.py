@@ -126,6 +126,7 @@ class ScaledPrecision(Precision, ForLightning):
             self._undo.callback(setattr, torch.backends.cuda.matmul, name, was_allowed)
             setattr(torch.backends.cuda.matmul, name, False)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
+        # By identity: equality of tensors compares values.
         self._names = {id(p): name for name, p in bare.named_parameters()}
         if isinstance(model, DistributedDataParallel):
             self._reduce(model)
@@ -179,10 +180,8 @@ class ScaledPrecision(Precision, ForLightning):
     @override
     @contextlib.contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run a training step; with manual optimization, move the loss scale at its end.
-
-        Several optimizers that step in one batch so meet one loss scale.
-        """
+        """Run a training step; with manual optimization, move the loss scale at its end."""
+        # At its end, so that several optimizers that step in one batch meet one loss scale.
         is_inner, self._in_step = self._in_step, True  # `InfCLStrategy` replays towers in a step
         try:
             with super().train_step_context():
@@ -232,11 +231,13 @@ class ScaledPrecision(Precision, ForLightning):
     ) -> Any:
         """Run the closure, then step with unscaled gradients, or skip the step."""
         self._skipped_on_request = False
+        # With a scaler the gradients must be unscaled between closure and step.
         if self.scaler is None and self._steps_in_place:
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
             return None  # `training_step` returned None, and no accumulated batch has gradients
+        # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
         found_inf = self._unscale(optimizer)
         self._after_closure(model, optimizer)
         if self._decide(optimizer, found_inf):
@@ -246,7 +247,7 @@ class ScaledPrecision(Precision, ForLightning):
             hold_global_step(model)
         if model.automatic_optimization:
             self._update_scale()
-        else:
+        else:  # other optimizers may follow in this step
             self._stepped_manually = True
         return result
 
@@ -319,6 +320,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Return whether to step."""
         request, self._skip_request = self._skip_request, None
         is_unwanted = self._skipped_on_request = False
+        # One copy for both flags: each would be a host sync.
         if request is not None and found_inf is not None:
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
         if request is not None:
@@ -338,6 +340,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Move the loss scale, and with it the gradients that wait for a later step."""
         if self.scaler is None:
             return
+        # Of optimizers that did not step now, as in a GAN: theirs are in the old scale.
         parameters = (p for each in self._optimizers for p in self.main_params(each))
         self._unscaled.follow(self.scaler.update(), parameters)
 

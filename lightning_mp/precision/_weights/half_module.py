@@ -54,6 +54,7 @@ def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) ->
 
 
 def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The first tensor given, as a module may have no parameters.
     tensors = (t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
     device = next((t.device for t in tensors), None) or next(module.parameters()).device
     with torch.autocast(device.type, enabled=False):
@@ -91,11 +92,9 @@ def cast_at_borders(
 class MixedInputs(TorchFunctionMode):
     """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
 
-    Buffers stay in fp32: half keeps 11 bits of a table of frequencies, and counts no further than
-    2048. What is added to an fp32 table is fp32 too, and a product with half weights refuses that.
-    Here the inputs of products, attention, recurrent cells and norms become half, and those of the
-    functions that autocast promotes, such as `grid_sample`, become fp32; if all are of one dtype
-    they stay as they are.
+    Buffers stay in fp32, what is added to an fp32 table is fp32 too, and a product with half
+    weights refuses that. Here the inputs of products, attention, recurrent cells and norms become
+    half, and those of the functions that autocast promotes, such as `grid_sample`, become fp32.
     """
 
     def __init__(self, half: torch.dtype) -> None:

@@ -69,6 +69,7 @@ class HalfWeights:
 
     def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
         residual = self._residuals[parameter]
+        # A model may be moved after `convert`: residuals are no buffers, and follow their weight.
         if residual is not None and residual.device != parameter.device:
             residual = self._residuals[parameter] = residual.to(parameter.device)
         return residual
@@ -76,11 +77,10 @@ class HalfWeights:
     # --- the model -------------------------------------------------------------------------------
 
     def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
-        """Turn a model's fp32 parameters into half weights, in place.
+        """Turn a model's fp32 parameters into half weights, in place, so that tied ones stay tied.
 
-        Parameters keep their identity, so tied weights stay tied; one that a module of `keep_fp32`
-        shares stays in fp32. Checkpoints of the model hold fp32 values, and loading one writes
-        weights and residuals.
+        One that a module of `keep_fp32` shares stays in fp32. Checkpoints of the model hold fp32
+        values, and loading one writes weights and residuals.
         """
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
@@ -121,11 +121,9 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
-        """Put fp32 parameters in the place of a module's half weights, and take back their values.
-
-        The half weights themselves stay as they are: DDP's hooks hang on them, and would be lost if
-        their dtype changed.
-        """
+        """Put fp32 parameters in the place of half weights, and take back their values."""
+        # The half weights stay as they are: DDP's hooks hang on them, and would be lost if their
+        # dtype changed.
         shown = {
             parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
             for parameter in module.parameters()
@@ -185,11 +183,9 @@ class HalfWeights:
     # --- the optimizers --------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer load its state in fp32, and widen the state that it has already.
-
-        `Optimizer.load_state_dict` casts states to the dtype of their parameter, which would leave
-        Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals kept here.
-        """
+        """Let an optimizer load its state in fp32, and widen the state that it has already."""
+        # `Optimizer.load_state_dict` casts states to the dtype of their parameter, which would
+        # leave Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._share))
@@ -206,10 +202,8 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`.
-
-        Groups are read anew each time, so parameters may join at any time.
-        """
+        """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`."""
+        # Groups are read anew each time, so parameters may join at any time.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
             yield
@@ -220,6 +214,7 @@ class HalfWeights:
                 if parameter.grad is not None:
                     stand_in.grad = parameter.grad.float()
             yield
+            # After an exception weights stay as they were.
             self._round(optimizer)
         finally:
             self._swap_out(optimizer)
