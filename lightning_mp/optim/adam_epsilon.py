@@ -168,10 +168,6 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
 # --- which parameters, and how they stand ------------------------------------------------------
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[_Group, Tensor]]:
-    return ((group, p) for group in optimizer.param_groups for p in group["params"])
-
-
 def _namer(
     optimizer: Optimizer, named: Iterable[tuple[str, Tensor]] | None
 ) -> Callable[[Tensor], str]:
@@ -190,7 +186,8 @@ def _judge(
     """Yield the trainable half parameters of which something is known, with their reports."""
     if getattr(optimizer, "keeps_fp32_states", False):
         return
-    for group, parameter in _parameters(optimizer):
+    pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
+    for group, parameter in pairs:
         is_half = parameter.dtype in HALF_DTYPES and parameter.requires_grad
         if is_half and parameter not in ignore and is_number(group.get("eps")):
             report = _report_on(optimizer, group, parameter)

@@ -1,11 +1,10 @@
 """`ModelParallelBalancedAMP`: `BalancedAMP` for ModelParallelStrategy, on DTensor shards."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
@@ -13,7 +12,6 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 
 __all__ = ["ModelParallelBalancedAMP"]
@@ -113,8 +111,3 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         """Hold step-wise schedules while steps are skipped."""
         self._first = next(model.parameters(), None)
         return super().connect(model, optimizers, lr_schedulers)
-
-    @override
-    def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        for name, gradient in super().named_gradients(optimizer):
-            yield name, local_shard(gradient)

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.op_tables import (
+    CLASS_OF,
     GROUPS,
     INPUT_ONLY,
     OpClass,
     autocast_agrees,
     callables_of,
     canonical_name,
-    default_class,
     follow_changes_of_torch,
     opened_composites,
 )
@@ -99,7 +99,7 @@ class OpPolicy:
         name = canonical_name(op)
         if name in self.fp32_ops:
             return "fp32"
-        return "half" if name in self.half_ops else default_class(name)
+        return "half" if name in self.half_ops else CLASS_OF.get(name, "given")
 
     def describe(self) -> str:
         """Return a table of what runs in which dtype, and why."""
@@ -281,8 +281,8 @@ def _call_without_autocast(
 @lru_cache(maxsize=64)
 def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
     """Return what a mode must do where autocast does not follow the policy, by functions' names."""
-    # No two ops share a `__name__`. Cached, as nested contexts and Dynamo's guards rely on one object for
-    # equal arguments.
+    # No two ops share a `__name__`. Cached, as nested contexts and Dynamo's guards rely on one
+    # object for equal arguments.
     moved = {*policy.fp32_ops, *policy.half_ops}
     stored_as_input = policy.norm_output == "input"
     actions: dict[str, OpClass] = {op: policy.class_of(op) for op in moved}

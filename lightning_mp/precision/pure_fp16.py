@@ -149,7 +149,8 @@ class PureFP16(ScaledPrecision):
         check_lazy(module)
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
-        kept = {*islands.values(), *filter(_has_statistics, module.modules())}
+        norms = (m for m in module.modules() if isinstance(m, _NormBase))
+        kept = {*islands.values(), *(m for m in norms if m.running_mean is not None)}
         trainer = getattr(module, "_trainer", None)
         if trainer is not None and trainer.state.fn == "fit":
             check_modules(module, kept)
@@ -280,10 +281,6 @@ class PureFP16(ScaledPrecision):
         """Take over what `state_dict` returned."""
         self._weights.writes = state_dict.get("writes", 0)
         super().load_state_dict(state_dict)
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 # DDP reads the annotations of its hooks and takes no other.

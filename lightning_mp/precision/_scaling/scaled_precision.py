@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import check_choice
 from lightning_mp._foreign import ForLightning
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim.adam_epsilon import check_setting, guard_adam_epsilon
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
@@ -367,7 +368,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Yield gradients under the names of the model's parameters."""
         for p in self.main_params(optimizer):
             if p.grad is not None:
-                yield self._name_of(p), p.grad
+                yield self._name_of(p), local_shard(p.grad)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
