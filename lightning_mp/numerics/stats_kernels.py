@@ -147,7 +147,7 @@ def _add(x, mask, below, amax, marks, squares):
     bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
     is_finite = bits < _INF_BITS
     amax = tl.maximum(amax, tl.where(is_finite, bits, 0))
-    is_zero = (bits == 0) & mask
+    is_zero = (bits == 0) & mask  # what lies behind the end was loaded as 0
     marks += is_zero.to(tl.uint32)
     marks += ((bits > 0) & (bits < below)).to(tl.uint32) << 8
     marks += (bits >= _INF_BITS).to(tl.uint32) << 16

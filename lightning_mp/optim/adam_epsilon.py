@@ -143,7 +143,7 @@ def check_setting(passed: str, value: Any) -> None:
 
 def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
     """Advise `SafeAdamW` in the place of Adam, without the arguments that it refuses."""
-    if not isinstance(optimizer, optim.Adam):
+    if not isinstance(optimizer, optim.Adam):  # and so AdamW
         return ""
     refused = [name for name in ("amsgrad", "differentiable") if group.get(name)]
     if group.get("fused") and not parameter.is_cuda:

@@ -196,6 +196,7 @@ class SafeAdamW(Optimizer):
                 loss = closure()
         for group_index, group in enumerate(self.param_groups):
             for index, batch in enumerate(self._batches(group)):
+                # No two batches share their noise, and no two steps.
                 seed = mix_seed(group["rounding_step"], (group_index << 32) + index)
                 self._step_batch(batch, group, seed)
             if group["write_back"] == "stochastic":
@@ -339,13 +340,14 @@ def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     for group in saved_groups:
         check_loaded_group(group)
     if len(saved_groups) == len(optimizer.param_groups):  # torch raises otherwise
+        # What a state of `torch.optim.AdamW` lacks stays as it is here.
         saved_groups = [
             {**{k: v for k, v in ours.items() if k != "params"}, **saved}
             | {name: ours[name] for name in _MACHINE_OPTIONS}
             for ours, saved in zip(optimizer.param_groups, saved_groups, strict=True)
         ]
         for group in saved_groups:
-            group.pop("decoupled_weight_decay", None)
+            group.pop("decoupled_weight_decay", None)  # torch's own; `check_loaded_group` saw it
     states = {
         key: {name: _Shielded(value) for name, value in state.items()}
         if isinstance(state, dict)

@@ -344,4 +344,5 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
 
 def _device_of(root: nn.Module) -> torch.device:
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    # Counts of a model that is not materialized follow it to its device later.
     return torch.device("cpu") if device.type == "meta" else device

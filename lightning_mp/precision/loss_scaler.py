@@ -176,6 +176,8 @@ class LossScaler:
         """
         state = self._state
         overflowed = found_inf.item() != 0
+        # Of several optimizers in one step, one that skips makes the step a skipped one, and only
+        # if none has a gradient is the step empty.
         state.last_step_skipped = overflowed or (state.recorded and state.last_step_skipped)
         is_empty = has_gradient is not None and self.is_growth_due and not has_gradient()
         state.is_empty = is_empty and (state.is_empty or not state.recorded)
@@ -281,6 +283,7 @@ class LossScaler:
             fresh[key] = value
         # A `GradScaler` does not say whether it has ever overflowed.
         fresh["warming_up"] &= "_growth_tracker" not in state
+        # The configuration may be another than the one that wrote the state.
         fresh["hysteresis_left"] = min(fresh["hysteresis_left"], config.hysteresis)
         scale = min(max(fresh["scale"], config.min_scale), config.max_scale)
         fresh["scale"] = float(scale if config.dynamic else config.init_scale)

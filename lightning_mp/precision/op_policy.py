@@ -164,9 +164,10 @@ class OpPolicy:
             for mode in torch.overrides._get_current_function_mode_stack()
             if isinstance(mode, _PolicyMode) and mode.device_type == device_type and not mode.muted
         ]
-        if active and active[-1].rules is rules:
+        if active and active[-1].rules is rules:  # a mode more would cost time and do nothing
             yield
             return
+        # They see the calls of an inner mode as well, and would cast once more.
         for mode in active:
             mode.muted = True
         try:
@@ -246,6 +247,7 @@ class _PolicyMode(TorchFunctionMode):
         elif dtype is not None:
             args = cast_tensors(args, dtype, self._is_castable)
             kwargs = cast_tensors(kwargs, dtype, self._is_castable)
+        # Autocast has its own opinion of some of these functions, and would cast them back.
         output = _call_without_autocast(self.device_type, func, args, kwargs)
         if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):
             return output.to(first.dtype)

@@ -183,6 +183,7 @@ class PureFP16(ScaledPrecision):
         """Prepare optimizers, and give all ranks the same residuals."""
         for optimizer in optimizers:
             check_optimizer(optimizer)
+        # DDP broadcasts weights alone; the residuals of other ranks would belong to other weights.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._weights.broadcast()
         return super().connect(model, optimizers, lr_schedulers)

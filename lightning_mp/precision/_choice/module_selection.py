@@ -36,8 +36,7 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 
     A look-alike of a norm is told by the name of its class, as Hugging Face models bring a class
     each (`T5LayerNorm`, `LlamaRMSNorm`), and only if its own parameters are vectors and nothing
-    but norms inside it has others: the linear layer of an `AdaLayerNorm` is not in the group, the
-    norm inside it is, and a `LayerNormLSTM` is not.
+    but norms inside it has others.
 
     Args:
         root: Where to look; paths start below it.
@@ -89,6 +88,7 @@ def _is_norm(module: nn.Module) -> bool:
     names = [name.lower() for name in class_names(module)]
     if not any(norm in name for norm in _NORM_NAMES for name in names):
         return False
+    # Not by the name alone: an `AdaLayerNorm` has a linear layer, a `LayerNormLSTM` is no norm.
     own = module.parameters(recurse=False)
     vectors = all(is_lazy(p) or sum(size > 1 for size in p.shape) <= 1 for p in own)
     children = [child for child in module.children() if any(True for _ in child.parameters())]

@@ -275,6 +275,7 @@ def _index() -> dict[str, list[Callable[..., Any]]]:
             if not listed or not callable(function):
                 continue
             name = _alias(prefix + attribute, index)
+            # A cast would make a copy, and an op in place write to that.
             if not name.endswith("_") and not name.startswith("__"):
                 index.setdefault(name, []).append(function)
     return index

@@ -190,6 +190,7 @@ class WorkingCopies:
             return []
         with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
             entries = [entry for module in modules for entry in self._entries(module)]
+            # Without grad copies serve as they are: no node, and nothing to give back.
             stand_ins = {id(p): copy.half for _, _, p, copy in entries}
             if torch.is_grad_enabled():  # one node for all, tied weights once
                 trained = {id(p): p for _, _, p, _ in entries if p.requires_grad}
@@ -286,6 +287,7 @@ class WorkingCopies:
     def _take_write(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
         """Take over what a forward has written into its weight, and no other element's rounding."""
         written = stand_in.detach()
+        # Elements that were not written keep the bits that half lacks.
         is_same = written == parameter.to(self.half)
         parameter.copy_(torch.where(is_same, parameter, written.to(parameter.dtype)))
         copy = self._copies[id(parameter)]
