@@ -62,23 +62,19 @@ class TensorStats:
     stats_NK: _Numbers
 
     def __post_init__(self) -> None:
-        names, numels = tuple(self.names), tuple(self.numels)
-        stats = np.asarray(self.stats_NK, dtype=np.float64)
-        if stats.shape != (len(names), len(StatField)) or len(numels) != len(names):
+        names, count, shape = self.names, len(self.names), self.stats_NK.shape
+        if shape != (count, len(StatField)) or len(self.numels) != count:
             raise ValueError(
-                f"Passed `TensorStats` {len(names)} names, {len(numels)} sizes and statistics of "
-                f"shape {list(stats.shape)}. There must be one name, one size and one row of "
+                f"Passed `TensorStats` {count} names, {len(self.numels)} sizes and statistics of "
+                f"shape {list(shape)}. There must be one name, one size and one row of "
                 f"{len(StatField)} a tensor. Pass those of the tensors that `tensor_stats` got."
             )
-        if len(set(names)) < len(names):
+        if len(set(names)) < count:  # a dictionary would lose one of them
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(
                 f"Passed `TensorStats` the name {twice!r} twice. Names must differ. Prefix them, "
                 "as by the optimizer they belong to."
             )
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "numels", numels)
-        object.__setattr__(self, "stats_NK", stats)
 
     def column(self, field: StatField) -> _Numbers:
         """Return one statistic of all tensors, in the order of their names."""

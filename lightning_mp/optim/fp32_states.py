@@ -15,6 +15,7 @@ __all__ = [
     "is_moment",
     "keep_fp32_states",
     "move_states_to_fp32",
+    "widen_state",
     "widen_states_of_fp32_parameters",
 ]
 
@@ -22,6 +23,13 @@ __all__ = [
 def is_moment(name: str, value: object) -> bool:
     """Return whether a state is one of the optimizer's averages, and not its step count."""
     return name != "step" and isinstance(value, Tensor) and value.is_floating_point()
+
+
+def widen_state(state: dict[str, Any]) -> None:
+    """Move the half averages of one parameter to fp32."""
+    for name, value in state.items():
+        if is_moment(name, value) and value.dtype in HALF_DTYPES:
+            state[name] = value.float()
 
 
 def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
@@ -35,7 +43,7 @@ def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
         return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and parameter.dtype == torch.float32:
-            _widen(state)
+            widen_state(state)
 
 
 def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
@@ -48,7 +56,7 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
         return False
     state = optimizer.state[parameter]
     if state:
-        _widen(state)
+        widen_state(state)
         return True
     where = parameter.device if group["capturable"] else None
     state["step"] = torch.zeros((), dtype=torch.float32, device=where)
@@ -115,9 +123,3 @@ def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def _widen(state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        if is_moment(name, value) and value.dtype in HALF_DTYPES:
-            state[name] = value.float()

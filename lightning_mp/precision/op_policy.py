@@ -3,7 +3,7 @@
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple
@@ -170,12 +170,10 @@ class OpPolicy:
         # They see the calls of an inner mode as well, and would cast once more.
         for mode in active:
             mode.muted = True
+        if rules:
+            follow_changes_of_torch()
         try:
-            if rules:
-                follow_changes_of_torch()
-                with _PolicyMode(device_type, rules):
-                    yield
-            else:
+            with _PolicyMode(device_type, rules) if rules else nullcontext():
                 yield
         finally:
             for mode in active:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.numerics.split_weights import join_weight, split_weight
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
+from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
 __all__ = ["HalfWeights", "WriteBack"]
@@ -192,9 +193,7 @@ class HalfWeights:
             return
         for parameter, state in optimizer.state.items():
             if parameter in self._residuals:
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.dtype == self.half:
-                        state[name] = value.float()
+                widen_state(state)
         self._handles += [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._swap_out),
