@@ -58,6 +58,7 @@ def smallest_overflowing(dtype: torch.dtype) -> float:
     returned.
     """
     info = torch.finfo(dtype)
+    # max is (2 - eps) 2^e, and the step below it eps 2^e.
     return info.max + info.max * info.eps / (2 * (2 - info.eps))
 
 

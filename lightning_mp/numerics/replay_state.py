@@ -155,7 +155,7 @@ class BufferState:
                 if value is not held.buffer:
                     self._assigned.add(held)
                 mean = self._means.setdefault(held, held.value.clone())
-                if before and mean.is_floating_point():
+                if before and mean.is_floating_point():  # the mean so far, weighted by rows
                     mean.lerp_(value, rows / self._rows)
                 else:
                     mean.copy_(value)
@@ -210,7 +210,7 @@ class _Held:
         return now.shape != self.value.shape or now.dtype != self.value.dtype
 
     def restore(self) -> None:
-        self.owner._buffers[self.name] = self.buffer
+        self.owner._buffers[self.name] = self.buffer  # a forward may have assigned another
         if version_of(self.buffer) != self._version or self._is_silently_changed():
             self.buffer.copy_(self.value)
             self._version = version_of(self.buffer)

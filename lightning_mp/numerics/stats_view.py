@@ -113,6 +113,7 @@ class TensorStats:
         return self._named(bits)
 
     def _share(self, field: StatField) -> _Numbers:
+        # An empty tensor has no zeros among no values: a share of 0.
         return self.column(field) / np.maximum(np.asarray(self.numels, dtype=np.float64), 1)
 
     def _named(self, numbers: _Numbers) -> dict[str, float]:

@@ -66,6 +66,7 @@ class LossScaleConfig:
         for name in ("init_scale", "min_scale", "max_scale"):
             if not _is_within(getattr(self, name), _LOWEST_SCALE, _HIGHEST_SCALE):
                 self._refuse(name, "a number from 2**-126 to 2**126", "a power of two such as 1024")
+        # With a factor of 1 the scale would never move.
         if not _is_within(self.growth_factor, math.nextafter(1, 2), _HIGHEST_SCALE):
             self._refuse("growth_factor", "a finite number above 1", "2")
         if not _is_within(self.backoff_factor, _LOWEST_SCALE, math.nextafter(1, 0)):

@@ -183,6 +183,7 @@ class LossScaler:
         state.is_empty = is_empty and (state.is_empty or not state.recorded)
         state.recorded = True
         is_last_try = state.skips_at_floor + 1 >= self.config.patience
+        # Here and not in `update`: the gradients are at hand to name the first bad one.
         if overflowed and self._is_at_floor and is_last_try:
             raise FloatingPointError(self._give_up(named_gradients))
         return not overflowed

@@ -63,6 +63,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
         """For `fully_shard`: weights are gathered in half, of fp32 shards."""
+        # Batches are not rounded: operations cast what they need.
         return MixedPrecisionPolicy(
             param_dtype=self.half_dtype, reduce_dtype=self._wire_dtype, cast_forward_inputs=False
         )
@@ -78,6 +79,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         Raises:
             ValueError: A name stands for nothing.
         """
+        # Without `param_dtype` they are gathered as they rest.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         for kept in self._fp32_modules_of(module).values():
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)

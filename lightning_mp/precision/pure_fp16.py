@@ -152,6 +152,7 @@ class PureFP16(ScaledPrecision):
         norms = (m for m in module.modules() if isinstance(m, _NormBase))
         kept = {*islands.values(), *(m for m in norms if m.running_mean is not None)}
         trainer = getattr(module, "_trainer", None)
+        # Evaluation changes no weight: what could not train may still be tested.
         if trainer is not None and trainer.state.fn == "fit":
             check_modules(module, kept)
             check_callbacks(trainer.callbacks)
