@@ -146,7 +146,7 @@ def cast_tensors(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor],
     """Cast those tensors in tuples, lists and dicts that are castable."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype is not dtype and is_castable(value) else value
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):  # a union of types would take longer, for every leaf
         cast = [cast_tensors(each, dtype, is_castable) for each in value]
         return cast if isinstance(value, list) else tuple(cast)
     if isinstance(value, dict):
@@ -159,7 +159,7 @@ def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dt
     if isinstance(value, Tensor):
         return {value.dtype} if is_castable(value) else set()
     dtypes: set[torch.dtype] = set()
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, (list, tuple, dict)):
         for each in value.values() if isinstance(value, dict) else value:
             dtypes |= dtypes_of(each, is_castable)
     return dtypes
