@@ -34,8 +34,8 @@ from lightning_mp.contrastive._sums.infonce import infonce
 from lightning_mp.contrastive._sums.plan import Plan
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS
-from lightning_mp.numerics.fused_stats import fused_stats
 from lightning_mp.numerics.row_dots import fused_row_dots
+from lightning_mp.numerics.stats_kernels import fused_stats
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -109,7 +109,7 @@ def optimizer(arch: int) -> None:
 def statistics(arch: int) -> None:
     """Launch the monitors' statistics of tensors."""
     values = [torch.zeros(2**16, dtype=dtype) for dtype in (FP32, FP16, BF16)]
-    fused_stats(values, (torch.tensor(2.0**-14), torch.tensor(2.0**-25)))
+    fused_stats(values, torch.tensor(2.0**-14))
 
 
 def settle(cache: Path) -> int:

@@ -21,8 +21,7 @@ from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.replay_state import RngState, own_generators
-from lightning_mp.numerics.stat_fields import StatField
-from lightning_mp.numerics.tensor_stats import tensor_stats
+from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision.loss_scaler import all_reduce_found_inf
 

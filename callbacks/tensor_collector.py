@@ -19,6 +19,13 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
+from lightning_mp.callbacks._rules.moments import (
+    EXPONENTS,
+    REDUCTIONS,
+    merge_moments,
+    reduced,
+    tensor_moments,
+)
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
@@ -26,13 +33,6 @@ from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
 from lightning_mp.numerics.async_readback import Readback
 from lightning_mp.numerics.floats import VALUE_DTYPES
-from lightning_mp.numerics.moments import (
-    EXPONENTS,
-    REDUCTIONS,
-    merge_moments,
-    reduced,
-    tensor_moments,
-)
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["TensorCollector"]

@@ -1,13 +1,13 @@
-"""Says what is wrong with an argument: one that a constructor does not take, or a bad count."""
+"""Says what is wrong with an argument: one that a constructor does not take, or a bad value."""
 
 import difflib
 import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
 
-__all__ = ["check_count", "explains_arguments", "nearest"]
+__all__ = ["check_choice", "check_count", "explains_arguments", "is_number", "nearest"]
 
 _Class = TypeVar("_Class", bound=type)
 _Parameters = Sequence[inspect.Parameter]
@@ -38,6 +38,24 @@ def check_count(
             f"Passed `{owner}({name}={value!r})`. `{name}` must be {other}an integer of at least "
             f"{least}. {fix}"
         )
+
+
+def check_choice(owner: object, name: str, value: object, known: Collection[str]) -> None:
+    """Refuse an argument of an object's constructor that is not among those known.
+
+    Raises:
+        ValueError: With what is accepted.
+    """
+    if value not in known:
+        raise ValueError(
+            f"Passed `{type(owner).__name__}({name}={value!r})`. `{name}` must be one of "
+            f"{', '.join(map(repr, known))}."
+        )
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number, which a bool is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

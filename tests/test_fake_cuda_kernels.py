@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lightning_mp import SafeAdamW
 from lightning_mp.callbacks._step.sampling import pack_stats
 from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
-from lightning_mp.numerics import fused_stats, row_dots, row_dots_kernels, triton_support
+from lightning_mp.numerics import row_dots, row_dots_kernels, stats_kernels, triton_support
 from lightning_mp.optim._adamw import fused as fused_adamw
 from lightning_mp.optim._adamw import tables as adamw_tables
-from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.foreach import AdamWBatch, AdamWOptions, foreach_adamw_step
 from lightning_mp.optim._adamw.fused import fused_adamw_step
 from tests.fake_cuda import FakeCuda
 
@@ -56,11 +56,15 @@ def _on_device(values: list[Tensor]) -> list[Tensor]:
     return [x.to("cuda") for x in values]
 
 
-def _problem(count: int = 3) -> tuple[list[list[Tensor]], list[Tensor]]:
+def _batch() -> AdamWBatch:
     """Return weights, gradients and moments on the host, and step counts."""
-    shapes = [(5, 7), (4096,), (3,)][:count]
+    shapes = [(5, 7), (4096,), (3,)]
     lists = [[torch.rand(shape) for shape in shapes] for _ in range(4)]
-    return lists, [torch.ones(()) for _ in shapes]
+    return AdamWBatch(*lists, steps=[torch.ones(()) for _ in shapes])
+
+
+def _batch_on_device(batch: AdamWBatch) -> AdamWBatch:
+    return AdamWBatch(*map(_on_device, batch.lists), steps=_on_device(batch.steps))
 
 
 def test_fused_step_in_a_graph_is_one_launch_of_the_tables_made_before(
@@ -68,27 +72,26 @@ def test_fused_step_in_a_graph_is_one_launch_of_the_tables_made_before(
 ) -> None:
     kernel = _Launched(gpu, "adamw_kernel")
     monkeypatch.setattr(fused_adamw, "adamw_kernel", kernel)
-    lists, steps = _problem()
-    on_device, steps = [_on_device(each) for each in lists], _on_device(steps)
+    on_device = _batch_on_device(_batch())
     gpu.synchronize()
     syncs, waits = gpu.syncs, gpu.waits
-    fused_adamw_step(*on_device, None, steps, OPTIONS)
+    fused_adamw_step(on_device, OPTIONS)
     assert (gpu.syncs, gpu.waits) == (syncs, waits)
     gpu.synchronize()  # what was copied on the way is there
     with gpu.capture() as captured:
-        fused_adamw_step(*on_device, None, steps, OPTIONS)
+        fused_adamw_step(on_device, OPTIONS)
     assert captured == ["adamw_kernel"]
     assert kernel.arguments[0][0] is kernel.arguments[1][0]  # the table
 
 
 def test_fused_step_in_a_graph_of_new_tensors_is_what_foreach_makes_of_them(gpu: FakeCuda) -> None:
-    lists, steps = _problem()
-    on_device, device_steps = [_on_device(each) for each in lists], _on_device(steps)
+    batch = _batch()
+    on_device = _batch_on_device(batch)
     with gpu.capture() as captured:
-        fused_adamw_step(*on_device, None, device_steps, OPTIONS)
+        fused_adamw_step(on_device, OPTIONS)
     assert len(captured) > 1
-    foreach_adamw_step(*lists, None, steps, OPTIONS)
-    for each, expected in zip(on_device[0], lists[0], strict=True):
+    foreach_adamw_step(batch, OPTIONS)
+    for each, expected in zip(on_device.params, batch.params, strict=True):
         torch.testing.assert_close(each.cpu(), expected)
 
 
@@ -123,13 +126,13 @@ def test_statistics_go_through_one_table_that_is_copied_without_a_wait(
 ) -> None:
     kernels = {name: _Launched(gpu, name) for name in ("stats_kernel", "merge_stats_kernel")}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(fused_stats, name, kernel)
-    chunk = fused_stats.CHUNK.value
+        monkeypatch.setattr(stats_kernels, name, kernel)
+    chunk = stats_kernels.CHUNK.value
     sizes = {3: torch.float16, chunk + 1: torch.float32, 8: torch.float32}
     values = [torch.ones(size, dtype=dtype, device="cuda") for size, dtype in sizes.items()]
-    small = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    bound = torch.ones((), device="cuda")
     copies = gpu.launches["copy"]
-    fused_stats.fused_stats(values, small)
+    stats_kernels.fused_stats(values, bound)
     assert gpu.launches["copy"] - copies == 1
     assert gpu.syncs == gpu.waits == 0
     assert kernels["stats_kernel"].grids == [(3,), (1,)]  # chunks of fp32, and of fp16

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from lightning_mp.callbacks._step.batches import named_tensors
 from lightning_mp.numerics.floats import VALUE_DTYPES
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.stat_fields import StatField
-from lightning_mp.numerics.tensor_stats import count_non_finite, stored_values, tensor_stats
+from lightning_mp.numerics.tensor_stats import (
+    StatField,
+    count_non_finite,
+    local_shard,
+    stored_values,
+    tensor_stats,
+)
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["Call", "Seen", "Trace"]

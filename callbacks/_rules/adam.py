@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks._rules.ranges import ROUNDING
 from lightning_mp.callbacks._rules.records import Learning, Verdict
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.tensor_stats import stored_values
+from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 
 __all__ = [
     "AdamField",

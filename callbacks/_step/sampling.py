@@ -87,7 +87,6 @@ def merge_rows(rows_RxK: Tensor) -> Tensor:
     """Return what `pack_stats` would return of one tensor whose parts have these rows: [*x, K]."""
     merged_xK = rows_RxK.sum(dim=0)
     merged_xK[..., StatField.AMAX] = rows_RxK[..., StatField.AMAX].amax(dim=0)
-    merged_xK[..., StatField.SMALLEST] = rows_RxK[..., StatField.SMALLEST].amin(dim=0)
     return merged_xK
 
 

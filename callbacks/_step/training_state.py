@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.numerics.shards import local_shard
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Copies small device tensors to the host without waiting for the device."""
+"""Copies small tensors between host and device without waiting for the device."""
 
 from collections import deque
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["AsyncReadback", "Readback"]
+__all__ = ["AsyncReadback", "Readback", "send"]
 
 
 class Readback(NamedTuple):
@@ -17,6 +17,14 @@ class Readback(NamedTuple):
     step: int  # the step it was submitted under
     array: npt.NDArray[Any]  # a copy of its values that nothing else writes to
     context: dict[str, Any]  # what was passed with it
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device; what is queued there next may read it."""
+    if device.type != "cuda":
+        return values.to(device)
+    # From pageable memory the copy would wait for the device.
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class _InFlight(NamedTuple):
@@ -33,13 +41,14 @@ class AsyncReadback:
     so that it idles while the host prepares the next kernels. Here a copy is queued behind the
     kernels that make the numbers, and is looked at when it is done, mostly one or two steps later.
 
-    On CUDA, tensors are copied to pinned buffers, which are used again; where all are in flight,
-    another is made, so nothing is lost. On the CPU a tensor is cloned and ready at once. Other
-    devices have no pinned memory here: `submit` waits for them.
+    On the CPU a tensor is cloned and ready at once. Devices other than CUDA have no pinned memory
+    here: `submit` waits for them.
     """
 
     def __init__(self) -> None:
         self._in_flight: deque[_InFlight] = deque()
+        # Pinned memory is slow to get: buffers are used again. Where all are in flight another one
+        # is made, so that nothing is lost.
         self._free: list[Tensor] = []
 
     def __len__(self) -> int:
@@ -59,6 +68,7 @@ class AsyncReadback:
         taken = []
         while self._in_flight:
             done = self._in_flight[0].done
+            # Later ones wait for it, so that steps are judged in their order.
             if done is not None and not done.query():
                 break
             taken.append(self._take())
@@ -66,19 +76,17 @@ class AsyncReadback:
 
     def drain(self) -> list[Readback]:
         """Wait for everything and take it: at the end of training, or after an exception."""
-        taken = []
-        while self._in_flight:
-            done = self._in_flight[0].done
-            if done is not None:
-                done.synchronize()
-            taken.append(self._take())
-        return taken
+        for each in self._in_flight:
+            if each.done is not None:
+                each.done.synchronize()
+        return self.ready()
 
     def _start_copy(self, packed: Tensor) -> tuple[Tensor, Any]:
         """Return the host's copy, and the event after which it may be read."""
         if packed.device.type != "cuda":
             return packed.to("cpu", copy=True), None
         host = self._buffer(packed)
+        # An event is recorded on the current device's stream, which may be another's.
         with torch.accelerator.device_index(packed.device.index):
             host.copy_(packed, non_blocking=True)
             done = torch.cuda.Event()
@@ -99,6 +107,6 @@ class AsyncReadback:
         step, host, done, context = self._in_flight.popleft()
         if done is None:
             return Readback(step, host.numpy(), context)
-        array = np.array(host.numpy())
+        array = np.array(host.numpy())  # a copy: the buffer will be overwritten
         self._free.append(host)
         return Readback(step, array, context)

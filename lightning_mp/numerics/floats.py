@@ -12,7 +12,6 @@ __all__ = [
     "largest_flushed",
     "rounded",
     "smallest_overflowing",
-    "smallest_subnormal",
     "state_dtype",
     "sum_rounding",
 ]
@@ -42,23 +41,14 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
-def smallest_subnormal(dtype: torch.dtype) -> float:
-    """Return the smallest positive number of a format: 2^-24 in fp16, 2^-133 in bf16.
-
-    Between it and `torch.finfo(dtype).tiny`, 2^-14 in fp16, numbers are multiples of it, and lose
-    a bit of precision with every halving.
-    """
-    info = torch.finfo(dtype)
-    return info.tiny * info.eps
-
-
 def largest_flushed(dtype: torch.dtype) -> float:
     """Return the largest number that rounds to zero: half the smallest subnormal, 2^-25 in fp16.
 
     It lies between zero and the smallest subnormal, and ties go to the even one of the two, zero.
     For float64 no Python number holds it, and 0 is returned.
     """
-    return smallest_subnormal(dtype) / 2
+    info = torch.finfo(dtype)
+    return info.tiny * info.eps / 2
 
 
 def smallest_overflowing(dtype: torch.dtype) -> float:
@@ -68,6 +58,7 @@ def smallest_overflowing(dtype: torch.dtype) -> float:
     returned.
     """
     info = torch.finfo(dtype)
+    # max is (2 - eps) 2^e, and the step below it eps 2^e.
     return info.max + info.max * info.eps / (2 * (2 - info.eps))
 
 

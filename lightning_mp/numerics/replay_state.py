@@ -30,7 +30,7 @@ class RngState:
 
     Args:
         device: Where the forward runs.
-        module: Whose own generators to hold: those of torch, numpy (`default_rng`) and Python.
+        module: Whose own generators to hold.
         generators: More of them, as `own_generators` finds them.
     """
 
@@ -46,7 +46,7 @@ class RngState:
             None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         )
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
+        numpy = sys.modules.get("numpy")  # a forward cannot draw from what is not loaded
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
         own = [] if module is None else own_generators(module)
         self._own = [_own_state(generator) for generator in (*own, *generators)]
@@ -80,13 +80,12 @@ def own_generators(module: nn.Module) -> list[Any]:
 
 def _own_state(generator: Any) -> tuple[Callable[[Any], Any], Any]:
     """Return what sets a generator's state, and the state that it has now."""
-    if isinstance(generator, torch.Generator):
-        return generator.set_state, generator.get_state()
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
     if hasattr(generator, "bit_generator"):  # numpy's `default_rng`
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state"), bits.state
+    # Those of torch, and numpy's `RandomState`.
     return generator.set_state, generator.get_state()
 
 
@@ -105,10 +104,8 @@ class AutocastState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run under this state, without the cache of cast weights.
-
-        A weight that was cast without grad and cached would cut the graph of the run with grad.
-        """
+        """Run under this state, without the cache of cast weights."""
+        # A weight that was cast without grad and cached would cut the graph of the run with grad.
         dtype = self._dtype if self._enabled else None
         with torch.autocast(
             self._device_type, dtype=dtype, enabled=self._enabled, cache_enabled=False
@@ -123,9 +120,6 @@ class BufferState:
     sets floating-point buffers to the mean of what the micro-batches made of them, weighted by
     rows, and all others (such as `num_batches_tracked`) to what the last one did. For a running
     average of per-row statistics, that is the update of the whole batch.
-
-    Only buffers that changed are written, as a graph may have saved the others. One whose shape
-    changed is a cache that grew, such as that of rotary embeddings, and goes on growing.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -145,6 +139,7 @@ class BufferState:
     def restore(self, *, keep_grown: bool = False) -> None:
         """Set the buffers that changed back to the values held here, or all but those that grew."""
         for held in self._held:
+            # Others are not written: a graph may have saved them.
             if held.is_changed() and not (keep_grown and held.has_grown()):
                 held.restore()
 
@@ -153,14 +148,14 @@ class BufferState:
         """Take in what a micro-batch of `rows` rows made of the buffers."""
         before, self._rows = self._rows, self._rows + rows
         for held in self._held:
-            if held.has_grown():
+            if held.has_grown():  # a cache, such as that of rotary embeddings: it goes on growing
                 self._means.pop(held, None)
             elif held.is_changed() or held in self._means:
                 value = held.now()
                 if value is not held.buffer:
                     self._assigned.add(held)
                 mean = self._means.setdefault(held, held.value.clone())
-                if before and mean.is_floating_point():
+                if before and mean.is_floating_point():  # the mean so far, weighted by rows
                     mean.lerp_(value, rows / self._rows)
                 else:
                     mean.copy_(value)
@@ -215,7 +210,7 @@ class _Held:
         return now.shape != self.value.shape or now.dtype != self.value.dtype
 
     def restore(self) -> None:
-        self.owner._buffers[self.name] = self.buffer
+        self.owner._buffers[self.name] = self.buffer  # a forward may have assigned another
         if version_of(self.buffer) != self._version or self._is_silently_changed():
             self.buffer.copy_(self.value)
             self._version = version_of(self.buffer)

@@ -1,7 +1,7 @@
 """The torch path of `tensor_stats`: rows of 1024 values, a batch of rows in the cache at a time.
 
-Eight naive statistics read a tensor from memory eight times and more, 237 ms for 22M values on one
-core. Here values are copied (and widened) in batches that fit the second-level cache, where a pass
+Statistics that are read one by one read a tensor from memory as many times and more. Here values
+are copied (and widened) in batches that fit the second-level cache, where a pass
 costs little, and small tensors share a batch. Batches are padded with zeros, which changes only the
 count of zeros, by a number that is known.
 
@@ -17,8 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.stat_fields import StatField
+from lightning_mp.numerics.stats_view import StatField
 
 __all__ = ["row_stats"]
 
@@ -30,7 +31,7 @@ _DEVICE_ROWS = 8192
 # Where all rows' largest magnitudes lie in between, squares neither overflow in fp32 nor lose
 # anything that counts: what falls below 2^-126 is 2^-36 of the sum at most.
 _SAFE_SQUARES = (2.0**-40, 2.0**50)
-# The column behind those of `StatField`: the unit of a row's sum and norm.
+# The column behind those of `StatField`: the unit of a row's norm.
 _UNIT = len(StatField)
 
 
@@ -50,35 +51,28 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which pieces fill which batch, how many rows each tensor has, and how many zeros are padding.
-
-    Full rows of all tensors come first, then the unfinished last rows. So `2 N` segments of rows
-    belong to the tensors, and only batches of the second part hold padding.
-    """
+    """How tensors are laid into batches: the full rows of all, then the unfinished last rows."""
 
     batches: tuple[tuple[_Piece, ...], ...]
-    segments: tuple[int, ...]
-    padding: tuple[int, ...]
+    segments: tuple[int, ...]  # rows of each tensor, first full ones, then unfinished ones: 2 N
+    padding: tuple[int, ...]  # zeros behind the end of each tensor
 
 
-def row_stats(values: Sequence[Tensor], small: tuple[Tensor, Tensor], *, look: bool) -> Tensor:
-    """Return the statistics of flat tensors of one device, computed in the dtype of `small`.
+def row_stats(values: Sequence[Tensor], subnormal: Tensor, *, look: bool) -> Tensor:
+    """Return the statistics of flat tensors of one device: stats_NK, float64, or fp32 on MPS.
 
     Args:
         values: Flat tensors of any length.
-        small: Below the first, magnitudes are subnormal; up to the second they are flushed. Of no
-            dimension, in the dtype to compute in, on the device of the values.
-        look: Leave out passes that cannot find anything, by looking at what others found. Costs
-            nothing where the values are on the host, and cannot be had elsewhere.
-
-    Returns:
-        stats_NK: float64, or fp32 on MPS.
+        subnormal: Magnitudes below are subnormal. Of no dimension, in the dtype to compute in, on
+            the device of the values.
+        look: Leave out passes that cannot find anything, by looking at what others found. It costs
+            nothing where the values are on the host, and a sync elsewhere.
     """
-    device, dtype = small[0].device, small[0].dtype
+    device, dtype = subnormal.device, subnormal.dtype
     most = _HOST_ROWS if device.type == "cpu" else _DEVICE_ROWS
     plan = _plan(tuple(len(tensor) for tensor in values), most)
     rows = sum(plan.segments)
-    batch = _Batch(min(most, rows), small, look)
+    batch = _Batch(min(most, rows), subnormal, look)
     partials_KR = torch.zeros(len(StatField) + 1, rows, dtype=dtype, device=device)
     partials_KR[_UNIT].fill_(1)
     top = 0
@@ -120,19 +114,18 @@ def _plan(lengths: tuple[int, ...], rows: int) -> _Plan:
 class _Batch:
     """Room for one batch of rows and for what is made of it."""
 
-    def __init__(self, rows: int, small: tuple[Tensor, Tensor], look: bool) -> None:
-        room = small[0].new_empty(4, rows, _WIDTH)
+    def __init__(self, rows: int, subnormal: Tensor, look: bool) -> None:
+        room = subnormal.new_empty(4, rows, _WIDTH)
         self.values, self.finite, self.magnitudes, self.marks = room.unbind()
         self.look = look
-        limits = [float(limit.numpy()) for limit in small] if look else [math.inf] * 2
-        self.small = tuple(
-            zip((StatField.SUBNORMALS, StatField.FLUSHED), small, limits, strict=True)
-        )
+        self.subnormal = subnormal
+        self.limit = float(subnormal.numpy()) if look else math.inf
 
     def load(self, values: Sequence[Tensor], pieces: Sequence[_Piece]) -> Tensor:
         """Copy pieces into rows, and zeros behind the end of each; return the rows."""
         first = values[pieces[0].tensor][pieces[0].start : pieces[0].stop]
         is_full = len(first) % _WIDTH == 0
+        # What needs neither padding nor widening is read where it is.
         if len(pieces) == 1 and is_full and first.dtype == self.values.dtype:
             return first.view(-1, _WIDTH)
         rows_RW = self.values[: pieces[-1].row + pieces[-1].rows]
@@ -147,14 +140,10 @@ class _Batch:
         return rows_RW
 
     def reduce(self, values: Tensor, out_KR: Tensor) -> None:
-        """Reduce rows; columns that are passed over keep their zeros.
-
-        Zeros are those of the rows: with the padding and with a zero for every value that is not
-        finite. Sum and norm are in units of the last column.
-        """
+        """Reduce rows: the norm in units of the last column, zeros with padding and non-finite."""
         columns = out_KR.unbind()
         magnitudes, marks = self.magnitudes[: len(values)], self.marks[: len(values)]
-        amax_R, smallest_R = columns[StatField.AMAX], columns[StatField.SMALLEST]
+        amax_R = columns[StatField.AMAX]
         torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
         if not self.look or not amax_R.numpy().max() < math.inf:  # NaN is no less than anything
             finite = torch.nan_to_num(values, 0.0, 0.0, 0.0, out=self.finite[: len(values)])
@@ -162,24 +151,20 @@ class _Batch:
             torch.sum(marks, 1, out=columns[StatField.NON_FINITE])
             values = finite
             torch.amax(torch.abs(values, out=magnitudes), 1, out=amax_R)
-        torch.amin(magnitudes, 1, out=smallest_R)
-        if not self.look or smallest_R.numpy().min() == 0:
+        # What is passed over below would have counted nothing: its columns keep their zeros.
+        least = float(magnitudes.amin().numpy()) if self.look else 0.0
+        if least == 0:
             torch.eq(magnitudes, 0, out=marks)
             torch.sum(marks, 1, out=columns[StatField.ZEROS])
-            # Zeros become the largest value there is; others get a zero added.
-            marks.mul_(torch.finfo(marks.dtype).max).add_(magnitudes)
-            torch.amin(marks, 1, out=smallest_R)
-        least = smallest_R.numpy().min() if self.look else 0.0
-        for field, bound, limit in self.small:
-            if least <= limit:
-                count = torch.lt if field == StatField.SUBNORMALS else torch.le
-                torch.sum(count(magnitudes, bound, out=marks), 1, out=columns[field])
-                # No less than none: bounds of 0 or NaN have no zeros below them.
-                columns[field].sub_(columns[StatField.ZEROS]).clamp_min_(0)
-        self._sum(values, columns)
+        if least < self.limit:
+            torch.lt(magnitudes, self.subnormal, out=marks)
+            torch.sum(marks, 1, out=columns[StatField.SUBNORMALS])
+            # No less than none: bounds of 0 or NaN have no zeros below them.
+            columns[StatField.SUBNORMALS].sub_(columns[StatField.ZEROS]).clamp_min_(0)
+        self._add_norms(values, columns)
 
-    def _sum(self, values: Tensor, columns: Sequence[Tensor]) -> None:
-        """Sum values, and take the norm, in units that keep both inside the range of fp32."""
+    def _add_norms(self, values: Tensor, columns: Sequence[Tensor]) -> None:
+        """Take the norms of rows in units that keep squares inside the range of fp32."""
         amax_R, unit_R = columns[StatField.AMAX], columns[_UNIT]
         if self.look:
             amax = amax_R.numpy()
@@ -187,35 +172,30 @@ class _Batch:
         if not self.look or not is_safe:
             torch.clamp(amax_R, min=torch.finfo(amax_R.dtype).tiny, out=unit_R)  # not 0 / 0
             values = torch.div(values, unit_R[:, None], out=self.marks[: len(values)])
-        torch.sum(values, 1, out=columns[StatField.SUM])
         torch.linalg.vector_norm(values, 2, 1, out=columns[StatField.SUM_OF_SQUARES])
 
 
 def _merge(partials_KR: Tensor, plan: _Plan) -> Tensor:
     """Merge the rows of each tensor, always in the same order."""
-    columns = list(partials_KR[:_UNIT].unbind())
-    unit_R, amax_R = partials_KR[_UNIT], columns[StatField.AMAX]
-    # Rows without a value that counts have no smallest one.
-    smallest_R = columns[StatField.SMALLEST]
-    smallest_R.masked_fill_(amax_R == 0, math.inf)
-    columns[StatField.SUM].mul_(unit_R)
-    columns[StatField.SUM_OF_SQUARES].mul_(unit_R).square_()
+    # Squared in float64, where no square overflows.
+    norms_R = partials_KR[StatField.SUM_OF_SQUARES]
+    norms_R.mul_(partials_KR[_UNIT]).square_()
     totals_2NK = _segments(partials_KR[:_UNIT].T, plan.segments, "sum").view(2, -1, _UNIT)
     stats_NK = totals_2NK.sum(0)
-    extremes_RK = torch.stack([amax_R, -smallest_R], 1)
-    extremes_2NK = _segments(extremes_RK, plan.segments, "max").view(2, -1, 2)
-    amax_N, negative_N = extremes_2NK.amax(0).unbind(1)
-    stats_NK[:, StatField.AMAX] = amax_N.clamp_min(0)  # -inf without rows
-    stats_NK[:, StatField.SMALLEST] = -negative_N
-    stats_NK[:, StatField.ZEROS] -= _to_device(plan.padding, stats_NK.dtype, stats_NK.device)
+    amax_2N = _segments(partials_KR[StatField.AMAX], plan.segments, "max").view(2, -1)
+    stats_NK[:, StatField.AMAX] = amax_2N.amax(0).clamp_min(0)  # -inf without rows
+    stats_NK[:, StatField.ZEROS] -= send(
+        torch.tensor(plan.padding, dtype=stats_NK.dtype), stats_NK.device
+    )
     stats_NK[:, StatField.ZEROS] -= stats_NK[:, StatField.NON_FINITE]
     return stats_NK
 
 
 def _segments(rows_RK: Tensor, lengths: tuple[int, ...], reduce: Literal["sum", "max"]) -> Tensor:
     """Reduce rows that follow each other; without rows, sums are 0 and maxima -inf."""
+    # In a fixed order, unlike `index_add_`, whose atomics would give other bits every time.
     if rows_RK.device.type in ("cpu", "cuda"):
-        on_device = _to_device(lengths, torch.int64, rows_RK.device)
+        on_device = send(torch.tensor(lengths), rows_RK.device)
         reduced: Tensor = torch.segment_reduce(
             rows_RK, reduce, lengths=on_device, axis=0, unsafe=True
         )
@@ -232,11 +212,3 @@ def _segments_in_turn(
         return torch.stack([piece.sum(0) for piece in pieces])
     none_K = rows_RK.new_full(rows_RK.shape[1:], -math.inf)
     return torch.stack([piece.amax(0) if len(piece) else none_K for piece in pieces])
-
-
-def _to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers without waiting for the device."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Statistics of many tensors in one launch a format, and one more that merges their parts.
+"""The Triton path of `tensor_stats`: a launch a format, and one more that merges their parts.
 
 Shapes:
     N: tensors. C: chunks of all tensors together. K: columns of `StatField`. BLOCK: elements that a
@@ -7,26 +7,35 @@ Shapes:
 A program reads one chunk of one tensor and stores what it found in a place of its own; a second
 kernel merges a tensor's chunks in their order. So there are no atomics, and the same input gives
 the same bits. Zeros, subnormals and what is not finite are told by bit patterns: magnitudes of fp32
-are ordered like the integers of their bits, whatever a GPU flushes to zero. Sums are kept in
-float64, where squares of fp32 values neither overflow nor vanish.
+are ordered like the integers of their bits, whatever a GPU flushes to zero. Squares are summed in
+float64, where those of fp32 values neither overflow nor vanish.
 
 Addresses come as integers, of which Triton knows nothing. Blocks are read in vectors where they are
 whole and the tensor's address is aligned to 16 bytes; elsewhere element by element, under a mask.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from lightning_mp.numerics.stat_fields import StatField
+from lightning_mp.numerics.async_readback import send
+from lightning_mp.numerics.stats_view import StatField
+from lightning_mp.numerics.triton_support import launching_on
 
-__all__ = ["CHUNK", "COLUMNS", "MERGE_WARPS", "NUM_WARPS", "merge_stats_kernel", "stats_kernel"]
+__all__ = ["CHUNK", "COLUMNS", "fused_stats", "merge_stats_kernel", "stats_kernel"]
 
 COLUMNS = ("address", "size", "is_aligned", "first_chunk", "num_chunks")
 """What `table`, int64 of shape (N, len(COLUMNS)), says of each tensor."""
-NUM_WARPS = 4
-MERGE_WARPS = 4
+_FORMATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_VECTOR_BYTES = 16
+_NUM_WARPS = 4
 # Eight elements a thread: 32 bytes of fp32, 16 of what is half.
-BLOCK = tl.constexpr(8 * 32 * NUM_WARPS)
+BLOCK = tl.constexpr(8 * 32 * _NUM_WARPS)
 # Masked ones have a size of their own, or Triton would lay both out alike, neighbours in a thread.
 MASKED_BLOCK = tl.constexpr(BLOCK.value // 2)
 # A byte counts up to 255, and an element of a masked block is met 32 times.
@@ -35,13 +44,11 @@ CHUNK = tl.constexpr(16 * BLOCK.value)
 _WIDTH = tl.constexpr(len(COLUMNS))
 _SIZE, _IS_ALIGNED, _FIRST, _COUNT = (tl.constexpr(column) for column in range(1, 5))
 _K = tl.constexpr(len(StatField))
+_PADDED_K = tl.constexpr(triton.next_power_of_2(len(StatField)))  # as `tl.arange` wants it
 _AMAX = tl.constexpr(int(StatField.AMAX))
-_SMALLEST = tl.constexpr(int(StatField.SMALLEST))
 _ZEROS = tl.constexpr(int(StatField.ZEROS))
 _SUBNORMALS = tl.constexpr(int(StatField.SUBNORMALS))
-_FLUSHED = tl.constexpr(int(StatField.FLUSHED))
 _NON_FINITE = tl.constexpr(int(StatField.NON_FINITE))
-_SUM = tl.constexpr(int(StatField.SUM))
 _SUM_OF_SQUARES = tl.constexpr(int(StatField.SUM_OF_SQUARES))
 _INF_BITS = tl.constexpr(0x7F800000)
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
@@ -49,16 +56,13 @@ _MERGE_BLOCK = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["first_chunk"])
-def stats_kernel(
-    table, tensor_of_chunk, subnormal, flushed, partials, first_chunk, FORMAT: tl.constexpr
-):
+def stats_kernel(table, tensor_of_chunk, subnormal, partials, first_chunk, FORMAT: tl.constexpr):
     """Store the statistics of one chunk of one tensor.
 
     Args:
         table: As `COLUMNS` says.
         tensor_of_chunk: int64 of shape (C,).
         subnormal: One element of fp32: magnitudes below are subnormal.
-        flushed: One element of fp32: magnitudes up to it are flushed.
         partials: float64 of shape (C, K).
         first_chunk: Number of the first chunk of this format.
         FORMAT: Of the tensors.
@@ -70,33 +74,25 @@ def stats_kernel(
     is_aligned = tl.load(of_tensor + _IS_ALIGNED) != 0
     whole = tl.where(is_aligned, count // BLOCK * BLOCK, 0)
     address = tl.load(of_tensor)
-    below, up_to = _bits_of_bound(subnormal), _bits_of_bound(flushed)
+    below = _bits_of_bound(subnormal)
     # Pointers are made twice: a hint is one for all uses of what it is given to.
     aligned = tl.multiple_of(_at(address, FORMAT) + start, 16)
-    amax, smallest, marks, total, squares = _none(BLOCK)
+    amax, marks, squares = _none(BLOCK)
     for at in range(0, whole, BLOCK):
         x = _widened(tl.load(aligned + at + tl.arange(0, BLOCK)), FORMAT)
-        amax, smallest, marks, total, squares = _add(
-            x, True, below, up_to, amax, smallest, marks, total, squares
-        )
+        amax, marks, squares = _add(x, True, below, amax, marks, squares)
     rest = _at(address, FORMAT) + start
-    amax_2, smallest_2, marks_2, total_2, squares_2 = _none(MASKED_BLOCK)
+    amax_2, marks_2, squares_2 = _none(MASKED_BLOCK)
     for at in range(whole, count, MASKED_BLOCK):
         lane = at + tl.arange(0, MASKED_BLOCK)
         x = _widened(tl.load(rest + lane, mask=lane < count, other=0), FORMAT)
-        amax_2, smallest_2, marks_2, total_2, squares_2 = _add(
-            x, lane < count, below, up_to, amax_2, smallest_2, marks_2, total_2, squares_2
-        )
+        amax_2, marks_2, squares_2 = _add(x, lane < count, below, amax_2, marks_2, squares_2)
     into = partials + chunk * _K
     largest = tl.maximum(tl.max(amax, axis=0), tl.max(amax_2, axis=0))
-    least = tl.minimum(tl.min(smallest, axis=0), tl.min(smallest_2, axis=0))
     tl.store(into + _AMAX, largest.to(tl.float32, bitcast=True).to(tl.float64))
-    tl.store(into + _SMALLEST, least.to(tl.float32, bitcast=True).to(tl.float64))
     tl.store(into + _ZEROS, _count(marks, 0) + _count(marks_2, 0))
     tl.store(into + _SUBNORMALS, _count(marks, 8) + _count(marks_2, 8))
-    tl.store(into + _FLUSHED, _count(marks, 16) + _count(marks_2, 16))
-    tl.store(into + _NON_FINITE, _count(marks, 24) + _count(marks_2, 24))
-    tl.store(into + _SUM, tl.sum(total, axis=0) + tl.sum(total_2, axis=0))
+    tl.store(into + _NON_FINITE, _count(marks, 16) + _count(marks_2, 16))
     tl.store(into + _SUM_OF_SQUARES, tl.sum(squares, axis=0) + tl.sum(squares_2, axis=0))
 
 
@@ -112,25 +108,16 @@ def merge_stats_kernel(table, partials, stats):
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(table + tensor * _WIDTH + _FIRST)
     count = tl.load(table + tensor * _WIDTH + _COUNT).to(tl.int32)
-    column = tl.arange(0, _K)[None, :]
-    neutral = tl.where(column == _SMALLEST, float("inf"), 0.0).to(tl.float64)
-    merged = neutral + tl.zeros([_MERGE_BLOCK, _K], tl.float64)
+    column_K = tl.arange(0, _PADDED_K)
+    column = column_K[None, :]
+    merged = tl.zeros([_MERGE_BLOCK, _PADDED_K], tl.float64)
     for at in range(0, count, _MERGE_BLOCK):
         part = at + tl.arange(0, _MERGE_BLOCK)[:, None]
-        found = tl.load(partials + (first + part) * _K + column, mask=part < count, other=0.0)
-        found = tl.where(part < count, found, neutral)
-        merged = tl.where(
-            column == _AMAX,
-            tl.maximum(merged, found),
-            tl.where(column == _SMALLEST, tl.minimum(merged, found), merged + found),
-        )
-    column_K = tl.arange(0, _K)
-    extreme = tl.where(
-        column_K == _AMAX,
-        tl.max(merged, axis=0),
-        tl.where(column_K == _SMALLEST, tl.min(merged, axis=0), tl.sum(merged, axis=0)),
-    )
-    tl.store(stats + tensor * _K + column_K, extreme)
+        is_there = (part < count) & (column < _K)
+        found = tl.load(partials + (first + part) * _K + column, mask=is_there, other=0.0)
+        merged = tl.where(column == _AMAX, tl.maximum(merged, found), merged + found)
+    stat_K = tl.where(column_K == _AMAX, tl.max(merged, axis=0), tl.sum(merged, axis=0))
+    tl.store(stats + tensor * _K + column_K, stat_K, mask=column_K < _K)
 
 
 @triton.jit
@@ -150,28 +137,22 @@ def _widened(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _none(SIZE: tl.constexpr):
-    """Return what `_add` starts from: bits of magnitudes, four counts in a word, and sums."""
-    amax = tl.zeros([SIZE], tl.int32)
-    marks = tl.zeros([SIZE], tl.uint32)
-    total = tl.zeros([SIZE], tl.float64)
-    return amax, amax + _INF_BITS, marks, total, total
+    """Return what `_add` starts from: bits of magnitudes, three counts in a word, and sums."""
+    return tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.uint32), tl.zeros([SIZE], tl.float64)
 
 
 @triton.jit
-def _add(x, mask, below, up_to, amax, smallest, marks, total, squares):
+def _add(x, mask, below, amax, marks, squares):
     """Add a block, element by element."""
     bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
     is_finite = bits < _INF_BITS
-    is_nonzero = bits > 0
     amax = tl.maximum(amax, tl.where(is_finite, bits, 0))
-    smallest = tl.minimum(smallest, tl.where(is_nonzero, bits, _INF_BITS))  # inf, NaN are no less
-    is_zero = (bits == 0) & mask
+    is_zero = (bits == 0) & mask  # what lies behind the end was loaded as 0
     marks += is_zero.to(tl.uint32)
-    marks += (is_nonzero & (bits < below)).to(tl.uint32) << 8
-    marks += (is_nonzero & (bits <= up_to)).to(tl.uint32) << 16
-    marks += (bits >= _INF_BITS).to(tl.uint32) << 24
+    marks += ((bits > 0) & (bits < below)).to(tl.uint32) << 8
+    marks += (bits >= _INF_BITS).to(tl.uint32) << 16
     wide = tl.where(is_finite, x, 0.0).to(tl.float64)
-    return amax, smallest, marks, total + wide, squares + wide * wide
+    return amax, marks, squares + wide * wide
 
 
 @triton.jit
@@ -185,3 +166,61 @@ def _bits_of_bound(bound):
     value = tl.load(bound)
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits > _INF_BITS, 0, bits)
+
+
+def fused_stats(values: Sequence[Tensor], subnormal: Tensor) -> Tensor:
+    """Return what `row_stats` does, every value read once and squares summed in float64.
+
+    Args:
+        values: Contiguous vectors of fp16, bf16 or fp32, of any length, on one device.
+        subnormal: Magnitudes below are subnormal. fp32 of no dimension, on that device.
+
+    Raises:
+        ValueError: A tensor has another dtype, another device, or gaps.
+    """
+    device = subnormal.device
+    for tensor in values:
+        is_vector = tensor.ndim == 1 and tensor.is_contiguous()
+        if tensor.dtype not in _FORMATS or tensor.device != device or not is_vector:
+            raise ValueError(
+                f"Passed a tensor of {tensor.dtype} on {tensor.device}, of shape "
+                f"{list(tensor.shape)} and strides {tensor.stride()}. Tensors must be contiguous "
+                f"vectors of fp16, bf16 or fp32 on {device}. Go through `tensor_stats`."
+            )
+    # One launch serves one format, so the chunks of each must follow one another.
+    order = [i for dtype in _FORMATS for i, tensor in enumerate(values) if tensor.dtype == dtype]
+    table_NT, tensor_of_chunk_C = _table(values, order)
+    counts_N = table_NT[:, COLUMNS.index("num_chunks")]
+    options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": True}
+    with launching_on(device):
+        # Both in one copy.
+        packed = torch.from_numpy(np.concatenate([table_NT.ravel(), tensor_of_chunk_C]))
+        table, tensor_of_chunk = send(packed, device).split([table_NT.size, len(tensor_of_chunk_C)])
+        partials_CK = subnormal.new_empty(
+            len(tensor_of_chunk_C), len(StatField), dtype=torch.float64
+        )
+        stats_NK = subnormal.new_empty(len(values), len(StatField), dtype=torch.float64)
+        first = 0
+        for dtype, format_ in _FORMATS.items():
+            chunks = sum(int(n) for n, t in zip(counts_N, values, strict=True) if t.dtype == dtype)
+            if chunks:
+                stats_kernel[(chunks,)](
+                    table, tensor_of_chunk, subnormal, partials_CK, first, format_, **options
+                )
+            first += chunks
+        merge_stats_kernel[(len(values),)](table, partials_CK, stats_NK, **options)
+    return stats_NK
+
+
+def _table(values: Sequence[Tensor], order: Sequence[int]) -> tuple[Any, Any]:
+    """Return what `COLUMNS` says, and the tensor of each chunk, with tensors taken in `order`."""
+    table_NT = np.empty((len(values), len(COLUMNS)), dtype=np.int64)
+    address_N, size_N, is_aligned_N, first_N, count_N = table_NT.T
+    # A table of integers: a kernel cannot take a list of pointers of any length.
+    address_N[:] = [tensor.data_ptr() for tensor in values]
+    size_N[:] = [tensor.numel() for tensor in values]
+    is_aligned_N[:] = address_N % _VECTOR_BYTES == 0
+    count_N[:] = -(-size_N // CHUNK.value)
+    ends = np.cumsum(count_N[order])
+    first_N[order] = ends - count_N[order]
+    return table_NT, np.repeat(np.asarray(order, dtype=np.int64), count_N[order])

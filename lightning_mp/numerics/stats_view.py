@@ -1,22 +1,44 @@
-"""What the host makes of statistics once they have arrived.
+"""The columns of a packed tensor of statistics, and what the host makes of them.
 
 Legend: `N` tensors, `K` columns of `StatField`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_mp.numerics.stat_fields import StatField
-
-__all__ = ["TensorStats"]
+__all__ = ["StatField", "TensorStats"]
 
 _FP16_LARGEST = torch.finfo(torch.float16).max
 _Numbers = npt.NDArray[np.float64]
+
+
+class StatField(IntEnum):
+    """The columns of `tensor_stats`, in their order.
+
+    All but `NON_FINITE` look at finite values only: one NaN must not hide what the other million
+    gradients do. Counts are whole numbers, exact up to 2^53 in float64.
+    """
+
+    AMAX = 0
+    """The largest magnitude; 0 without finite values."""
+
+    ZEROS = 1
+    """How many values are exactly 0."""
+
+    SUBNORMALS = 2
+    """How many are not 0, but below 2^-14 in magnitude once they are scaled."""
+
+    NON_FINITE = 3
+    """How many are NaN, inf or -inf."""
+
+    SUM_OF_SQUARES = 4
+    """The sum of the squares of the finite values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,23 +62,19 @@ class TensorStats:
     stats_NK: _Numbers
 
     def __post_init__(self) -> None:
-        names, numels = tuple(self.names), tuple(self.numels)
-        stats = np.asarray(self.stats_NK, dtype=np.float64)
-        if stats.shape != (len(names), len(StatField)) or len(numels) != len(names):
+        names, count, shape = self.names, len(self.names), self.stats_NK.shape
+        if shape != (count, len(StatField)) or len(self.numels) != count:
             raise ValueError(
-                f"Passed `TensorStats` {len(names)} names, {len(numels)} sizes and statistics of "
-                f"shape {list(stats.shape)}. There must be one name, one size and one row of "
+                f"Passed `TensorStats` {count} names, {len(self.numels)} sizes and statistics of "
+                f"shape {list(shape)}. There must be one name, one size and one row of "
                 f"{len(StatField)} a tensor. Pass those of the tensors that `tensor_stats` got."
             )
-        if len(set(names)) < len(names):
+        if len(set(names)) < count:  # a dictionary would lose one of them
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(
                 f"Passed `TensorStats` the name {twice!r} twice. Names must differ. Prefix them, "
                 "as by the optimizer they belong to."
             )
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "numels", numels)
-        object.__setattr__(self, "stats_NK", stats)
 
     def column(self, field: StatField) -> _Numbers:
         """Return one statistic of all tensors, in the order of their names."""
@@ -66,11 +84,6 @@ class TensorStats:
     def amax(self) -> dict[str, float]:
         """The largest finite magnitudes."""
         return self._named(self.column(StatField.AMAX))
-
-    @cached_property
-    def smallest(self) -> dict[str, float]:
-        """The smallest finite magnitudes other than 0; inf where there is none."""
-        return self._named(self.column(StatField.SMALLEST))
 
     @cached_property
     def non_finite(self) -> dict[str, int]:
@@ -87,38 +100,21 @@ class TensorStats:
         """What is subnormal in fp16 at the scale given, flushed values included, as a share."""
         return self._named(self._share(StatField.SUBNORMALS))
 
-    @cached_property
-    def mean(self) -> dict[str, float]:
-        """The mean of the finite values; 0 without any."""
-        return self._named(self.column(StatField.SUM) / self._finite())
+    def headroom_bits(self, scale: float = 1.0) -> dict[str, float]:
+        """Return how many doublings the largest magnitude is away from overflow in fp16.
 
-    @cached_property
-    def rms(self) -> dict[str, float]:
-        """The root of the mean square of the finite values; 0 without any."""
-        return self._named(np.sqrt(self.column(StatField.SUM_OF_SQUARES) / self._finite()))
-
-    @cached_property
-    def norm(self) -> dict[str, float]:
-        """The Euclidean norm of the finite values."""
-        return self._named(np.sqrt(self.column(StatField.SUM_OF_SQUARES)))
-
-    def headroom_bits(self, scale: float = 1.0, largest: float = _FP16_LARGEST) -> dict[str, float]:
-        """Return how many doublings the largest magnitude is away from overflow.
-
-        `log2(largest / (amax * scale))`; negative where values overflow, inf where all are 0.
+        `log2(65504 / (amax * scale))`; negative where values overflow, inf where all are 0.
 
         Args:
             scale: The loss scale at which values are held.
-            largest: What the format holds; 65504 for fp16.
         """
         with np.errstate(divide="ignore"):
-            return self._named(np.log2(largest / scale) - np.log2(self.column(StatField.AMAX)))
+            bits = np.log2(_FP16_LARGEST / scale) - np.log2(self.column(StatField.AMAX))
+        return self._named(bits)
 
     def _share(self, field: StatField) -> _Numbers:
+        # An empty tensor has no zeros among no values: a share of 0.
         return self.column(field) / np.maximum(np.asarray(self.numels, dtype=np.float64), 1)
-
-    def _finite(self) -> _Numbers:
-        return np.maximum(np.asarray(self.numels) - self.column(StatField.NON_FINITE), 1)
 
     def _named(self, numbers: _Numbers) -> dict[str, float]:
         return dict(zip(self.names, numbers.tolist(), strict=True))

@@ -4,21 +4,14 @@ Legend: `N` tensors, `K` columns of `StatField`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.floats import (
-    FLOAT_DTYPES,
-    accumulation_dtype,
-    largest_flushed,
-    state_dtype,
-)
+from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype, state_dtype
 from lightning_mp.numerics.row_stats import row_stats
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.stat_fields import StatField
-from lightning_mp.numerics.stats_view import TensorStats
+from lightning_mp.numerics.stats_view import StatField, TensorStats
 from lightning_mp.numerics.triton_support import triton_problem
 
 __all__ = [
@@ -27,14 +20,13 @@ __all__ = [
     "TensorStats",
     "count_non_finite",
     "first_non_finite",
+    "local_shard",
     "stored_numels",
     "stored_values",
     "tensor_stats",
 ]
 
-# What fp16 holds: below 2^-14 it loses bits, up to 2^-25 everything.
-_SMALLEST_NORMAL = torch.finfo(torch.float16).tiny
-_LARGEST_FLUSHED = largest_flushed(torch.float16)
+_SMALLEST_NORMAL = torch.finfo(torch.float16).tiny  # below 2^-14 fp16 loses bits
 
 
 class NonFinite(NamedTuple):
@@ -51,6 +43,12 @@ class NonFinite(NamedTuple):
             f"`{self.name}` of shape {list(self.shape)} ({self.nan} NaN and {self.inf} inf among "
             f"{self.values} values)"
         )
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor, other tensors as they are."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def stored_values(tensor: Tensor) -> Tensor:
@@ -80,17 +78,17 @@ def stored_numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 def tensor_stats(
     tensors: Sequence[Tensor], *, scale: float | Tensor = 1.0, unscale: float | Tensor = 1.0
 ) -> Tensor:
-    """Gather eight statistics of every tensor in one pass, without waiting for the device.
+    """Gather the statistics of every tensor in one pass, without waiting for the device.
 
     Gradient underflow is silent: a GradScaler looks for inf, while 23.6% of N(0, 1e-7) gradients
-    become 0 in fp16. Zeros, subnormals and the largest magnitude show it, but eight statistics
-    read one by one cost eight passes and as many host syncs a tensor. This reads values once, in
+    become 0 in fp16. Zeros, subnormals and the largest magnitude show it, but statistics read one
+    by one cost a pass and a host sync each, for every tensor. This reads values once, in
     batches that stay in the cache of a CPU, or by one Triton kernel and its merge on NVIDIA GPUs,
     and always sums in the same order, so that results repeat bit for bit.
 
-    A value `x` counts as subnormal where `0 < |x * unscale * scale| < 2^-14`, and as flushed where
-    that is at most `2^-25`. Both bounds are divided by the scales once and rounded to fp32.
-    NaN and inf are counted and otherwise left out. Of a sparse tensor only stored values count.
+    A value `x` counts as subnormal where `0 < |x * unscale * scale| < 2^-14`; the bound is divided
+    by the scales once and rounded to fp32. NaN and inf are counted and otherwise left out. Of a
+    sparse tensor only stored values count.
 
     Args:
         tensors: fp16, bf16, fp32, float64 or complex, of any shape and on any devices; DTensors
@@ -119,6 +117,7 @@ def tensor_stats(
         groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
     if not values:
         return torch.zeros(0, len(StatField), dtype=torch.float64)
+    # The host must not wait: everything goes to an accelerator if there is one.
     devices = [device for device, _ in groups]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     parts: list[tuple[list[int], Tensor]] = []
@@ -139,21 +138,19 @@ def _group_stats(
     unscale: float | Tensor,
 ) -> Tensor:
     """Return the statistics of flat tensors of one device that are computed in one dtype."""
+    # Dividing the bound costs a scalar, scaling the values would cost a pass.
     wide = state_dtype(device)
     factor, by_scale = (_scalar(number, wide, device) for number in (unscale, scale))
-    total = (factor * by_scale).abs()
-    small = ((_SMALLEST_NORMAL / total).to(dtype), (_LARGEST_FLUSHED / total).to(dtype))
+    subnormal = (_SMALLEST_NORMAL / (factor * by_scale).abs()).to(dtype)
     if dtype == torch.float32 and triton_problem(device) is None:
         # Triton is there on Linux only.
-        from lightning_mp.numerics.fused_stats import fused_stats
+        from lightning_mp.numerics.stats_kernels import fused_stats
 
-        stats_NK = fused_stats(values, small)
+        stats_NK = fused_stats(values, subnormal)
     else:
-        stats_NK = row_stats(values, small, look=device.type == "cpu")
+        stats_NK = row_stats(values, subnormal, look=device.type == "cpu")
     if isinstance(unscale, Tensor) or unscale != 1:
         stats_NK[:, StatField.AMAX] *= factor.abs()
-        stats_NK[:, StatField.SMALLEST] *= factor.abs()
-        stats_NK[:, StatField.SUM] *= factor
         stats_NK[:, StatField.SUM_OF_SQUARES] *= factor.square()
     return stats_NK
 
@@ -184,6 +181,7 @@ def _checked(tensor: Tensor, index: int) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """Return all values in the order of memory, copied only where there are gaps."""
     values = tensor.detach()
+    # Statistics do not depend on the order: a transposed or channels-last tensor needs no copy.
     if not values.is_contiguous():
         order = sorted(range(values.ndim), key=values.stride, reverse=True)
         values = values.permute(order)
@@ -197,31 +195,20 @@ def count_non_finite(tensors: Sequence[Tensor]) -> Tensor:
     inf, while NaN has come out of inf - inf, 0 * inf or 0 / 0 somewhere earlier. Counts are exact,
     which a non-finite norm is not: the L2 norm of finite fp32 values above 1.8e19 is inf as well.
 
-    torch 2.13 has no multi-tensor `isnan`, so this launches kernels for every tensor. It is for
-    the step on which something has gone wrong, not for every step.
-
-    Args:
-        tensors: Any dtypes and devices. Without tensors the result has no rows and is on the CPU.
-
     Returns:
         counts_N2: NaN in column 0 and +-inf in column 1, int64, on the device of the first tensor.
             Tensors on a second device cost one sync each.
     """
     if not tensors:
         return torch.zeros(0, 2, dtype=torch.int64)
+    # torch has no multi-tensor `isnan`: kernels for every tensor, for the step that went wrong.
     values = [stored_values(tensor) for tensor in tensors]
     rows = [torch.stack([torch.isnan(v).sum(), torch.isinf(v).sum()]) for v in values]
     return torch.stack([row.to(values[0].device) for row in rows])
 
 
 def first_non_finite(named_tensors: Iterable[tuple[str, Tensor]]) -> NonFinite | None:
-    """Find the first tensor, in the order given, whose values are not all finite.
-
-    Costs one host sync, however many tensors there are. All of them are held until it is done.
-
-    Returns:
-        Its name, shape and counts; `None` where every value is finite.
-    """
+    """Find the first tensor, in the order given, with a value that is not finite: one host sync."""
     named = list(named_tensors)
     counts = count_non_finite([tensor for _, tensor in named]).tolist()
     for (name, tensor), (nan, inf) in zip(named, counts, strict=True):

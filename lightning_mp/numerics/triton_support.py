@@ -9,17 +9,15 @@ import torch
 
 __all__ = ["launching_on", "triton_problem"]
 
-_FIRST_CAPABILITY = (8, 0)
+_FIRST_CAPABILITY = (8, 0)  # the oldest for which the kernels are compiled and tested
 
 
 @functools.cache
 def triton_problem(device: torch.device) -> str | None:
     """Return why Triton's kernels cannot run on a device, `None` if they can.
 
-    A kernel of one instruction is launched once a process and device: Triton compiles a launcher
-    with the C compiler of the machine, and its own compiler knows only the GPUs of its time, so
-    that neither the package nor the device says whether it works. A launch that fails is warned of,
-    since the user can do something about it.
+    A kernel of one instruction is launched once a process and device. A launch that fails is warned
+    of, since the user can do something about it.
     """
     if device.type != "cuda":
         return "it is no CUDA device"
@@ -31,10 +29,13 @@ def triton_problem(device: torch.device) -> str | None:
         return "the device has compute capability {}.{}".format(*capability)
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    # Triton compiles a launcher with the C compiler of the machine, and its own compiler knows only
+    # the GPUs of its time: neither the package nor the device says whether it works.
     try:
         _launch_probe(device)
     except Exception as error:  # of any kind: compilers, drivers and linkers raise their own
-        reason = f"Triton cannot launch a kernel: {type(error).__name__}: {_first_line(error)}"
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        reason = f"Triton cannot launch a kernel: {type(error).__name__}: {first_line}"
         warnings.warn(
             f"{reason}. lightning_mp goes on with torch's own operations on {device}, which are "
             "slower. Triton needs a C compiler (`CC`, gcc or clang), Python's headers, and a "
@@ -58,7 +59,3 @@ def _launch_probe(device: torch.device) -> None:
 
     with launching_on(device):
         probe_kernel[(1,)](torch.empty((), dtype=torch.int32, device=device))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -13,6 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp._arguments import is_number
 from lightning_mp.numerics.floats import HALF_DTYPES, smallest_overflowing
 from lightning_mp.optim.epsilon_report import EpsilonReport, epsilon_report
 from lightning_mp.optim.fp32_states import (
@@ -111,6 +112,7 @@ def guard_adam_epsilon(
     if adam_epsilon == "keep":
         return []
     handles = [] if adam_epsilon == "auto" else [_set_epsilon(optimizer, float(adam_epsilon))]
+    # First, as half states that can be widened are no reason to refuse.
     widen_states_of_fp32_parameters(optimizer)
     name_of = name_of or _namer(optimizer, None)
     is_moved = False
@@ -132,7 +134,7 @@ def guard_adam_epsilon(
 
 def check_setting(passed: str, value: Any) -> None:
     """Refuse an `adam_epsilon` that no optimizer could take."""
-    if value not in ("auto", "keep") and not (_is_number(value) and 0 < value < math.inf):
+    if value not in ("auto", "keep") and not (is_number(value) and 0 < value < math.inf):
         raise ValueError(
             f"Passed `{passed}`. `adam_epsilon` must be 'auto', 'keep' or a positive number. Leave "
             "it out to have epsilon checked."
@@ -141,7 +143,7 @@ def check_setting(passed: str, value: Any) -> None:
 
 def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
     """Advise `SafeAdamW` in the place of Adam, without the arguments that it refuses."""
-    if not isinstance(optimizer, optim.Adam):
+    if not isinstance(optimizer, optim.Adam):  # and so AdamW
         return ""
     refused = [name for name in ("amsgrad", "differentiable") if group.get(name)]
     if group.get("fused") and not parameter.is_cuda:
@@ -156,7 +158,7 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
     def write(optimizer: Optimizer) -> None:
         # The defaults are what groups that are added later start from.
         for options in (optimizer.defaults, *optimizer.param_groups):
-            if _is_number(options.get("eps")):
+            if is_number(options.get("eps")):
                 options["eps"] = eps
 
     write(optimizer)
@@ -164,10 +166,6 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
 
 
 # --- which parameters, and how they stand ------------------------------------------------------
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[_Group, Tensor]]:
-    return ((group, p) for group in optimizer.param_groups for p in group["params"])
 
 
 def _namer(
@@ -188,9 +186,10 @@ def _judge(
     """Yield the trainable half parameters of which something is known, with their reports."""
     if getattr(optimizer, "keeps_fp32_states", False):
         return
-    for group, parameter in _parameters(optimizer):
+    pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
+    for group, parameter in pairs:
         is_half = parameter.dtype in HALF_DTYPES and parameter.requires_grad
-        if is_half and parameter not in ignore and _is_number(group.get("eps")):
+        if is_half and parameter not in ignore and is_number(group.get("eps")):
             report = _report_on(optimizer, group, parameter)
             if report is not None:
                 yield group, parameter, report
@@ -210,6 +209,7 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
                 math_dtype=math_dtype,
             )
             return report if place == "beside" else _move_epsilon(report, place)
+    # Of others' formulas only this is known: they divide by it, and an epsilon of 0 is NaN.
     if second_moments and dtype in HALF_DTYPES and group["eps"] > 0:
         betas = group.get("betas", (0.0, 0.0))
         report = epsilon_report(eps=float(group["eps"]), beta2=float(betas[1]), state_dtype=dtype)
@@ -225,10 +225,6 @@ def _move_epsilon(report: EpsilonReport, place: str) -> EpsilonReport:
     if report.survives:  # then v + eps is above 0 whatever v is
         return replace(report, blow_up_gradient=0.0, largest_step=1.0)
     return replace(report, largest_step=math.inf)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_second(name: str, value: object) -> bool:

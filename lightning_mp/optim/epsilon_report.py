@@ -123,6 +123,7 @@ def epsilon_report(
         )
     math_dtype = math_dtype or state_dtype
     stored = rounded(eps, math_dtype)
+    # From 0, one step takes v to gain * g^2.
     flushed, gain = largest_flushed(state_dtype), 1 - beta2
     gradient = math.sqrt(flushed / gain)
     # Math that is wider than the states has the v of this step at least, which they then drop.

@@ -15,6 +15,7 @@ __all__ = [
     "is_moment",
     "keep_fp32_states",
     "move_states_to_fp32",
+    "widen_state",
     "widen_states_of_fp32_parameters",
 ]
 
@@ -24,17 +25,25 @@ def is_moment(name: str, value: object) -> bool:
     return name != "step" and isinstance(value, Tensor) and value.is_floating_point()
 
 
+def widen_state(state: dict[str, Any]) -> None:
+    """Move the half averages of one parameter to fp32."""
+    for name, value in state.items():
+        if is_moment(name, value) and value.dtype in HALF_DTYPES:
+            state[name] = value.float()
+
+
 def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
     """Move half states of fp32 parameters to fp32, for torch's own optimizers.
 
     A parameter that was half while the optimizer took its first steps has left them behind, and
-    torch's Adam then refuses to step. Other libraries keep half states on purpose, often scaled.
+    torch's Adam then refuses to step.
     """
+    # Other libraries keep half states on purpose, often scaled.
     if not _is_torchs(optimizer):
         return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and parameter.dtype == torch.float32:
-            _widen(state)
+            widen_state(state)
 
 
 def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
@@ -47,7 +56,7 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
         return False
     state = optimizer.state[parameter]
     if state:
-        _widen(state)
+        widen_state(state)
         return True
     where = parameter.device if group["capturable"] else None
     state["step"] = torch.zeros((), dtype=torch.float32, device=where)
@@ -58,24 +67,21 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
 def _usable_moments(
     optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> list[str] | None:
-    """Return the moments that a step keeps in fp32 of a half parameter, `None` if it does not.
-
-    In torch 2.10 and 2.13 Adam, AdamW, NAdam, RAdam, Adamax, Adafactor and centered RMSprop raise,
-    as does all that is fused. Adagrad with `foreach=True`, the default on a GPU, takes them but
-    multiplies gradient and learning rate in half, which flushes gradients up to 3e-5 at lr=1e-3.
-    A class that is derived from torch's may hold a second optimizer, or communicate.
-    """
-    kind = type(optimizer)
+    """Return the moments that a step keeps in fp32 of a half parameter, `None` if it does not."""
+    # In torch 2.10 and 2.13 Adam, AdamW, NAdam, RAdam, Adamax, Adafactor and centered RMSprop
+    # raise, as does all that is fused.
+    kind = type(optimizer)  # no base: a derived class may hold a second optimizer, or communicate
     if group.get("differentiable"):
         return None
     if kind is optim.RMSprop and not group["centered"]:
         return ["square_avg", *(["momentum_buffer"] if group["momentum"] else [])]
     if kind is optim.Adadelta:
         return ["square_avg", "acc_delta"]
+    # Adagrad with `foreach=True`, the default on a GPU, multiplies gradient and learning rate in
+    # half, which flushes gradients up to 3e-5 at lr=1e-3.
     is_foreach = parameter.is_cuda if group.get("foreach") is None else group["foreach"]
-    # It has made its state by now.
     is_usable = kind is optim.Adagrad and not group["fused"] and not is_foreach
-    return ["sum"] if is_usable else None
+    return ["sum"] if is_usable else None  # Adagrad makes it in its constructor
 
 
 def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
@@ -117,9 +123,3 @@ def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def _widen(state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        if is_moment(name, value) and value.dtype in HALF_DTYPES:
-            state[name] = value.float()

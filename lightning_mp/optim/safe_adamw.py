@@ -11,9 +11,15 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
+from lightning_mp.numerics.tensor_stats import local_shard
+from lightning_mp.numerics.triton_support import triton_problem
 from lightning_mp.optim._adamw.arguments import check_group, check_loaded_group, check_parameter
-from lightning_mp.optim._adamw.batch import AdamWBatch
-from lightning_mp.optim._adamw.foreach import mix_seed
+from lightning_mp.optim._adamw.foreach import (
+    AdamWBatch,
+    AdamWOptions,
+    foreach_adamw_step,
+    mix_seed,
+)
 
 __all__ = ["SafeAdamW"]
 
@@ -163,6 +169,7 @@ class SafeAdamW(Optimizer):
         check_group({**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        # torch has filled in what the group leaves out, and has made a list of a generator.
         try:
             for parameter in group["params"]:
                 check_parameter(parameter, group)
@@ -187,12 +194,11 @@ class SafeAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
         for group_index, group in enumerate(self.param_groups):
             for index, batch in enumerate(self._batches(group)):
+                # No two batches share their noise, and no two steps.
                 seed = mix_seed(group["rounding_step"], (group_index << 32) + index)
-                batch.step(group, seed, grad_scale, found_inf)
+                self._step_batch(batch, group, seed)
             if group["write_back"] == "stochastic":
                 group["rounding_step"] += 1
         return loss
@@ -210,14 +216,24 @@ class SafeAdamW(Optimizer):
                     " `torch.optim.SparseAdam`."
                 )
             state = self._state_of(parameter, group)
+            # One by one, there are fp32 temporaries of only one tensor.
             at_once = group["fused"] or group["foreach"]
             if group["foreach"] is None:
                 at_once = at_once or parameter.is_cuda
             dtypes = (parameter.device, parameter.dtype, parameter.grad.dtype)
             batch = batches.setdefault(dtypes if at_once else index, AdamWBatch())
-            batch.append(
-                parameter, parameter.grad, state, as_shard=group["clip_update_rms"] is None
-            )
+            for collected, tensor in (
+                (batch.params, parameter),
+                (batch.grads, parameter.grad),
+                (batch.exp_avgs, state["exp_avg"]),
+                (batch.exp_avg_sqs, state["exp_avg_sq"]),
+                (batch.residuals, state.get("residual")),
+            ):
+                if tensor is not None:
+                    # Of a DTensor the clip needs the RMS of the whole.
+                    is_whole = group["clip_update_rms"] is not None
+                    collected.append(tensor if is_whole else local_shard(tensor))
+            batch.steps.append(local_shard(state["step"]))
         yield from batches.values()
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -227,11 +243,48 @@ class SafeAdamW(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        # `write_back` may change in the middle of training, as when `PureFP16` takes over.
         if parameter.dtype == dtype or group["write_back"] != "kahan":
             state.pop("residual", None)
         elif "residual" not in state or state["residual"].dtype != parameter.dtype:
             state["residual"] = torch.zeros_like(parameter)
         return state
+
+    def _step_batch(self, batch: AdamWBatch, group: dict[str, Any], seed: int) -> None:
+        """Step in place, step counts included, or nothing of it where `found_inf` is not 0."""
+        device = batch.params[0].device
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            grad_scale = grad_scale.reshape(()).to(device, non_blocking=True)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            # GradScaler adds the signs of all devices, so that it can be more than 1.
+            found_inf = (found_inf.reshape(()) != 0).to(device, torch.float32, non_blocking=True)
+        # Taken back below where the step is skipped, which only the device knows.
+        torch._foreach_add_(batch.steps, 1)
+        options = AdamWOptions(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            rule=group["rule"],
+            write_back=group["write_back"],
+            seed=seed,
+            clip_update_rms=group["clip_update_rms"],
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+        if _is_fused(batch.params[0], group):
+            # Kernels are defined on import, and Triton need not be installed.
+            from lightning_mp.optim._adamw.fused import fused_adamw_step
+
+            fused_adamw_step(batch, options)
+        else:
+            foreach_adamw_step(batch, options)
+        if found_inf is not None:
+            torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -266,6 +319,15 @@ class SafeAdamW(Optimizer):
                     self.state[parameter] = _unshielded(parameter, self.state[parameter])
 
 
+def _is_fused(parameter: Tensor, group: dict[str, Any]) -> bool:
+    # A DTensor arrives here as such only for the clip.
+    if parameter.dtype == torch.float64 or hasattr(parameter, "to_local"):
+        return False
+    if group["fused"] is None:
+        return group["foreach"] is None and triton_problem(parameter.device) is None
+    return bool(group["fused"])
+
+
 @dataclass(frozen=True)
 class _Shielded:
     """Hides a tensor from the casts of `Optimizer.load_state_dict`."""
@@ -278,13 +340,14 @@ def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     for group in saved_groups:
         check_loaded_group(group)
     if len(saved_groups) == len(optimizer.param_groups):  # torch raises otherwise
+        # What a state of `torch.optim.AdamW` lacks stays as it is here.
         saved_groups = [
             {**{k: v for k, v in ours.items() if k != "params"}, **saved}
             | {name: ours[name] for name in _MACHINE_OPTIONS}
             for ours, saved in zip(optimizer.param_groups, saved_groups, strict=True)
         ]
         for group in saved_groups:
-            group.pop("decoupled_weight_decay", None)
+            group.pop("decoupled_weight_decay", None)  # torch's own; `check_loaded_group` saw it
     states = {
         key: {name: _Shielded(value) for name, value in state.items()}
         if isinstance(state, dict)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -10,18 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
-from lightning_mp.precision._weights.fp32_islands import FP32Islands, outermost
+from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
 from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.op_policy import OpPolicy
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["BalancedAMP", "widen"]
 
@@ -129,7 +125,6 @@ class BalancedAMP(ScaledPrecision):
         self.fp32_modules = fp32_modules
         self.device = device
         self.policy = OpPolicy(fp32_ops=fp32_ops, half_ops=half_ops)
-        self._islands = FP32Islands()
         self._working = WorkingCopies(self.half_dtype)
         self._compiled: nn.Module | None = None
         self._is_inside = False
@@ -142,28 +137,21 @@ class BalancedAMP(ScaledPrecision):
         widen(module.parameters(), "the model's", module.modules())
         if self.weights == "half":
             self._working.attach(module, kept.values())
+            self._undo.callback(self._working.release)
         # Lightning compiles the steps of a whole module, and unwraps it.
         self._compiled = module if getattr(module, "_compiler_ctx", None) is not None else None
+        self._undo.callback(setattr, self, "_compiled", None)
         self.inf_clamp.attach(module)
+        self._undo.callback(self.inf_clamp.remove)
         return module
 
     def _keep_fp32(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules that keep fp32 weights; let those that are no norms compute in it.
-
-        The policy sees to norms: they compute in fp32, and return the dtype of their input.
-        """
+        """Return the modules that keep fp32 weights; let those that are no norms compute in it."""
         kept = select_modules(module, self.fp32_modules)
+        # The policy sees to norms, which return the dtype of their input.
         norms = set(select_modules(module, ["norm"]).values())
-        self._islands.attach(outermost({n: m for n, m in kept.items() if m not in norms}))
+        compute_in_fp32(outermost({n: m for n, m in kept.items() if m not in norms}), self._undo)
         return kept
-
-    @override
-    def teardown(self) -> None:
-        """Leave the model as it was."""
-        super().teardown()
-        self._working.release()
-        self._islands.remove()
-        self._compiled = None
 
     @override
     @contextlib.contextmanager
@@ -199,13 +187,14 @@ class BalancedAMP(ScaledPrecision):
                 self._working.refresh(self.main_params(optimizer))
 
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not all wrappers have it
-            self._handles.append(optimizer.register_step_post_hook(refresh))
+            self._undo.callback(optimizer.register_step_post_hook(refresh).remove)
 
     @override
     @contextlib.contextmanager
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
         with super()._step_of(optimizer):
             yield
+        # Fused optimizers write past the version counters by which copies notice writes.
         self._working.refresh(self.main_params(optimizer))
 
     @override

@@ -53,6 +53,7 @@ class ShardedBalancedAMP(BalancedAMP):
     def _prepare(self) -> None:
         """Nothing: each gathering rounds the shards anew."""
 
+    # What one rank decides alone the others would wait for.
     @override
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         return self._on_any_rank(super()._has_gradients(optimizer))
@@ -65,6 +66,11 @@ class ShardedBalancedAMP(BalancedAMP):
         # A rank may hold no shard of an optimizer's parameters, and goes along with the others.
         flag = torch.tensor(float(has), device=self._first_device())
         return all_reduce_found_inf(flag).item() != 0
+
+    def _fp32_modules_of(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules to be sharded for themselves, in fp32: those with weights."""
+        kept = self._keep_fp32(module)
+        return {name: m for name, m in kept.items() if list(m.parameters(recurse=False))}
 
     @property
     def _wire_dtype(self) -> torch.dtype:
@@ -164,9 +170,8 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
         widen(module.parameters(), "the model's", module.modules())
-        for kept in self._keep_fp32(module).values():
-            if any(True for _ in kept.parameters(recurse=False)):
-                kept.__dict__["_keeps_fp32"] = True
+        for kept in self._fp32_modules_of(module).values():
+            kept.__dict__["_keeps_fp32"] = True
         return module
 
     @override
@@ -202,6 +207,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
                 "modules, or outside. They must be inside one. Wrap the whole model in one FSDP "
                 "module, or clip by value."
             )
+        # FSDP clips all parameters of a root by their common norm: hide those of other optimizers.
         others = [p for p in roots[0].parameters() if id(p) not in own]
         hidden = [p.grad for p in others]
         for p in others:

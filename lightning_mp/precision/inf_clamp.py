@@ -4,16 +4,15 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp._arguments import explains_arguments
-from lightning_mp.precision._choice.choices import check_choice
-from lightning_mp.precision._choice.module_selection import as_written, class_names, select_modules
+from lightning_mp._arguments import check_choice, explains_arguments
+from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
 __all__ = ["InfClamp"]
@@ -121,9 +120,10 @@ class InfClamp:
         Raises:
             ValueError: The model has no module of a name; the message lists names that are near.
         """
-        named = {m for name in self.modules if name != "auto" for m in _named(root, name)}
+        named = {m for name in self.modules if name != "auto" for m in find_modules(root, name)}
         stream = find_residual_stream(root if "auto" in self.modules else nn.Identity())
         returning = {*stream.droppers, *stream.blocks} | stream.writers.keys()
+        # Not before: a name that stands for nothing leaves the hooks where they are.
         self.remove()
         chosen = named | returning | stream.norms
         clamped = [(path, module) for path, module in root.named_modules() if module in chosen]
@@ -131,14 +131,14 @@ class InfClamp:
         self._counters = _Counters([self._loaded.get(n, 0) for n in self._names], _device_of(root))
         self._loaded = {}
         for index, (_, module) in enumerate(clamped):
-            clamp = functools.partial(_Clamp, self._counters, index, self.gradient, self.value)
+            clamp = _Clamp(self._counters, index, self.gradient, self.value)
             if module in stream.norms:
-                before = _ClampInputs(clamp())
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                hook = module.register_forward_pre_hook(clamp.clamp_inputs, with_kwargs=True)
+                self._handles.append(hook)
             if module in named or module in returning:
-                following = clamp(dropout=stream.writers.get(module, 0.0))
-                after = _ClampOutputs(following, first_only=module not in named)
-                self._handles.append(module.register_forward_hook(after))
+                dropout = stream.writers.get(module, 0.0)
+                clamp = dataclasses.replace(clamp, dropout=dropout, first_only=module not in named)
+                self._handles.append(module.register_forward_hook(clamp.clamp_outputs))
         return self
 
     def remove(self) -> None:
@@ -223,27 +223,34 @@ class _Counters:
         first.copy_(torch.tensor(values, dtype=torch.int64))
 
 
+@dataclasses.dataclass(eq=False)
 class _Clamp:
-    """Clamps and counts one tensor."""
+    """Clamps and counts what a module is given, or what it returns."""
 
-    def __init__(
-        self,
-        counters: _Counters | None,
-        index: int,
-        gradient: str,
-        value: float,
-        *,
-        dropout: float = 0.0,
-    ) -> None:
-        self.counters = counters
-        self.index = index
-        self.gradient = gradient
-        self.value = value
-        self.dropout = dropout
-        self.top = _top_before(dropout)
+    counters: _Counters | None
+    index: int
+    gradient: str
+    value: float
+    dropout: float = 0.0  # the probability of a functional one that follows
+    # Of several outputs: the others may be masks, whose -inf means what it says.
+    first_only: bool = False
+
+    def __post_init__(self) -> None:
+        self.top = _top_before(self.dropout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Clamp":
-        return _Clamp(None, self.index, self.gradient, self.value, dropout=self.dropout)
+        # Averages and teachers would count the same elements once more.
+        return dataclasses.replace(self, counters=None)
+
+    def clamp_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        clamp = functools.partial(self, is_training=module.training)
+        return _mapped(args, clamp), _mapped(kwargs, clamp)
+
+    def clamp_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        clamp = functools.partial(self, is_training=module.training)
+        if self.first_only and isinstance(output, (tuple, list)) and output:
+            return _rebuilt(output, [_mapped(output[0], clamp), *output[1:]])
+        return _mapped(output, clamp)
 
     def __call__(self, tensor: Tensor, *, is_training: bool) -> Tensor:
         if tensor.dtype is not torch.float16:
@@ -263,34 +270,6 @@ class _Clamp:
             return replaced
         # Its backward selects as well: a product with a mask makes NaN of infinite gradients.
         return torch.where(is_over, limited, tensor)
-
-
-class _ClampOutputs:
-    """Clamps what a module returns; with `first_only` only the first of several values.
-
-    The others may be masks, whose -inf means what it says.
-    """
-
-    def __init__(self, clamp: _Clamp, *, first_only: bool) -> None:
-        self.clamp = clamp
-        self.first_only = first_only
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        clamp = functools.partial(self.clamp, is_training=module.training)
-        if self.first_only and isinstance(output, (tuple, list)) and output:
-            return _rebuilt(output, [_mapped(output[0], clamp), *output[1:]])
-        return _mapped(output, clamp)
-
-
-class _ClampInputs:
-    """Clamps what a module is given."""
-
-    def __init__(self, clamp: _Clamp) -> None:
-        self.clamp = clamp
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        clamp = functools.partial(self.clamp, is_training=module.training)
-        return _mapped(args, clamp), _mapped(kwargs, clamp)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -363,21 +342,7 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-# --- where ---------------------------------------------------------------------------------------
-
-
-def _named(root: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield the modules that a name stands for, without those inside them."""
-    inside = select_modules(root, [name])
-    for module in inside.values():
-        if name == "norm" or name in class_names(module):
-            yield module
-    for path, module in root.named_modules(remove_duplicate=False):
-        if path and as_written(path) == name:
-            yield module
-            return
-
-
 def _device_of(root: nn.Module) -> torch.device:
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    # Counts of a model that is not materialized follow it to its device later.
     return torch.device("cpu") if device.type == "meta" else device

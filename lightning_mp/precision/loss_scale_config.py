@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_mp._arguments import check_count, explains_arguments
+from lightning_mp._arguments import check_count, explains_arguments, is_number
 
 __all__ = ["LossScaleConfig"]
 
@@ -66,6 +66,7 @@ class LossScaleConfig:
         for name in ("init_scale", "min_scale", "max_scale"):
             if not _is_within(getattr(self, name), _LOWEST_SCALE, _HIGHEST_SCALE):
                 self._refuse(name, "a number from 2**-126 to 2**126", "a power of two such as 1024")
+        # With a factor of 1 the scale would never move.
         if not _is_within(self.growth_factor, math.nextafter(1, 2), _HIGHEST_SCALE):
             self._refuse("growth_factor", "a finite number above 1", "2")
         if not _is_within(self.backoff_factor, _LOWEST_SCALE, math.nextafter(1, 0)):
@@ -125,5 +126,4 @@ class LossScaleConfig:
 
 
 def _is_within(value: Any, lowest: float, highest: float) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and lowest <= value <= highest
+    return is_number(value) and lowest <= value <= highest

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.tensor_stats import first_non_finite, stored_values
+from lightning_mp.numerics.tensor_stats import first_non_finite, local_shard, stored_values
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 
 __all__ = ["LossScaleConfig", "LossScaler", "all_reduce_found_inf"]
@@ -177,11 +176,14 @@ class LossScaler:
         """
         state = self._state
         overflowed = found_inf.item() != 0
+        # Of several optimizers in one step, one that skips makes the step a skipped one, and only
+        # if none has a gradient is the step empty.
         state.last_step_skipped = overflowed or (state.recorded and state.last_step_skipped)
         is_empty = has_gradient is not None and self.is_growth_due and not has_gradient()
         state.is_empty = is_empty and (state.is_empty or not state.recorded)
         state.recorded = True
         is_last_try = state.skips_at_floor + 1 >= self.config.patience
+        # Here and not in `update`: the gradients are at hand to name the first bad one.
         if overflowed and self._is_at_floor and is_last_try:
             raise FloatingPointError(self._give_up(named_gradients))
         return not overflowed
@@ -221,7 +223,7 @@ class LossScaler:
     def _count_good_step(self) -> None:
         state, config = self._state, self.config
         state.skips_at_floor = 0
-        is_growing = self.is_growth_due
+        is_growing = self.is_growth_due  # before the step is counted
         state.good_steps_in_a_row += 1
         if is_growing:
             state.scale = min(state.scale * config.growth_factor, config.max_scale)
@@ -280,7 +282,9 @@ class LossScaler:
                     f"must be a finite {kinds[-1].__name__} of at least 0. Load another."
                 )
             fresh[key] = value
+        # A `GradScaler` does not say whether it has ever overflowed.
         fresh["warming_up"] &= "_growth_tracker" not in state
+        # The configuration may be another than the one that wrote the state.
         fresh["hysteresis_left"] = min(fresh["hysteresis_left"], config.hysteresis)
         scale = min(max(fresh["scale"], config.min_scale), config.max_scale)
         fresh["scale"] = float(scale if config.dynamic else config.init_scale)

@@ -1,11 +1,10 @@
 """`ModelParallelBalancedAMP`: `BalancedAMP` for ModelParallelStrategy, on DTensor shards."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
@@ -13,7 +12,6 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.numerics.shards import local_shard
 from lightning_mp.precision.fsdp import ShardedBalancedAMP
 
 __all__ = ["ModelParallelBalancedAMP"]
@@ -65,6 +63,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
         """For `fully_shard`: weights are gathered in half, of fp32 shards."""
+        # Batches are not rounded: operations cast what they need.
         return MixedPrecisionPolicy(
             param_dtype=self.half_dtype, reduce_dtype=self._wire_dtype, cast_forward_inputs=False
         )
@@ -80,14 +79,10 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         Raises:
             ValueError: A name stands for nothing.
         """
+        # Without `param_dtype` they are gathered as they rest.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for _, kept in self._fp32_modules_of(module):
+        for kept in self._fp32_modules_of(module).values():
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
-
-    def _fp32_modules_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, kept in self._keep_fp32(module).items():
-            if any(True for _ in kept.parameters(recurse=False)):
-                yield name, kept
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -101,7 +96,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
                 "optimizer steps, and would lose small updates. Call `self.float()` in "
                 "`configure_model` before any `fully_shard`."
             )
-        for name, kept in self._fp32_modules_of(module):
+        for name, kept in self._fp32_modules_of(module).items():
             if not isinstance(kept, FSDPModule):
                 raise MisconfigurationException(
                     f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but "
@@ -118,8 +113,3 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         """Hold step-wise schedules while steps are skipped."""
         self._first = next(model.parameters(), None)
         return super().connect(model, optimizers, lr_schedulers)
-
-    @override
-    def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        for name, gradient in super().named_gradients(optimizer):
-            yield name, local_shard(gradient)

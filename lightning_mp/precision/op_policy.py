@@ -3,29 +3,29 @@
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
-from lightning_mp.precision._choice.choices import check_choice
 from lightning_mp.precision._choice.op_tables import (
+    CLASS_OF,
     GROUPS,
     INPUT_ONLY,
     OpClass,
     autocast_agrees,
     callables_of,
     canonical_name,
-    default_class,
     follow_changes_of_torch,
     opened_composites,
 )
+from lightning_mp.precision._weights.half_module import cast_tensors, dtypes_of
 
 __all__ = ["OpPolicy"]
 
@@ -99,7 +99,7 @@ class OpPolicy:
         name = canonical_name(op)
         if name in self.fp32_ops:
             return "fp32"
-        return "half" if name in self.half_ops else default_class(name)
+        return "half" if name in self.half_ops else CLASS_OF.get(name, "given")
 
     def describe(self) -> str:
         """Return a table of what runs in which dtype, and why."""
@@ -164,17 +164,16 @@ class OpPolicy:
             for mode in torch.overrides._get_current_function_mode_stack()
             if isinstance(mode, _PolicyMode) and mode.device_type == device_type and not mode.muted
         ]
-        if active and active[-1].rules is rules:
+        if active and active[-1].rules is rules:  # a mode more would cost time and do nothing
             yield
             return
+        # They see the calls of an inner mode as well, and would cast once more.
         for mode in active:
             mode.muted = True
+        if rules:
+            follow_changes_of_torch()
         try:
-            if rules:
-                follow_changes_of_torch()
-                with _PolicyMode(device_type, rules):
-                    yield
-            else:
+            with _PolicyMode(device_type, rules) if rules else nullcontext():
                 yield
         finally:
             for mode in active:
@@ -191,11 +190,10 @@ class _Rule(NamedTuple):
 
 
 class _PolicyMode(TorchFunctionMode):
-    """Casts the inputs of the functions that have a rule, where autocast is on.
+    """Casts the inputs of the functions that have a rule, where autocast is on."""
 
-    Dynamo traces this class as well, so it keeps to what Dynamo understands. It guards on the
-    attributes: another policy compiles again.
-    """
+    # Dynamo traces this class as well, so it keeps to what Dynamo understands. It guards on the
+    # attributes: another policy compiles again.
 
     def __init__(self, device_type: str, rules: dict[str, _Rule]) -> None:
         super().__init__()
@@ -237,15 +235,17 @@ class _PolicyMode(TorchFunctionMode):
         if rule.action == "half":
             dtype = torch.get_autocast_dtype(self.device_type)
         elif rule.action == "promote":
-            dtype = self._widest((args, tuple(kwargs.values())), None)
+            dtypes = dtypes_of((args, kwargs), self._is_castable)
+            dtype = reduce(torch.promote_types, dtypes) if dtypes else None
         if dtype is not None and rule.input_only:
             if args:
-                args = (self._cast(first, dtype), *args[1:])
+                args = (cast_tensors(first, dtype, self._is_castable), *args[1:])
             else:
-                kwargs = {**kwargs, "input": self._cast(first, dtype)}
+                kwargs = {**kwargs, "input": cast_tensors(first, dtype, self._is_castable)}
         elif dtype is not None:
-            args = self._cast(args, dtype)
-            kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
+            args = cast_tensors(args, dtype, self._is_castable)
+            kwargs = cast_tensors(kwargs, dtype, self._is_castable)
+        # Autocast has its own opinion of some of these functions, and would cast them back.
         output = _call_without_autocast(self.device_type, func, args, kwargs)
         if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):
             return output.to(first.dtype)
@@ -253,26 +253,6 @@ class _PolicyMode(TorchFunctionMode):
 
     def _is_castable(self, value: Tensor) -> bool:
         return value.dtype in _CASTABLE and value.device.type == self.device_type
-
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, Tensor):
-            if value.dtype is dtype or not self._is_castable(value):
-                return value
-            return value.to(dtype)
-        if isinstance(value, (list, tuple)):
-            cast = [self._cast(each, dtype) for each in value]
-            return cast if isinstance(value, list) else tuple(cast)
-        return value
-
-    def _widest(self, value: Any, so_far: torch.dtype | None) -> torch.dtype | None:
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                so_far = self._widest(each, so_far)
-            return so_far
-        if not isinstance(value, Tensor) or not self._is_castable(value):
-            return so_far
-        dtype: torch.dtype = value.dtype
-        return dtype if so_far is None else torch.promote_types(so_far, dtype)
 
 
 def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -300,11 +280,9 @@ def _call_without_autocast(
 
 @lru_cache(maxsize=64)
 def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
-    """Return what a mode must do for autocast on this device to follow the policy.
-
-    Under the `__name__` of each function, which no two ops share. One object for equal arguments,
-    which nested contexts and Dynamo's guards rely on.
-    """
+    """Return what a mode must do where autocast does not follow the policy, by functions' names."""
+    # No two ops share a `__name__`. Cached, as nested contexts and Dynamo's guards rely on one
+    # object for equal arguments.
     moved = {*policy.fp32_ops, *policy.half_ops}
     stored_as_input = policy.norm_output == "input"
     actions: dict[str, OpClass] = {op: policy.class_of(op) for op in moved}
@@ -312,6 +290,7 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
         for op in group.ops:
             if op in moved:
                 continue
+            # What autocast does by itself costs nothing; on CUDA there may be no mode at all.
             if not autocast_agrees(device_type, op):
                 actions[op] = group.op_class
             elif group.op_class == "norm" and stored_as_input:

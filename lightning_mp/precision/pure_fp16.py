@@ -1,7 +1,7 @@
 """`PureFP16`: fp16 weights, activations and gradients that learn as fp32 does."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,13 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
-from lightning_mp.precision._choice.choices import check_choice
+from lightning_mp._arguments import check_choice, explains_arguments
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
-from lightning_mp.precision._weights.fp32_islands import outermost
-from lightning_mp.precision._weights.gradient_reduction import average_in_fp32
-from lightning_mp.precision._weights.half_module import MixedInputs, cast_at_borders, cast_floats
+from lightning_mp.precision._weights.half_module import (
+    MixedInputs,
+    cast_at_borders,
+    cast_floats,
+    outermost,
+)
 from lightning_mp.precision._weights.half_weight_limits import (
     check_callbacks,
     check_lazy,
@@ -140,7 +142,6 @@ class PureFP16(ScaledPrecision):
         self._weights = HalfWeights(self.half_dtype, write_back)
         self._has_fp32_buffers = False
         self._is_reduced_in_half = False
-        self._dtypes: list[tuple[_HasDtype, Any]] = []
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -148,26 +149,32 @@ class PureFP16(ScaledPrecision):
         check_lazy(module)
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
-        kept = {*islands.values(), *filter(_has_statistics, module.modules())}
+        norms = (m for m in module.modules() if isinstance(m, _NormBase))
+        kept = {*islands.values(), *(m for m in norms if m.running_mean is not None)}
         trainer = getattr(module, "_trainer", None)
+        # Evaluation changes no weight: what could not train may still be tested.
         if trainer is not None and trainer.state.fn == "fit":
             check_modules(module, kept)
             check_callbacks(trainer.callbacks)
         self._weights.convert(module, kept)
+        self._undo.callback(self._weights.release)
+        # Where no activation becomes fp32, the mode that makes it half again is left out.
         self._has_fp32_buffers = any(
             buffer.dtype == torch.float32 and buffer.dim() > 0  # one of shape [] widens nothing
             for owner in module.modules()
             if owner not in kept
             for buffer in owner.buffers(recurse=False)
         )
-        self._handles += cast_at_borders(outermost(islands), torch.float32, self.half_dtype)
+        cast_at_borders(outermost(islands), torch.float32, self.half_dtype, self._undo)
         # These compare the dtypes of input and weights before any function of torch is called.
         recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase) and m not in kept]
-        self._handles += cast_at_borders(recurrent, self.half_dtype, self.half_dtype)
-        self._dtypes = [(m, m._dtype) for m in module.modules() if isinstance(m, _HasDtype)]
-        for each, _ in self._dtypes:
-            each._dtype = self.half_dtype
+        cast_at_borders(recurrent, self.half_dtype, self.half_dtype, self._undo)
+        for each in module.modules():
+            if isinstance(each, _HasDtype):  # what its `dtype` says
+                self._undo.callback(setattr, each, "_dtype", each._dtype)
+                each._dtype = self.half_dtype
         self.inf_clamp.attach(module)
+        self._undo.callback(self.inf_clamp.remove)
         return module
 
     @override
@@ -177,6 +184,7 @@ class PureFP16(ScaledPrecision):
         """Prepare optimizers, and give all ranks the same residuals."""
         for optimizer in optimizers:
             check_optimizer(optimizer)
+        # DDP broadcasts weights alone; the residuals of other ranks would belong to other weights.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._weights.broadcast()
         return super().connect(model, optimizers, lr_schedulers)
@@ -204,8 +212,8 @@ class PureFP16(ScaledPrecision):
     @override
     def _reduce(self, model: DistributedDataParallel) -> None:
         self._is_reduced_in_half = True
-        if self.reduce_dtype == "fp32":
-            average_in_fp32(model)
+        if self.reduce_dtype == "fp32" and not model._comm_hooks:
+            model.register_comm_hook(model.process_group, _mean_in_fp32)
 
     @override
     def _attach(self, optimizer: Optimizer) -> None:
@@ -213,8 +221,8 @@ class PureFP16(ScaledPrecision):
         self._weights.attach(optimizer)
 
     @override
-    def _safe_halves(self) -> set[Tensor]:
-        return set(self._weights.parameters())
+    def _safe_halves(self) -> Container[Tensor]:
+        return self._weights
 
     _steps_in_place = False
 
@@ -223,15 +231,6 @@ class PureFP16(ScaledPrecision):
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
         with super()._step_of(optimizer), self._weights.stepping(optimizer):
             yield
-
-    @override
-    def teardown(self) -> None:
-        """Hand back an fp32 model."""
-        super().teardown()
-        self._weights.release()
-        for module, dtype in self._dtypes:
-            module._dtype = dtype
-        self._dtypes.clear()
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -267,6 +266,7 @@ class PureFP16(ScaledPrecision):
         **kwargs: Any,
     ) -> Any:
         """Run the closure, then step in fp32 with unscaled gradients, or skip the step."""
+        # With manual optimization this runs inside of `forward_context`.
         with _DtypeContextManager(torch.float32):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
@@ -275,6 +275,7 @@ class PureFP16(ScaledPrecision):
         """Return the state of the loss scale, and the number of writes that seeds rounding."""
         state = super().state_dict()
         writes = self._weights.writes
+        # Without rounding at random the state is that of the loss scale alone.
         return {**state, "writes": writes} if writes else state
 
     @override
@@ -284,5 +285,23 @@ class PureFP16(ScaledPrecision):
         super().load_state_dict(state_dict)
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None
+# DDP reads the annotations of its hooks and takes no other.
+def _mean_in_fp32(
+    process_group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Widen a bucket, divide, sum and round it once.
+
+    DDP divides by the number of ranks before it sums, in the gradients' dtype: in fp16 that loses
+    the values below 6e-8 W, and each of the sums is rounded. This doubles the bytes on the wire.
+    """
+    buffer: Tensor = bucket.buffer()
+    mean = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+    mean = mean.div(dist.get_world_size(process_group))
+    work = dist.all_reduce(mean, group=process_group, async_op=True)
+
+    def rounded(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return buffer.copy_(future.value()[0])
+
+    result: torch.futures.Future[Tensor] = work.get_future().then(rounded)
+    return result

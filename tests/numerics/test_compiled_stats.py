@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mp.numerics.fused_stats import fused_stats
+from lightning_mp.numerics.stats_kernels import fused_stats
 from tests.contrastive.triton_tiles.compiling import Chip, Compiled, compiler
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,7 @@ MERGES = [Request("merge_stats_kernel", arch) for arch in CHIPS]
 
 
 def _launch(request: Request) -> None:
-    bounds = torch.ones(()), torch.ones(())
-    fused_stats([torch.zeros(3000, dtype=request.dtype)], bounds)
+    fused_stats([torch.zeros(3000, dtype=request.dtype)], torch.ones(()))
 
 
 @pytest.fixture(scope="module")

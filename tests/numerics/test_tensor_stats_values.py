@@ -53,12 +53,12 @@ def test_stats_equal_the_reference_without_a_look_at_values(bad: bool) -> None:
 
 
 def test_stats_are_the_same_with_and_without_a_look(request: pytest.FixtureRequest) -> None:
-    """What is passed over would have found nothing; only the units of sums differ."""
+    """What is passed over would have found nothing; only the units of norms differ."""
     tensors = [torch.randn(3000), torch.rand(2048) + 1, planted_tensors(3)[-2], torch.zeros(5000)]
     looked = tensor_stats(tensors)
     request.getfixturevalue("_unlooked")
     unlooked = tensor_stats(tensors)
-    exact = [field for field in StatField if field < StatField.SUM]
+    exact = [field for field in StatField if field < StatField.SUM_OF_SQUARES]
     assert torch.equal(looked[:, exact], unlooked[:, exact])
     assert torch.allclose(looked, unlooked, rtol=1e-6, atol=1e-3)
 
@@ -80,16 +80,12 @@ def test_scales_move_the_bounds_and_the_values(scale: float, unscale: float) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bounds_of_fp16_are_where_fp16_has_them(dtype: torch.dtype) -> None:
-    """Compares with what a cast to fp16 does, value by value."""
     values = torch.logspace(-30, -10, 4001, base=2, dtype=torch.float64).to(dtype)
     edges = torch.tensor([2.0**-14, 2.0**-24, 2.0**-25], dtype=dtype)
     values = torch.cat([values, edges, -edges])
-    halves = values.half().abs()
-    nonzero = values != 0
     stats = tensor_stats([values])[0]
-    assert stats[StatField.FLUSHED] == (nonzero & (halves == 0)).sum()
     is_small = values.double().abs() < 2.0**-14
-    assert stats[StatField.SUBNORMALS] == (nonzero & is_small).sum()
+    assert stats[StatField.SUBNORMALS] == ((values != 0) & is_small).sum()
     assert stats[StatField.SUBNORMALS] > 100
 
 
@@ -105,9 +101,8 @@ def test_non_finite_values_touch_nothing_but_their_count(bad: float, dtype: torc
 
 
 def test_tensors_without_finite_values_have_neutral_stats() -> None:
-    nothing = [0.0, math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     tensors = [torch.zeros(0), torch.full((1500,), math.nan), torch.zeros(1500)]
-    expected = torch.tensor([nothing] * 3, dtype=torch.float64)
+    expected = torch.zeros(3, len(StatField), dtype=torch.float64)
     expected[1, StatField.NON_FINITE] = expected[2, StatField.ZEROS] = 1500
     assert torch.equal(tensor_stats(tensors), expected)
     assert torch.equal(tensor_stats([tensors[0]]), expected[:1])
@@ -127,9 +122,6 @@ def test_sums_of_float64_values_keep_float64s_range_and_precision(size: float) -
     values = torch.randn(5000, dtype=torch.float64) * size
     stats = tensor_stats([values])[0]
     assert math.isclose(stats[StatField.SUM_OF_SQUARES], values.square().sum(), rel_tol=1e-12)
-    assert math.isclose(
-        stats[StatField.SUM], values.sum(), rel_tol=0, abs_tol=1e-12 * values.abs().sum().item()
-    )
     assert stats[StatField.AMAX] == values.abs().max()
 
 
@@ -157,9 +149,9 @@ def test_dense_tensors_are_not_copied_whatever_their_strides() -> None:
 def test_bounds_of_extreme_scales_count_all_or_nothing(
     bound: float, count: int, look: bool
 ) -> None:
-    values, bounds = torch.tensor([0.0, 1e-30, 3.0, math.nan]), (torch.tensor(bound),) * 2
-    stats = rows.row_stats([values], bounds, look=look)[0]
-    assert stats[StatField.SUBNORMALS] == stats[StatField.FLUSHED] == count
+    values = torch.tensor([0.0, 1e-30, 3.0, math.nan])
+    stats = rows.row_stats([values], torch.tensor(bound), look=look)[0]
+    assert stats[StatField.SUBNORMALS] == count
     assert stats[StatField.ZEROS] == 1
 
 
@@ -184,8 +176,7 @@ def test_complex_numbers_are_two_values(dtype: torch.dtype) -> None:
     assert_stats_agree(tensor_stats([tensor, tensor.T]), [pairs, pairs.transpose(0, 1)])
     conjugate = pairs * torch.tensor([1, -1])
     assert tensor.conj().is_conj()  # lazily: in memory nothing has changed
-    kept = [field for field in StatField if field != StatField.SUM]
-    assert torch.equal(tensor_stats([tensor.conj()])[:, kept], tensor_stats([conjugate])[:, kept])
+    assert torch.equal(tensor_stats([tensor.conj()]), tensor_stats([conjugate]))
 
 
 def test_rows_keep_the_order_of_the_tensors() -> None:

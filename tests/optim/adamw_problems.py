@@ -1,6 +1,5 @@
 """Problems for the fused step, and how far its results are from others'."""
 
-import dataclasses
 from itertools import product
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.split_weights import join_weight
-from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step
+from lightning_mp.optim._adamw.foreach import AdamWBatch, AdamWOptions, foreach_adamw_step
 from lightning_mp.optim._adamw.fused import fused_adamw_step
 from tests.reference.adamw import AdamWReference
 
@@ -48,42 +47,32 @@ _KAHAN_STEPS = {FP16: 2.0**-20, BF16: 2.0**-14}
 _ROUNDING = 4e-7
 
 
-@dataclasses.dataclass
-class Problem:
-    """The arguments of one step."""
+class Problem(AdamWBatch):
+    """The tensors of one step, and what is expected of it."""
 
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    residuals: list[Tensor] | None
-    steps: list[Tensor]
-
-    @property
-    def lists(self) -> list[list[Tensor]]:
-        lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
-        return lists if self.residuals is None else [*lists, self.residuals]
+    @classmethod
+    def of(cls, lists: list[list[Tensor]], steps: list[Tensor]) -> "Problem":
+        """Return a problem of `lists`, with step counts of its own."""
+        residuals = lists[4] if len(lists) > 4 else []
+        return cls(*lists[:4], residuals, [step.clone() for step in steps])
 
     def copy(self) -> "Problem":
         """Return a copy whose tensors are laid out as these are, at aligned addresses."""
-        copies = [[t.clone() for t in each] for each in (*self.lists, self.steps)]
-        residuals = None if self.residuals is None else copies[4]
-        return Problem(*copies[:4], residuals, copies[-1])
+        return self.map(Tensor.clone)
 
     def map(self, function: Any) -> "Problem":
         """Return a problem of what a function makes of all tensors but step counts."""
-        lists = [[function(t) for t in each] for each in self.lists]
-        return Problem(*lists[:4], lists[4] if len(lists) > 4 else None, self.steps)
+        return Problem.of([[function(t) for t in each] for each in self.lists], self.steps)
 
     def after(self, step: Any, **options: Any) -> "Problem":
         """Return what a step makes of a copy."""
         copy = self.copy()
-        step(*copy.lists[:4], copy.residuals, copy.steps, AdamWOptions(**{**OPTIONS, **options}))
+        step(copy, AdamWOptions(**{**OPTIONS, **options}))
         return copy
 
     def weights(self) -> list[Tensor]:
         """Return what weights and residuals stand for."""
-        if self.residuals is None:
+        if not self.residuals:
             return [p.float() for p in self.params]
         return [join_weight(*pair) for pair in zip(self.params, self.residuals, strict=True)]
 
@@ -124,7 +113,7 @@ def make_problem(
         return torch.randn(shape, device=device)
 
     params = [random(shape).to(half) for shape in shapes]
-    residuals = None
+    residuals = []
     if has_residuals if has_residuals is not None else half != FP32:
         # Up to half a step of the weight, in units of the residual.
         part = 0.3 if half == FP16 else 0.3 * 2**-8
@@ -164,7 +153,7 @@ def disagreement(found: Problem, expected: Problem | list[AdamWReference]) -> fl
     else:
         weights = [made.weight for made in expected]
         moments = [made.exp_avg for made in expected], [made.exp_avg_sq for made in expected]
-    steps = _STEPS if found.residuals is None else _KAHAN_STEPS
+    steps = _KAHAN_STEPS if found.residuals else _STEPS
     step = steps[found.params[0].dtype]
     differences = []
     for mine, other in zip((found.exp_avgs, found.exp_avg_sqs), moments, strict=True):

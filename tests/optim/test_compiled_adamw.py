@@ -60,7 +60,7 @@ def launch(request: Request) -> None:
         "grad_scale": flags[0],
         "found_inf": flags[1],
     }
-    fused_adamw_step(*problem.lists[:4], problem.residuals, problem.steps, AdamWOptions(**options))
+    fused_adamw_step(problem, AdamWOptions(**options))
 
 
 STEPS = [

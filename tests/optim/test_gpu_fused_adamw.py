@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_mp.optim._adamw import tables as adamw_tables
-from lightning_mp.optim._adamw.foreach import AdamWOptions
+from lightning_mp.optim._adamw.foreach import AdamWBatch, AdamWOptions
 from lightning_mp.optim._adamw.fused import fused_adamw_step
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from tests.optim import adamw_problems
@@ -74,7 +74,7 @@ def test_alignment_changes_no_bit(half, write_back):
         return longer[1:].view(tensor.shape).copy_(tensor)
 
     odd = problem.map(off_by_one_element)
-    fused_adamw_step(*odd.lists[:4], odd.residuals, odd.steps, AdamWOptions(**OPTIONS | options))
+    fused_adamw_step(odd, AdamWOptions(**OPTIONS | options))
     if write_back == "stochastic":  # the RMS is summed in another order
         assert disagreement(odd, aligned) < 1
     else:
@@ -89,7 +89,8 @@ def test_tensor_of_more_than_two_to_the_31_elements_is_stepped_to_its_end():
     lists[1].fill_(1.0)
     step = torch.ones((), device="cuda")
     options = {"write_back": "nearest", "lr": 1.0, "weight_decay": 0.0}
-    fused_adamw_step(*[[each] for each in lists], None, [step], AdamWOptions(**OPTIONS | options))
+    batch = AdamWBatch(*[[each] for each in lists], steps=[step])
+    fused_adamw_step(batch, AdamWOptions(**OPTIONS | options))
     for part in lists[0].split(2**28):
         assert part.amin().item() == part.amax().item() == -1.0
 
@@ -103,9 +104,7 @@ def test_step_waits_for_nothing():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fused_adamw_step(
-            *copy.lists[:4], copy.residuals, copy.steps, AdamWOptions(**OPTIONS | options)
-        )
+        fused_adamw_step(copy, AdamWOptions(**OPTIONS | options))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

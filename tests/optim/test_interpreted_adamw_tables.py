@@ -31,12 +31,7 @@ def test_alignment_changes_no_bit(half, write_back):
     aligned = problem.after(fused_adamw_step, write_back=write_back)
     odd = problem.map(off_by_one_element)
     assert all(t.data_ptr() % 16 for t in sum(odd.lists, []) if t.numel())
-    fused_adamw_step(
-        *odd.lists[:4],
-        odd.residuals,
-        odd.steps,
-        AdamWOptions(**OPTIONS | {"write_back": write_back}),
-    )
+    fused_adamw_step(odd, AdamWOptions(**OPTIONS | {"write_back": write_back}))
     assert odd.is_same(aligned)
 
 
@@ -63,10 +58,10 @@ def test_tensors_of_any_layout_are_stepped_where_they_are():
         for row, each in enumerate(problem.lists)
     ]
     for lists in (alike, shuffled):
-        steps = [step.clone() for step in problem.steps]
         assert not all(t.is_contiguous() for each in lists for t in each)
-        fused_adamw_step(*lists, steps, AdamWOptions(**OPTIONS))
-        assert Problem(*lists, steps).is_same(expected)
+        laid_out = Problem.of(lists, problem.steps)
+        fused_adamw_step(laid_out, AdamWOptions(**OPTIONS))
+        assert laid_out.is_same(expected)
 
 
 def test_dense_layouts_and_dimensions_of_one_need_no_copy():
@@ -111,11 +106,9 @@ def test_small_tensors_take_one_program_each():
 
 
 def test_nothing_to_step_is_no_error():
-    fused_adamw_step([], [], [], [], None, [], AdamWOptions(**OPTIONS))
+    fused_adamw_step(Problem(), AdamWOptions(**OPTIONS))
     problem = make_problem([(0,), (3, 0)], FP16, FP16)
-    fused_adamw_step(
-        *problem.lists, problem.steps, AdamWOptions(**OPTIONS | {"clip_update_rms": 1.0})
-    )
+    fused_adamw_step(problem, AdamWOptions(**OPTIONS | {"clip_update_rms": 1.0}))
 
 
 def test_table_is_made_anew_only_when_something_moves():
@@ -158,7 +151,7 @@ def test_same_gradient_transposed_is_read_in_its_new_order():
             grad.clone(memory_format=torch.contiguous_format),
         )
         for each in (problem, expected):
-            fused_adamw_step(*each.lists, None, each.steps, AdamWOptions(**OPTIONS))
+            fused_adamw_step(each, AdamWOptions(**OPTIONS))
     assert problem.is_same(expected)
 
 
@@ -209,11 +202,11 @@ def test_tensors_that_would_be_misread_are_refused(change, said):
     problem = make_problem([(3,), (4,)])
     change(problem)
     with pytest.raises(ValueError, match=said):
-        fused_adamw_step(*problem.lists, None, problem.steps, AdamWOptions(**OPTIONS))
+        fused_adamw_step(problem, AdamWOptions(**OPTIONS))
 
 
 def test_tensors_without_memory_are_refused():
     problem = make_problem([(3,)]).map(lambda t: t.to("meta"))
     problem.steps = [step.to("meta") for step in problem.steps]
     with pytest.raises(ValueError, match="without memory of its own"):
-        fused_adamw_step(*problem.lists, None, problem.steps, AdamWOptions(**OPTIONS))
+        fused_adamw_step(problem, AdamWOptions(**OPTIONS))

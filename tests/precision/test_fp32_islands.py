@@ -1,5 +1,6 @@
 """Modules named in `fp32_modules` compute in fp32, so that what overflows half in them does not."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import BalancedAMP
-from lightning_mp.precision._weights.fp32_islands import FP32Islands, outermost
+from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
 from tests.precision.models import Regression, fit, loader, perceptron
 
 
@@ -67,21 +68,21 @@ def test_autocast_is_off_in_an_island_alone_and_back_after_an_exception() -> Non
                 raise RuntimeError("on purpose")
             return x
 
-    module, islands = Fails(), FP32Islands()
-    islands.attach([module])
+    module, undo = Fails(), contextlib.ExitStack()
+    compute_in_fp32([module], undo)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(torch.ones(2).half()).dtype == torch.float32
         assert module.was == (False, torch.float32)
         with pytest.raises(RuntimeError, match="on purpose"):
             module(torch.ones(2), fail=True)
         assert torch.is_autocast_enabled("cpu")
-        islands.remove()
+        undo.close()
         assert module(torch.ones(2).half()).dtype == torch.float16
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
-    module, islands = nn.Linear(2, 2), FP32Islands()
-    islands.attach([module])
+    module = nn.Linear(2, 2)
+    compute_in_fp32([module], contextlib.ExitStack())
     copied = copy.deepcopy(module)
     with torch.no_grad():
         copied.weight.zero_()
@@ -93,8 +94,8 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_island_is_part_of_a_compiled_graph() -> None:
-    network, islands = perceptron(), FP32Islands()
-    islands.attach([network[3]])
+    network = perceptron()
+    compute_in_fp32([network[3]], contextlib.ExitStack())
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

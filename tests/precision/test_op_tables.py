@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp.precision._choice.op_tables import (
+    CLASS_OF,
     GROUPS,
     autocast_agrees,
     callables_of,
     canonical_name,
-    default_class,
 )
 from lightning_mp.precision.op_policy import OpPolicy
 
@@ -227,7 +227,7 @@ def on_cpu(sample: Callable[[SimpleNamespace], Any], half: torch.dtype) -> list[
 @pytest.mark.parametrize("name", [*SAMPLES, *CPU_ONLY])
 @HALVES
 def test_op_on_the_cpu_runs_in_its_class(half: torch.dtype, name: str) -> None:
-    expected = half if default_class(name) == "half" else torch.float32
+    expected = half if CLASS_OF[name] == "half" else torch.float32
     outputs = on_cpu({**SAMPLES, **CPU_ONLY}[name], half)
     assert outputs
     assert set(outputs) == {expected}
@@ -259,9 +259,7 @@ def test_every_op_that_autocast_of_cuda_knows_is_in_the_tables() -> None:
     assert len(names) > 100
     # `_cudnn_rnn` is there in a build with CUDA.
     inside = {"_convolution", "_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
-    unknown = {
-        name for name in names - inside if default_class(canonical_name(f"aten::{name}")) == "given"
-    }
+    unknown = {name for name in names - inside if canonical_name(f"aten::{name}") not in CLASS_OF}
     assert not unknown
 
 

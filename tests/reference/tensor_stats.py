@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.stat_fields import StatField
+from lightning_mp.numerics.stats_view import StatField
 
 __all__ = ["assert_stats_agree", "dense_stats", "planted", "planted_tensors"]
 
@@ -25,35 +25,27 @@ def dense_stats(tensors: Sequence[Tensor], scale: float = 1.0, unscale: float = 
         values = tensor.detach().double().flatten() * unscale
         finite = values[values.isfinite()]
         magnitudes = finite.abs()
-        nonzero = magnitudes[magnitudes > 0]
-        scaled = nonzero * scale
+        scaled = magnitudes[magnitudes > 0] * scale
         row = dict.fromkeys(StatField, 0.0)
         row[StatField.AMAX] = magnitudes.max().item() if len(magnitudes) else 0.0
-        row[StatField.SMALLEST] = nonzero.min().item() if len(nonzero) else math.inf
         row[StatField.ZEROS] = (finite == 0).sum().item()
         row[StatField.SUBNORMALS] = (scaled < 2.0**-14).sum().item()
-        row[StatField.FLUSHED] = (scaled <= 2.0**-25).sum().item()
         row[StatField.NON_FINITE] = len(values) - len(finite)
-        row[StatField.SUM] = finite.sum().item()
         row[StatField.SUM_OF_SQUARES] = finite.square().sum().item()
         rows.append([row[field] for field in StatField])
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def assert_stats_agree(stats_NK: Tensor, tensors: Sequence[Tensor], **scales: float) -> None:
-    """Counts and extremes must be equal; sums close, relative to the sum of magnitudes."""
+    """Counts must be equal, magnitudes close."""
     expected_NK = dense_stats(tensors, **scales)
     stats_NK = stats_NK.cpu()
     assert stats_NK.dtype == torch.float64
     assert stats_NK.shape == expected_NK.shape
-    whole = [StatField.ZEROS, StatField.SUBNORMALS, StatField.FLUSHED, StatField.NON_FINITE]
+    whole = [StatField.ZEROS, StatField.SUBNORMALS, StatField.NON_FINITE]
     torch.testing.assert_close(stats_NK[:, whole], expected_NK[:, whole], rtol=0, atol=0)
-    edges = [StatField.AMAX, StatField.SMALLEST, StatField.SUM_OF_SQUARES]
+    edges = [StatField.AMAX, StatField.SUM_OF_SQUARES]
     torch.testing.assert_close(stats_NK[:, edges], expected_NK[:, edges], rtol=1e-6, atol=0)
-    finite = [t.double()[t.isfinite()] * scales.get("unscale", 1.0) for t in tensors]
-    slack_N = torch.tensor([1e-6 * x.abs().sum().item() for x in finite])
-    errors_N = (stats_NK - expected_NK)[:, StatField.SUM].abs()
-    assert (errors_N <= slack_N).all(), (errors_N, slack_N)
 
 
 def planted(
@@ -63,7 +55,7 @@ def planted(
     size = 10.0 ** torch.empty(()).uniform_(-6, 3, generator=generator)
     values = torch.randn(shape, generator=generator, dtype=torch.float64) * size
     kind = torch.rand(shape, generator=generator)
-    # 2^-14 is no subnormal any more, 2^-25 the last to be flushed.
+    # 2^-14 is no subnormal any more; fp16 makes 0 of 2^-25.
     plants = [0.0, -0.0, 2.0**-14, -(2.0**-14) * (1 - 2.0**-7), 2.0**-24, -(2.0**-24), 2.0**-25]
     if torch.finfo(dtype).tiny < 2.0**-40:
         plants += [-(2.0**-25) * (1 + 2.0**-7), 1e-20, -(2.0**-126), 2.0**-130, 2.0**-133]

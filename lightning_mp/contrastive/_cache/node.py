@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._cache.call import Call
-from lightning_mp.numerics.first_derivatives import first_derivatives_only
 
 if TYPE_CHECKING:
     from lightning_mp.contrastive.gradient_cache import GradientCache
@@ -45,6 +44,27 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @first_derivatives_only(_TWICE)
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return (None, *ctx.cache._replay(ctx.call, cotangents))
+        with torch.no_grad():
+            gradients = (None, *ctx.cache._replay(ctx.call, cotangents))
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not torch.is_grad_enabled() or not given:  # it is with `create_graph=True`
+            return gradients
+        # Cotangents lead back to the loss: `torch.autograd.grad` passes over a graph that does not
+        # reach what it is asked for, as that of torch's `once_differentiable`.
+        handle = torch.zeros((), requires_grad=True, device=given[0].device)
+        reached = [each for each in cotangents if each is not None]
+        refusing = iter(_Refuse.apply(given, handle, *reached))
+        return tuple(None if gradient is None else next(refusing) for gradient in gradients)
+
+
+class _Refuse(torch.autograd.Function):
+    """Hands on gradients, in whose graph a backward raises an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(_TWICE)

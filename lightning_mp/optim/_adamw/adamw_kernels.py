@@ -42,6 +42,7 @@ _HALF_PI = tl.constexpr(1.5707963267948966)
 _INF = tl.constexpr(float("inf"))
 
 
+# Triton would compile anew where a number is 1 or a multiple of 16, or an address is not aligned.
 @triton.jit(do_not_specialize=["num_tensors", "seed", "lr_at", "grad_scale", "found_inf"])
 def adamw_kernel(
     table,
@@ -118,7 +119,7 @@ def adamw_kernel(
         grad = tl.load(of_tensor + _GRAD * num_tensors)
         exp_avg = tl.load(of_tensor + _EXP_AVG * num_tensors)
         exp_avg_sq = tl.load(of_tensor + _EXP_AVG_SQ * num_tensors)
-        residual = param
+        residual = param  # never read without residuals
         if WRITE_BACK == "kahan":
             residual = tl.load(of_tensor + _RESIDUAL * num_tensors)
 
@@ -220,6 +221,7 @@ def rms_kernel(
 
         size = tl.load(of_tensor + _SIZE * num_tensors)
         num_parts = tl.load(of_tensor + _NUM_PARTS * num_tensors)
+        # Whole blocks, so that every part begins as aligned as its tensor.
         span = tl.cdiv(tl.cdiv(size, num_parts), BLOCK) * BLOCK
         start = tl.load(parts + 2 * tl.program_id(0) + 1) * span
         count = tl.maximum(tl.minimum(size - start, span), 0).to(tl.int32)
@@ -279,6 +281,7 @@ def _unscale(grad_scale, sign):
 def _correction(step, log_beta):
     """Return `1 - beta^step`: as it stands, fp32 would lose 4 of 7 digits of it at the start."""
     x = step * log_beta
+    # The series of expm1: to -0.5 its terms up to x^8 / 8! are good to fp32.
     near = 1 + x * (1 / 8)
     for factor in tl.static_range(7, 1, -1):
         near = 1 + x * (1 / factor) * near
@@ -318,6 +321,7 @@ def _join_weight(plain, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
 @triton.jit
 def _residual_of(w, kept, HALF: tl.constexpr, UNIT: tl.constexpr):
     """As `split_weight`: never one with which the weight would be another."""
+    # One in 8000 is rounded up to half a step, and is then made smaller.
     BELOW: tl.constexpr = 1 - 0.6 / (1 << HALF.fp_mantissa_width)
     rest = ((w - kept) * (1 / UNIT)).to(HALF).to(tl.float32)
     is_own = (kept + rest * UNIT).to(HALF).to(tl.float32) == kept

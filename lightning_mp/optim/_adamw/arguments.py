@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_mp._arguments import is_number
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["check_group", "check_loaded_group", "check_parameter"]
@@ -21,23 +22,15 @@ def check_group(group: dict[str, Any]) -> None:
         _require(_is_at_least_0(lr), group, "lr", "0 or more", "a number such as 1e-3")
     betas = group["betas"]
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    _require(
-        is_pair and all(_is_at_least_0(beta) and beta < 1 for beta in betas),
-        group,
-        "betas",
-        "two numbers in [0, 1)",
-        "numbers such as (0.9, 0.999)",
-    )
+    are_decays = is_pair and all(_is_at_least_0(beta) and beta < 1 for beta in betas)
+    fix = "numbers such as (0.9, 0.999)"
+    _require(are_decays, group, "betas", "two numbers in [0, 1)", fix)
     for name, usual in (("eps", "1e-8"), ("weight_decay", "1e-2")):
         _require(_is_at_least_0(group[name]), group, name, "0 or more", f"a number such as {usual}")
     clip = group["clip_update_rms"]
-    _require(
-        clip is None or (_is_at_least_0(clip) and clip > 0),
-        group,
-        "clip_update_rms",
-        "`None` or above 0",
-        "1.0 to bound updates, or leave it out",
-    )
+    is_bound = clip is None or (_is_at_least_0(clip) and clip > 0)
+    fix = "1.0 to bound updates, or leave it out"
+    _require(is_bound, group, "clip_update_rms", "`None` or above 0", fix)
     for name, choices in _CHOICES.items():
         listed = " or ".join(repr(choice) for choice in choices)
         _require(group[name] in choices, group, name, listed, f"{choices[0]!r}")
@@ -68,12 +61,7 @@ def _check_switches(group: dict[str, Any]) -> None:
 
 
 def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a parameter that a group's arguments cannot step.
-
-    Raises:
-        ValueError: For complex and other parameters that are not fp16, bf16, fp32 or float64, and
-            for `fused=True` where the kernel cannot run.
-    """
+    """Refuse a parameter that a group's arguments cannot step."""
     if parameter.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"Passed a parameter of {parameter.dtype} to `SafeAdamW`. Parameters must be"
@@ -85,6 +73,7 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
             f"Passed `SafeAdamW(fused=True)` with a parameter on {str(parameter.device)!r}. The"
             " fused kernel needs CUDA. Leave out `fused`, or move the model to the GPU first."
         )
+    # The clip then steps the DTensors themselves, which no kernel and no noise can take.
     needs_whole = group["clip_update_rms"] is not None and hasattr(parameter, "to_local")
     if needs_whole and (group["fused"] or group["write_back"] == "stochastic"):
         raise ValueError(
@@ -95,11 +84,7 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
 
 
 def check_loaded_group(group: dict[str, Any]) -> None:
-    """Refuse a checkpoint's group that `SafeAdamW` would step otherwise than who wrote it.
-
-    Raises:
-        ValueError: For `amsgrad`, and for a weight decay that is not decoupled.
-    """
+    """Refuse a checkpoint's group that `SafeAdamW` would step otherwise than who wrote it."""
     if group.get("amsgrad"):
         raise ValueError(
             "Loaded a state with `amsgrad=True`. `SafeAdamW` has no maximum of second moments."
@@ -114,8 +99,7 @@ def check_loaded_group(group: dict[str, Any]) -> None:
 
 
 def _is_at_least_0(value: object) -> bool:
-    # Chained so that NaN fails; bools are no numbers here.
-    return isinstance(value, float | int) and not isinstance(value, bool) and value >= 0
+    return is_number(value) and value >= 0  # False for NaN
 
 
 def _require(is_met: bool, group: dict[str, Any], name: str, accepted: str, fix: str) -> None:

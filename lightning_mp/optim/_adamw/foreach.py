@@ -20,21 +20,23 @@ References:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.shards import local_shard
 from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weight
+from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = [
     "ATAN2_A",
     "ATAN2_B",
+    "AdamWBatch",
     "AdamWOptions",
     "bias_corrections",
     "foreach_adamw_step",
+    "log_of",
     "mix_seed",
     "round_weights",
 ]
@@ -43,6 +45,25 @@ ATAN2_A = 1.27
 """Scale of Adam-atan2's update: close to 4/pi, so that m = sqrt(v) gives 1, as in Adam."""
 ATAN2_B = 1.0
 """Scale of the root of the second moment within Adam-atan2."""
+
+
+@dataclass
+class AdamWBatch:
+    """The tensors of one step: of one device, parameter dtype and gradient dtype."""
+
+    params: list[Tensor] = field(default_factory=list)  # fp16, bf16, fp32 or float64
+    grads: list[Tensor] = field(default_factory=list)  # scaled by `grad_scale`; only read
+    exp_avgs: list[Tensor] = field(default_factory=list)  # fp32; float64 for float64 weights
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)  # likewise
+    residuals: list[Tensor] = field(default_factory=list)  # for "kahan"; otherwise none
+    # Of shape [], this step included, on the device of `params`.
+    steps: list[Tensor] = field(default_factory=list)
+
+    @property
+    def lists(self) -> list[list[Tensor]]:
+        """Weights, gradients, both moments and, where weights have them, residuals."""
+        lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
+        return [*lists, self.residuals] if self.residuals else lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,35 +89,19 @@ class AdamWOptions:
     found_inf: Tensor | None
 
 
-def foreach_adamw_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    residuals: list[Tensor] | None,
-    steps: list[Tensor],
-    options: AdamWOptions,
-) -> None:
-    """Step the tensors of one device, parameter dtype and gradient dtype, in place.
+def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
+    """Step a batch in place. For "stochastic", tensor `i` draws from `mix_seed(seed, i)`.
 
     Where `found_inf` is set nothing is written, NaN in the gradients or not: with `found_inf` the
     step works on copies, and `torch.where` picks what to keep. That costs two more temporaries of
     the moments' size, and no host sync.
-
-    Args:
-        params: Weights in fp16, bf16, fp32 or float64.
-        grads: Their gradients, scaled by `grad_scale`. They are only read.
-        exp_avgs: First moments: fp32, or float64 for float64 weights.
-        exp_avg_sqs: Second moments, likewise.
-        residuals: Of half weights, for `write_back="kahan"`; otherwise `None`.
-        steps: Step counts of shape [], this step included, on the device of `params`.
-        options: How. For "stochastic", tensor `i` draws from `mix_seed(seed, i)`.
     """
+    params, exp_avgs, exp_avg_sqs = batch.params, batch.exp_avgs, batch.exp_avg_sqs
     if not params:
         return
     skip = None if options.found_inf is None else options.found_inf.reshape(()) != 0
-    gradients = _unscaled(grads, exp_avgs[0].dtype, options.grad_scale, options.maximize)
-    weights = _working_copies(params, residuals, exp_avgs[0].dtype, skip)
+    gradients = _unscaled(batch.grads, exp_avgs[0].dtype, options.grad_scale, options.maximize)
+    weights = _working_copies(params, batch.residuals, exp_avgs[0].dtype, skip)
     moments = exp_avgs if skip is None else [m.clone() for m in exp_avgs]
     squares = exp_avg_sqs if skip is None else [v.clone() for v in exp_avg_sqs]
 
@@ -106,7 +111,7 @@ def foreach_adamw_step(
     torch._foreach_mul_(squares, options.beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - options.beta2)
 
-    correction1, correction2 = bias_corrections(steps, options.beta1, options.beta2)
+    correction1, correction2 = bias_corrections(batch.steps, options.beta1, options.beta2)
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
     rates = _rates(options.lr, correction1)
@@ -122,32 +127,30 @@ def foreach_adamw_step(
         unbiased = torch._foreach_div(moments, _scalars(correction1, roots[0].dtype))
         updates = [torch.atan2(m, ATAN2_B * root) for m, root in zip(unbiased, roots, strict=True)]
         torch._foreach_mul_(updates, _scalars(-ATAN2_A * rates, updates[0].dtype))
+    # The one rounding of a step that a half weight sees is that of the write-back below.
     torch._foreach_add_(weights, updates)
 
     if skip is not None:
         _commit(exp_avgs, moments, skip)
         _commit(exp_avg_sqs, squares, skip)
-    round_weights(params, residuals, weights, options.write_back, options.seed, skip)
+    round_weights(params, batch.residuals, weights, options.write_back, options.seed, skip)
 
 
 def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count, on its device.
-
-    As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
-
-    Returns:
-        Two vectors, in float64 where the device has it.
-    """
+    r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count."""
+    # As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
     counts = torch.stack(list(steps)).to(state_dtype(steps[0].device))
-    log1, log2 = (math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
-    return -torch.expm1(counts * log1), -torch.expm1(counts * log2)
+    return -torch.expm1(counts * log_of(beta1)), -torch.expm1(counts * log_of(beta2))
+
+
+def log_of(beta: float) -> float:
+    """Return the natural logarithm, -inf of 0."""
+    return math.log(beta) if beta > 0 else -math.inf
 
 
 def mix_seed(seed: int, index: int) -> int:
-    """Return a seed for the `index`-th stream of `seed`, all of whose low 32 bits are mixed.
-
-    torch's generator of the CPU reads no more than those. (The finalizer of splitmix64.)
-    """
+    """Return a seed for the `index`-th stream of `seed`, by the finalizer of splitmix64."""
+    # torch's generator of the CPU reads the low 32 bits alone: all of them must be mixed.
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
@@ -164,10 +167,10 @@ def _unscaled(
 
 
 def _working_copies(
-    params: list[Tensor], residuals: list[Tensor] | None, dtype: torch.dtype, skip: Tensor | None
+    params: list[Tensor], residuals: list[Tensor], dtype: torch.dtype, skip: Tensor | None
 ) -> list[Tensor]:
     """Return weights to compute with; full weights without `found_inf` themselves."""
-    if residuals is not None:
+    if residuals:
         return [join_weight(p, rest) for p, rest in zip(params, residuals, strict=True)]
     if params[0].dtype != dtype:
         return [p.to(dtype) for p in params]
@@ -182,7 +185,7 @@ def _scale_(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 def _rates(lr: float | Tensor, like: Tensor) -> Tensor:
     """Return a learning rate for each tensor; a number is filled in, which needs no copy."""
-    if isinstance(lr, Tensor):
+    if isinstance(lr, Tensor):  # a scheduler may have made it anywhere; no step waits for it
         on_device = lr.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
         return on_device.expand_as(like)
     return torch.full_like(like, lr)
@@ -206,7 +209,7 @@ def _update_rms(gradients: list[Tensor], roots: list[Tensor], eps: float) -> Ten
 
 def round_weights(
     params: list[Tensor],
-    residuals: list[Tensor] | None,
+    residuals: list[Tensor],
     weights: list[Tensor],
     way: str,
     seed: int,
@@ -215,8 +218,8 @@ def round_weights(
     """Write fp32 values into half weights, and into their residuals if they have any.
 
     Args:
-        params: The weights, in half; in the dtype of the values they take them as they are.
-        residuals: What takes the rest; `None` for none.
+        params: The weights; in the dtype of the values they take them as they are.
+        residuals: What takes the rest; none if it is dropped.
         weights: The values.
         way: Without residuals, "stochastic" rounds at random and any other word to nearest.
         seed: Of the noise; tensor `i` draws from `mix_seed(seed, i)`.
@@ -226,7 +229,7 @@ def round_weights(
     if half == weights[0].dtype:
         if weights is not params:
             _commit(params, weights, skip)
-    elif residuals is not None:
+    elif residuals:
         split = [split_weight(weight, half) for weight in weights]
         _commit(params, [weight for weight, _ in split], skip)
         _commit(residuals, [rest for _, rest in split], skip)

@@ -1,7 +1,6 @@
 """The step of AdamW over half or full weights as one Triton kernel for all tensors."""
 
 import contextlib
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,13 @@ from torch import Tensor
 from lightning_mp.numerics.split_weights import residual_unit
 from lightning_mp.numerics.triton_support import launching_on
 from lightning_mp.optim._adamw.adamw_kernels import NUM_WARPS, adamw_kernel, rms_kernel
-from lightning_mp.optim._adamw.foreach import AdamWOptions, foreach_adamw_step, mix_seed
+from lightning_mp.optim._adamw.foreach import (
+    AdamWBatch,
+    AdamWOptions,
+    foreach_adamw_step,
+    log_of,
+    mix_seed,
+)
 from lightning_mp.optim._adamw.tables import Tables, tables_for_capture, tables_of
 
 __all__ = ["fused_adamw_step"]
@@ -20,40 +25,25 @@ _FORMATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 
 
 @torch.no_grad()
-def fused_adamw_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    residuals: list[Tensor] | None,
-    steps: list[Tensor],
-    options: AdamWOptions,
-) -> None:
-    """Step the tensors of one CUDA device, parameter dtype and gradient dtype, in place.
+def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
+    """Step a batch on a CUDA device in place; not one of float64 weights.
 
     As `foreach_adamw_step` computes it up to rounding, in one launch instead of some twenty, each
     of which reads and writes whole tensors: fp32 weights and gradients take 28 bytes an element,
     fp16 ones with residuals 26, and the clip reads gradients and second moments once more, in a
     launch of its own. The noise of "stochastic" is another than that of `foreach_adamw_step`.
 
-    The host looks at addresses and strides. Only when they have changed, it makes a new table of
-    them and copies it to the device without waiting. While a CUDA graph is captured it makes none:
-    with tensors that it has not stepped where they are, `foreach_adamw_step` is captured instead.
-    What is not laid out like its parameter, densely, goes through a copy.
-
-    The arguments are those of `foreach_adamw_step`, but for float64.
-
     Raises:
         ValueError: The lists differ in length, or tensors are not of the dtypes, shapes or device
             there.
     """
-    if not params:
+    if not batch.params:
         return
-    lists = [params, grads, exp_avgs, exp_avg_sqs, *([] if residuals is None else [residuals])]
-    half, device = params[0].dtype, params[0].device
-    with launching_on(device), _tables(lists, steps) as tables:
+    half, device = batch.params[0].dtype, batch.params[0].device
+    with launching_on(device), _tables(batch) as tables:
+        # A CUDA graph is being captured, with tensors that were not stepped where they are.
         if tables is None:
-            foreach_adamw_step(params, grads, exp_avgs, exp_avg_sqs, residuals, steps, options)
+            foreach_adamw_step(batch, options)
             return
         table, chunks, parts = tables
         if len(chunks) == 0:
@@ -61,18 +51,19 @@ def fused_adamw_step(
         shared: dict[str, Any] = {
             "grad_scale": options.grad_scale,
             "found_inf": options.found_inf,
-            "num_tensors": len(params),
+            "num_tensors": len(batch.params),
             "beta2": float(options.beta2),
             "weight2": 1.0 - options.beta2,
-            "log_beta2": _log(options.beta2),
+            "log_beta2": log_of(options.beta2),
             "sign": -1.0 if options.maximize else 1.0,
-            "GRAD": _FORMATS[grads[0].dtype],
+            "GRAD": _FORMATS[batch.grads[0].dtype],
             "num_warps": NUM_WARPS,
             "enable_fp_fusion": True,
         }
         partials = None
         if options.clip_update_rms is not None:
             partials = torch.empty(len(parts), dtype=torch.float32, device=device)
+            # As in torch's path: where roots are 0, ratios of 0 / 0 would be NaN.
             floor = max(float(options.eps), torch.finfo(torch.float32).tiny)
             rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
         rate, rate_at = _rate(options.lr, device)
@@ -85,28 +76,22 @@ def fused_adamw_step(
             seed=_key_of_noise(options.seed),
             beta1=float(options.beta1),
             weight1=1.0 - options.beta1,
-            log_beta1=_log(options.beta1),
+            log_beta1=log_of(options.beta1),
             eps=float(options.eps),
             weight_decay=float(options.weight_decay),
             clip=float(options.clip_update_rms or 1.0),
             PARAM=_FORMATS[half],
             IS_ATAN2=options.rule == "atan2",
-            WRITE_BACK=_write_back(half, residuals, options.write_back),
+            WRITE_BACK=_write_back(batch, options.write_back),
             UNIT=residual_unit(half),
             **shared,
         )
 
 
-def _tables(
-    lists: list[list[Tensor]], steps: list[Tensor]
-) -> contextlib.AbstractContextManager[Tables | None]:
-    if lists[0][0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return contextlib.nullcontext(tables_for_capture(lists, steps))
-    return tables_of(lists, steps)
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
+def _tables(batch: AdamWBatch) -> contextlib.AbstractContextManager[Tables | None]:
+    if batch.params[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return contextlib.nullcontext(tables_for_capture(batch.lists, batch.steps))
+    return tables_of(batch.lists, batch.steps)
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
@@ -119,11 +104,12 @@ def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | Non
 
 
 def _key_of_noise(seed: int) -> int:
-    """Return a key of 63 bits, the highest set: Triton compiles anew for integers of 32."""
+    # Of 63 bits, the highest set: Triton compiles anew for an integer that fits 32.
     return mix_seed(seed, 0) | 1 << 62
 
 
-def _write_back(half: torch.dtype, residuals: list[Tensor] | None, write_back: str) -> str:
-    if residuals is not None:
+def _write_back(batch: AdamWBatch, write_back: str) -> str:
+    if batch.residuals:
         return "kahan"
-    return write_back if write_back == "stochastic" and half != torch.float32 else "nearest"
+    is_random = write_back == "stochastic" and batch.params[0].dtype != torch.float32
+    return "stochastic" if is_random else "nearest"

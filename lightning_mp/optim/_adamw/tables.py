@@ -8,16 +8,18 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.async_readback import send
 from lightning_mp.optim._adamw.adamw_kernels import CHUNK, MOST_PARTS, ROWS
 
 __all__ = ["Tables", "tables_for_capture", "tables_of"]
 
 _Made = TypeVar("_Made")
+_Odd: TypeAlias = tuple[tuple[int, int], ...]
 _GRADS = ROWS.index("grad")
 _IS_ALIGNED = ROWS.index("is_aligned")
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
@@ -38,38 +40,29 @@ class Tables(NamedTuple):
 def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Tables]:
     """Give the tables of a step; what is laid out unlike its weight is replaced and copied back.
 
-    A training loop whose tensors stay where they are gets what it got before, for the price of
-    asking each for its address. Nothing waits for the device.
-
     Args:
-        lists: Weights, gradients, first and second moments and, for half weights that have them,
-            residuals.
+        lists: Those of `AdamWBatch`.
         steps: A step count for each weight.
 
     Raises:
         ValueError: The lists differ in length, or the tensors in what they should share.
     """
-    plan = _find_plan(lists, steps)
-    table, odd = plan.table_of(lists)
+    # A loop whose tensors stay where they are asks each for its address, and makes nothing.
+    key = _key_of(lists, steps)
+    plan = _remembered(_plans, key, _MOST_PLANS, lambda: _Plan.of(lists, steps))
+    tables, odd = plan.tables_of(lists)
     if not odd:
-        yield Tables(table, plan.chunks, plan.parts)
+        yield tables
         return
     stand_ins = [list(each) for each in lists]
     for row, index in odd:
         tensor = lists[row][index]
         dense = torch.empty_like(lists[0][index], dtype=tensor.dtype)
         stand_ins[row][index] = dense.copy_(tensor)
-    plan = _Plan.of(stand_ins, steps)
-    yield Tables(plan.table_of(stand_ins)[0], plan.chunks, plan.parts)
+    yield _Plan.of(stand_ins, steps).tables_of(stand_ins)[0]
     for row, index in odd:
         if row != _GRADS:
             lists[row][index].copy_(stand_ins[row][index])
-
-
-class _Table(NamedTuple):
-    table: Tensor
-    # Lists, and tensors within them, that need a stand-in.
-    odd: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -81,8 +74,9 @@ class _Plan:
     parts: Tensor  # as in `Tables`
     # Of the weights, if these and their states are dense and laid out alike.
     strides: tuple[tuple[int, ...], ...] | None
-    # By addresses and strides of gradients.
-    tables: OrderedDict[Any, _Table] = field(default_factory=OrderedDict)
+    # By addresses and strides of gradients: with the lists, and tensors in them, that need a
+    # stand-in.
+    tables: OrderedDict[Any, tuple[Tables, _Odd]] = field(default_factory=OrderedDict)
 
     @classmethod
     def of(cls, lists: Sequence[list[Tensor]], steps: list[Tensor]) -> "_Plan":
@@ -92,7 +86,7 @@ class _Plan:
         sizes = torch.tensor([p.numel() for p in params])
         chunks = -(-sizes // CHUNK.value)
         parts = chunks.clamp_max(MOST_PARTS.value)
-        quads = -(-sizes // 4)
+        quads = -(-sizes // 4)  # Philox makes noise for four elements at a time
         # Without residuals their row is never read; any addresses do.
         kept = [*lists[:4], lists[-1]]
         addresses = torch.tensor([[tensor.data_ptr() for tensor in each] for each in kept])
@@ -104,29 +98,23 @@ class _Plan:
         is_dense = all(row == _GRADS for row, _ in _odd_ones(lists))
         return cls(
             rows=torch.cat([addresses, torch.stack(rest)]),
-            chunks=_send(_numbered(chunks), device),
-            parts=_send(_numbered(parts), device),
+            chunks=send(_numbered(chunks), device),
+            parts=send(_numbered(parts), device),
             strides=tuple(map(Tensor.stride, params)) if is_dense else None,
         )
 
-    def table_of(self, lists: Sequence[list[Tensor]]) -> _Table:
-        """Return the table for these gradients."""
+    def tables_of(self, lists: Sequence[list[Tensor]]) -> tuple[Tables, _Odd]:
+        """Return the tables for these gradients, and what needs a stand-in."""
         addresses, strides = key = _key_of_grads(lists)
-        return _remembered(
-            self.tables, key, _MOST_TABLES, lambda: self._make_table(lists, addresses, strides)
-        )
 
-    def _make_table(
-        self,
-        lists: Sequence[list[Tensor]],
-        addresses: tuple[int, ...],
-        strides: tuple[tuple[int, ...], ...],
-    ) -> _Table:
-        rows = self.rows.clone()
-        rows[_GRADS] = torch.tensor(addresses)
-        rows[_IS_ALIGNED] *= rows[_GRADS] % 16 == 0
-        odd = () if strides == self.strides else tuple(_odd_ones(lists))
-        return _Table(_send(rows, lists[0][0].device), odd)
+        def make() -> tuple[Tables, _Odd]:
+            rows = self.rows.clone()
+            rows[_GRADS] = torch.tensor(addresses)
+            rows[_IS_ALIGNED] *= rows[_GRADS] % 16 == 0
+            odd = () if strides == self.strides else tuple(_odd_ones(lists))
+            return Tables(send(rows, lists[0][0].device), self.chunks, self.parts), odd
+
+        return _remembered(self.tables, key, _MOST_TABLES, make)
 
 
 _plans: OrderedDict[Any, _Plan] = OrderedDict()
@@ -135,25 +123,18 @@ _captured: list[Tables] = []
 
 
 def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Tables | None:
-    """Return tables that a CUDA graph may read, for good, or `None` if there are none yet.
-
-    A copy from the host would be captured with the kernels, and repeated from memory that has been
-    given to others since. So tables must have been made before, on any stream: a capture begins
-    when the device is idle.
-    """
+    """Return tables that a CUDA graph may read, for good, or `None` if there are none yet."""
+    # A copy from the host would be captured with the kernels, and repeated from memory that has
+    # been given to others since. So tables must have been made before, on any stream: a capture
+    # begins when the device is idle.
     where, _, what = _key_of(lists, steps)
     for key, plan in _plans.items():
         if (key[0], key[2]) == (where, what):
-            table = plan.tables.get(_key_of_grads(lists))
-            if table is not None and not table.odd:
-                _captured.append(Tables(table.table, plan.chunks, plan.parts))
-                return _captured[-1]
+            tables, odd = plan.tables.get(_key_of_grads(lists), (None, ()))
+            if tables is not None and not odd:
+                _captured.append(tables)
+                return tables
     return None
-
-
-def _find_plan(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> _Plan:
-    """Return the plan that was made for weights and states at these addresses, or make it."""
-    return _remembered(_plans, _key_of(lists, steps), _MOST_PLANS, lambda: _Plan.of(lists, steps))
 
 
 def _key_of(
@@ -192,12 +173,6 @@ def _numbered(counts: Tensor) -> Tensor:
     owners = torch.repeat_interleave(counts)
     pieces = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     return torch.stack([owners, pieces], dim=1).int()
-
-
-def _send(values: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _odd_ones(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
@@ -248,6 +223,7 @@ def _check_one(
             f"of {dtype} on {device} with shape {list(shape)}. Group parameters by device and by "
             "the dtypes of weights and gradients; keep moments and step counts in fp32 there."
         )
+    # As of meta and fake tensors: the kernel would write to address 0.
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(
             f"Passed `{name}` without memory of its own ({type(tensor).__name__}). The fused step "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["as_written", "class_names", "select_modules"]
+__all__ = ["as_written", "class_names", "find_modules", "select_modules"]
 
 # Their statistics, and weights near 1 whose updates half would round away.
 _NORM_TYPES = (
@@ -36,8 +36,7 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 
     A look-alike of a norm is told by the name of its class, as Hugging Face models bring a class
     each (`T5LayerNorm`, `LlamaRMSNorm`), and only if its own parameters are vectors and nothing
-    but norms inside it has others: the linear layer of an `AdaLayerNorm` is not in the group, the
-    norm inside it is, and a `LayerNormLSTM` is not.
+    but norms inside it has others.
 
     Args:
         root: Where to look; paths start below it.
@@ -57,23 +56,29 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
             f"Passed the modules {names!r}. They must be a sequence of names. Write "
             "`['norm', 'encoder.head']`."
         )
-    paths = dict(root.named_modules(remove_duplicate=False))
-    written = {as_written(path): module for path, module in reversed(paths.items())}
-    chosen: set[nn.Module] = set()
-    for name in names:
-        found = _find(root, written, name)
-        if not found and name != "norm":
-            raise ValueError(_unknown(root, list(written), name))
-        chosen.update(inner for module in found for inner in module.modules())
+    chosen = {
+        inner for name in names for module in find_modules(root, name) for inner in module.modules()
+    }
     return {path: module for path, module in root.named_modules() if module in chosen}
 
 
-def _find(root: nn.Module, written: dict[str, nn.Module], name: str) -> list[nn.Module]:
+def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules that one name stands for, without those inside them.
+
+    Args:
+        root: Where to look; paths start below it.
+        name: As `select_modules` takes them.
+
+    Raises:
+        ValueError: The name stands for nothing; the message lists names that are near.
+    """
     if name == "norm":
         return [module for module in root.modules() if _is_norm(module)]
     found = [module for module in root.modules() if name in class_names(module)]
-    if name and name in written:
-        found.append(written[name])
+    paths = [(as_written(path), m) for path, m in root.named_modules(remove_duplicate=False)]
+    found += [module for path, module in paths if path == name and name][:1]
+    if not found:
+        raise ValueError(_unknown(root, [path for path, _ in paths], name))
     return found
 
 
@@ -83,6 +88,7 @@ def _is_norm(module: nn.Module) -> bool:
     names = [name.lower() for name in class_names(module)]
     if not any(norm in name for norm in _NORM_NAMES for name in names):
         return False
+    # Not by the name alone: an `AdaLayerNorm` has a linear layer, a `LayerNormLSTM` is no norm.
     own = module.parameters(recurse=False)
     vectors = all(is_lazy(p) or sum(size > 1 for size in p.shape) <= 1 for p in own)
     children = [child for child in module.children() if any(True for _ in child.parameters())]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "CLASS_OF",
     "GROUPS",
     "INPUT_ONLY",
     "OpClass",
@@ -25,7 +26,6 @@ __all__ = [
     "autocast_agrees",
     "callables_of",
     "canonical_name",
-    "default_class",
     "follow_changes_of_torch",
     "opened_composites",
 ]
@@ -148,7 +148,7 @@ _INTERNAL_NAMES = {
 }
 # fmt: on
 
-_CLASS_OF: dict[str, OpClass] = {op: group.op_class for group in GROUPS for op in group.ops}
+CLASS_OF: dict[str, OpClass] = {op: group.op_class for group in GROUPS for op in group.ops}
 
 # Longest first; what a name begins with -> what its canonical name begins with.
 _PREFIXES = (
@@ -185,11 +185,6 @@ def canonical_name(name: str) -> str:
         + "Write the name of a function or tensor method, such as 'softmax', "
         "'torch.nn.functional.gelu', 'torch.linalg.norm' or 'aten::bmm'."
     )
-
-
-def default_class(name: str) -> OpClass:
-    """Return the class of the op with this canonical name in the tables above."""
-    return _CLASS_OF.get(name, "given")
 
 
 def callables_of(name: str) -> tuple[Callable[..., Any], ...]:
@@ -280,6 +275,7 @@ def _index() -> dict[str, list[Callable[..., Any]]]:
             if not listed or not callable(function):
                 continue
             name = _alias(prefix + attribute, index)
+            # A cast would make a copy, and an op in place write to that.
             if not name.endswith("_") and not name.startswith("__"):
                 index.setdefault(name, []).append(function)
     return index

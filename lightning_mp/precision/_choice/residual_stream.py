@@ -36,14 +36,10 @@ def find_residual_stream(root: nn.Module) -> ResidualStream:
     """Find the residual streams of the transformers in a model.
 
     A *writer* is told by its path (`wo`, `o_proj`, `c_proj`, `fc2`, `output.dense`, ...) or is an
-    `nn.MultiheadAttention`, which never calls its own `out_proj`: a hook there would see nothing.
-    A *dropper* is a dropout, DropPath or StochasticDepth beside a writer, or beside a module with
-    one inside. A *norm* is told by the name of its class or of a base class. A *block* is a member
-    of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` with a writer and a norm inside, and
-    without another block.
-
-    Dropout called as a function, as in BART, is told by a number among the attributes of the block,
-    such as `dropout=0.1`.
+    `nn.MultiheadAttention`. A *dropper* is a dropout, DropPath or StochasticDepth beside a writer,
+    or beside a module with one inside. A *norm* is told by the name of its class or of a base
+    class. A *block* is a member of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` with a
+    writer and a norm inside, and without another block.
     """
     writers = _writers(root)
     if not writers:
@@ -68,8 +64,10 @@ def find_residual_stream(root: nn.Module) -> ResidualStream:
 
 
 def _writers(root: nn.Module) -> set[nn.Module]:
+    # torch's attention never calls its own `out_proj`: a hook there would see nothing.
     attentions = {m for m in root.modules() if isinstance(m, nn.MultiheadAttention)}
     inside = {inner for m in attentions for inner in m.modules() if inner is not m}
+    # With the dot, so that `fc2` is found as a whole component and not in `myfc2`.
     endings = tuple(f".{name}" for name in _WRITERS)
     return attentions | {
         module
@@ -87,6 +85,7 @@ def _droppers(root: nn.Module, writers: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _dropout_of(block: nn.Module) -> float:
+    """Return the probability of dropout that is called as a function, as in BART."""
     numbers = [
         value
         for name, value in vars(block).items()

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_mp._arguments import check_choice
 from lightning_mp._foreign import ForLightning
+from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim.adam_epsilon import check_setting, guard_adam_epsilon
-from lightning_mp.precision._choice.choices import check_choice
-from lightning_mp.precision._scaling.fp32_accumulation import accumulate_in_fp32
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -36,6 +35,14 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _KEYS = (
     *("MixedPrecision", "FSDPPrecision"),
     *("BalancedAMP", "PureFP16", "FSDPBalancedAMP", "ModelParallelBalancedAMP"),
+)
+
+
+# Of cuBLAS, which may split a long sum of half products and add the parts in half: in fp16 a part
+# above 65504 is inf, and every part is rounded to 11 bits (arXiv:1710.03740, section 3.3).
+_SUMS_IN_HALF = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
 )
 
 
@@ -88,7 +95,7 @@ class ScaledPrecision(Precision, ForLightning):
         self._stepped_manually = False
         self._skip_request: Tensor | None = None
         self._skipped_on_request = False
-        self._handles: list[RemovableHandle] = []
+        self._undo = contextlib.ExitStack()  # what `teardown` does, last things first
 
     @property
     def half_dtype(self) -> torch.dtype:
@@ -115,8 +122,12 @@ class ScaledPrecision(Precision, ForLightning):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepare optimizers, and hold step-wise schedules while steps are skipped."""
         self._optimizers = list(optimizers)
-        self._handles.append(accumulate_in_fp32())
+        for name in _SUMS_IN_HALF:
+            was_allowed = getattr(torch.backends.cuda.matmul, name)
+            self._undo.callback(setattr, torch.backends.cuda.matmul, name, was_allowed)
+            setattr(torch.backends.cuda.matmul, name, False)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
+        # By identity: equality of tensors compares values.
         self._names = {id(p): name for name, p in bare.named_parameters()}
         if isinstance(model, DistributedDataParallel):
             self._reduce(model)
@@ -142,24 +153,24 @@ class ScaledPrecision(Precision, ForLightning):
                     "first-order optimizer, or `BalancedAMP(half='bf16')`."
                 )
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not all wrappers have it
-                self._handles.append(optimizer.register_step_pre_hook(self._check_stepping))
-        guard = functools.partial(guard_adam_epsilon, ignore=self._safe_halves())
+                self._undo.callback(optimizer.register_step_pre_hook(self._check_stepping).remove)
         try:
-            self._handles += guard(optimizer, self.adam_epsilon, name_of=self._name_of)
+            handles = guard_adam_epsilon(
+                optimizer, self.adam_epsilon, ignore=self._safe_halves(), name_of=self._name_of
+            )
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
+        for handle in handles:
+            self._undo.callback(handle.remove)
 
-    def _safe_halves(self) -> set[Tensor]:
+    def _safe_halves(self) -> Container[Tensor]:
         """Return the half parameters that optimizers step in fp32."""
         return set()
 
     @override
     def teardown(self) -> None:
         """Leave the model as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.inf_clamp.remove()
+        self._undo.close()
         self._unscaled.clear()
         self._optimizers.clear()
         self._names.clear()
@@ -170,10 +181,8 @@ class ScaledPrecision(Precision, ForLightning):
     @override
     @contextlib.contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run a training step; with manual optimization, move the loss scale at its end.
-
-        Several optimizers that step in one batch so meet one loss scale.
-        """
+        """Run a training step; with manual optimization, move the loss scale at its end."""
+        # At its end, so that several optimizers that step in one batch meet one loss scale.
         is_inner, self._in_step = self._in_step, True  # `InfCLStrategy` replays towers in a step
         try:
             with super().train_step_context():
@@ -223,11 +232,13 @@ class ScaledPrecision(Precision, ForLightning):
     ) -> Any:
         """Run the closure, then step with unscaled gradients, or skip the step."""
         self._skipped_on_request = False
+        # With a scaler the gradients must be unscaled between closure and step.
         if self.scaler is None and self._steps_in_place:
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
             return None  # `training_step` returned None, and no accumulated batch has gradients
+        # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
         found_inf = self._unscale(optimizer)
         self._after_closure(model, optimizer)
         if self._decide(optimizer, found_inf):
@@ -237,7 +248,7 @@ class ScaledPrecision(Precision, ForLightning):
             hold_global_step(model)
         if model.automatic_optimization:
             self._update_scale()
-        else:
+        else:  # other optimizers may follow in this step
             self._stepped_manually = True
         return result
 
@@ -310,6 +321,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Return whether to step."""
         request, self._skip_request = self._skip_request, None
         is_unwanted = self._skipped_on_request = False
+        # One copy for both flags: each would be a host sync.
         if request is not None and found_inf is not None:
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
         if request is not None:
@@ -329,6 +341,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Move the loss scale, and with it the gradients that wait for a later step."""
         if self.scaler is None:
             return
+        # Of optimizers that did not step now, as in a GAN: theirs are in the old scale.
         parameters = (p for each in self._optimizers for p in self.main_params(each))
         self._unscaled.follow(self.scaler.update(), parameters)
 
@@ -355,7 +368,7 @@ class ScaledPrecision(Precision, ForLightning):
         """Yield gradients under the names of the model's parameters."""
         for p in self.main_params(optimizer):
             if p.grad is not None:
-                yield self._name_of(p), p.grad
+                yield self._name_of(p), local_shard(p.grad)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

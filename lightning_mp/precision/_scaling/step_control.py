@@ -18,7 +18,7 @@ class HeldSchedule(LRSchedulerConfig):
 
     Lightning advances step-wise schedules after every optimizer step, also after one that a loss
     scaler skipped (Lightning#5558, #16228): a warm-up of 100 steps that overflows for its first 30
-    has warmed up for 70. It asks whether `(batch_idx + 1) % frequency == 0`.
+    has warmed up for 70.
     """
 
     def __init__(self, config: LRSchedulerConfig, is_held: Callable[[], bool]) -> None:
@@ -30,6 +30,7 @@ class HeldSchedule(LRSchedulerConfig):
     @property
     def frequency(self) -> int:
         """Batches between two steps of the schedule."""
+        # Lightning asks whether `(batch_idx + 1) % frequency == 0`.
         return sys.maxsize if self.interval == "step" and self._is_held() else self._frequency
 
     @frequency.setter

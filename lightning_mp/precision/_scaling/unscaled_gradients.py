@@ -15,8 +15,7 @@ class UnscaledGradients:
     """Unscales gradients in place and in fp32, and scales them again for a further backward.
 
     A backward adds scaled gradients, a step wants them unscaled, and in between a user may clip,
-    edit or keep them. Those that were unscaled stay so until the next backward: what is still
-    there by then is scaled first, so that both add up to what they would without a loss scale.
+    edit or keep them.
     """
 
     def __init__(self, scaler: LossScaler | None) -> None:
@@ -36,6 +35,7 @@ class UnscaledGradients:
         for p in fresh:
             if p.grad is not None and p.grad.dtype in HALF_DTYPES:
                 p.grad = p.grad.float()
+        # Those without a gradient too: one that a user sets now is not scaled.
         self._parameters.update(fresh)
         if self._scaler is None:
             return None
@@ -47,6 +47,7 @@ class UnscaledGradients:
 
     def scale_again(self) -> None:
         """Scale what was unscaled and is still there; call it before every backward."""
+        # So both add up to what they would without a loss scale.
         gradients = _gradients(self._parameters)
         if self._scaler is not None and gradients:
             torch._foreach_mul_(gradients, self._scaler.scale)

@@ -1,6 +1,8 @@
 """A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
+from torch.utils import _pytree
 
 from lightning_mp.precision._choice.op_tables import (
     GROUPS,
@@ -17,7 +19,15 @@ from lightning_mp.precision._choice.op_tables import (
     opened_composites,
 )
 
-__all__ = ["MixedInputs", "cast_at_borders", "cast_floats"]
+__all__ = [
+    "MixedInputs",
+    "cast_at_borders",
+    "cast_floats",
+    "cast_tensors",
+    "compute_in_fp32",
+    "dtypes_of",
+    "outermost",
+]
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
@@ -29,10 +39,44 @@ def cast_floats(data: Any, dtype: torch.dtype) -> Any:
     return apply_to_collection(data, Tensor, cast)
 
 
+def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
+    """Let modules, none of them inside another, compute in fp32 amid autocast, until `undo`.
+
+    Weights in fp32 alone do not help a layer whose output overflows: autocast casts them at every
+    use, and a linear layer that makes 70000 makes inf. What comes out is fp32, as is the residual
+    stream of most models under autocast. Copies of a module compute in fp32 too.
+    """
+    for module in modules:
+        if "forward" not in module.__dict__:
+            # No hooks: `torch.compile` takes the region without autocast into its graph.
+            module.forward = types.MethodType(_forward_in_fp32, module)
+            undo.callback(module.__dict__.pop, "forward", None)
+
+
+def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The first tensor given, as a module may have no parameters.
+    tensors = (t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+    device = next((t.device for t in tensors), None) or next(module.parameters()).device
+    with torch.autocast(device.type, enabled=False):
+        args, kwargs = cast_floats((args, kwargs), torch.float32)
+        return type(module).forward(module, *args, **kwargs)
+
+
+def outermost(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of dotted path -> module that are inside no other one."""
+    for path, module in modules.items():
+        parts = path.split(".")
+        if not any(".".join(parts[:n]) in modules for n in range(1, len(parts))):
+            yield module
+
+
 def cast_at_borders(
-    modules: Iterable[nn.Module], inside: torch.dtype, outside: torch.dtype
-) -> list[RemovableHandle]:
-    """Let modules compute in one dtype amid activations of another; return what ends it."""
+    modules: Iterable[nn.Module],
+    inside: torch.dtype,
+    outside: torch.dtype,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Let modules compute in one dtype amid activations of another, until `undo`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, inside), cast_floats(kwargs, inside)
@@ -40,27 +84,23 @@ def cast_at_borders(
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         return cast_floats(output, outside)
 
-    handles: list[RemovableHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    return handles
+        undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        undo.callback(module.register_forward_hook(leave).remove)
 
 
 class MixedInputs(TorchFunctionMode):
     """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
 
-    Buffers stay in fp32: half keeps 11 bits of a table of frequencies, and counts no further than
-    2048. What is added to an fp32 table is fp32 too, and a product with half weights refuses that.
-    Here the inputs of products, attention, recurrent cells and norms become half, and those of the
-    functions that autocast promotes, such as `grid_sample`, become fp32; if all are of one dtype
-    they stay as they are.
+    Buffers stay in fp32, what is added to an fp32 table is fp32 too, and a product with half
+    weights refuses that. Here the inputs of products, attention, recurrent cells and norms become
+    half, and those of the functions that autocast promotes, such as `grid_sample`, become fp32.
     """
 
     def __init__(self, half: torch.dtype) -> None:
         super().__init__()
         self.half = half
-        self.narrowed, self.widened = _names_of("half", "norm") | _KERNELS, _names_of("promote")
+        self.wanted = _wanted_dtypes(half)
         self.opened = opened_composites()
         self.names_opened = frozenset(function.__name__ for function in self.opened)
         follow_changes_of_torch()
@@ -77,38 +117,49 @@ class MixedInputs(TorchFunctionMode):
         if name in self.names_opened and func in self.opened:
             with self:
                 return self.opened[func](*args, **kwargs)
-        if name in self.narrowed or name in self.widened:
-            dtypes = _dtypes_of([*args, *kwargs.values()])
-            if self.half in dtypes and torch.float32 in dtypes:
-                dtype = self.half if name in self.narrowed else torch.float32
-                args = tuple(self._cast(each, dtype) for each in args)
-                kwargs = {key: self._cast(value, dtype) for key, value in kwargs.items()}
+        dtype = self.wanted.get(name)
+        if dtype is not None and len(dtypes_of((args, kwargs), self._is_castable)) == 2:
+            args = cast_tensors(args, dtype, self._is_castable)
+            kwargs = cast_tensors(kwargs, dtype, self._is_castable)
         return func(*args, **kwargs)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.dtype in (self.half, torch.float32) else value
-        if isinstance(value, list | tuple):
-            cast = [self._cast(each, dtype) for each in value]
-            return cast if isinstance(value, list) else tuple(cast)
-        return value
+    def _is_castable(self, value: Tensor) -> bool:
+        return value.dtype in (self.half, torch.float32)
 
 
-# What torch's own transformers call in evaluation.
-_KERNELS = frozenset({"_native_multi_head_attention", "_transformer_encoder_layer_fwd"})
+@lru_cache(maxsize=2)
+def _wanted_dtypes(half: torch.dtype) -> dict[str, torch.dtype]:
+    """Return what mixed inputs become, by the names of functions."""
+    # What torch's own transformers call in evaluation.
+    kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+    of_class = {"half": half, "norm": half, "promote": torch.float32}
+    return dict.fromkeys(kernels, half) | {
+        function.__name__: of_class[group.op_class]
+        for group in GROUPS
+        if group.op_class in of_class
+        for op in group.ops
+        for function in callables_of(op)
+    }
 
 
-@lru_cache(maxsize=4)
-def _names_of(*classes: str) -> frozenset[str]:
-    ops = [op for group in GROUPS if group.op_class in classes for op in group.ops]
-    return frozenset(function.__name__ for op in ops for function in callables_of(op))
+def cast_tensors(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
+    """Cast those tensors in tuples, lists and dicts that are castable."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is not dtype and is_castable(value) else value
+    if isinstance(value, (list, tuple)):  # a union of types would take longer, for every leaf
+        cast = [cast_tensors(each, dtype, is_castable) for each in value]
+        return cast if isinstance(value, list) else tuple(cast)
+    if isinstance(value, dict):
+        return {key: cast_tensors(each, dtype, is_castable) for key, each in value.items()}
+    return value
 
 
-def _dtypes_of(values: Iterable[Any]) -> set[torch.dtype]:
+def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dtype]:
+    """Return the dtypes of those tensors in tuples, lists and dicts that are castable."""
+    if isinstance(value, Tensor):
+        return {value.dtype} if is_castable(value) else set()
     dtypes: set[torch.dtype] = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            dtypes.add(value.dtype)
-        elif isinstance(value, list | tuple):
-            dtypes |= _dtypes_of(value)
+    if isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            dtypes |= dtypes_of(each, is_castable)
     return dtypes

@@ -24,11 +24,9 @@ _AVERAGES = tuple(
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps another one, such as Lookahead or ZeroRedundancyOptimizer.
-
-    The inner one would step parameters that are not the ones of the outer one's groups, and its
-    state would stay behind when fp32 stand-ins take the place of half weights.
-    """
+    """Refuse an optimizer that steps another one, such as Lookahead or ZeroRedundancyOptimizer."""
+    # When fp32 stand-ins take the place of half weights in the groups of the outer one, the inner
+    # one would go on with half weights, and its state would stay behind.
     for name, value in vars(optimizer).items():
         inner = next(_optimizers_in(value), None)
         if inner is not None:

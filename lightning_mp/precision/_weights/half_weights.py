@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.numerics.split_weights import join_weight, split_weight
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
+from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
 __all__ = ["HalfWeights", "WriteBack"]
@@ -45,19 +46,12 @@ class HalfWeights:
         self._stand_ins: dict[Tensor, nn.Parameter] = {}  # stand-in -> weight, while they stand in
         self._handles: list[RemovableHandle] = []
 
-    def __len__(self) -> int:
-        return len(self._residuals)
-
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._residuals
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
         # A copy of the model, such as an average, brings its hooks, and is a plain half model.
         return self
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the half weights."""
-        return iter(self._residuals)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight in fp32, with its residual: a new tensor."""
@@ -76,6 +70,7 @@ class HalfWeights:
 
     def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
         residual = self._residuals[parameter]
+        # A model may be moved after `convert`: residuals are no buffers, and follow their weight.
         if residual is not None and residual.device != parameter.device:
             residual = self._residuals[parameter] = residual.to(parameter.device)
         return residual
@@ -83,11 +78,10 @@ class HalfWeights:
     # --- the model -------------------------------------------------------------------------------
 
     def convert(self, module: nn.Module, keep_fp32: Iterable[nn.Module] = ()) -> None:
-        """Turn a model's fp32 parameters into half weights, in place.
+        """Turn a model's fp32 parameters into half weights, in place, so that tied ones stay tied.
 
-        Parameters keep their identity, so tied weights stay tied; one that a module of `keep_fp32`
-        shares stays in fp32. Checkpoints of the model hold fp32 values, and loading one writes
-        weights and residuals.
+        One that a module of `keep_fp32` shares stays in fp32. Checkpoints of the model hold fp32
+        values, and loading one writes weights and residuals.
         """
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
@@ -128,20 +122,21 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
-        """Put fp32 parameters in the place of a module's half weights, and take back their values.
-
-        The half weights themselves stay as they are: DDP's hooks hang on them, and would be lost if
-        their dtype changed.
-        """
-        shown: dict[nn.Parameter, nn.Parameter] = {}
-        places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter in self._residuals:
-                    places.append((owner, name, parameter))
+        """Put fp32 parameters in the place of half weights, and take back their values."""
+        # The half weights stay as they are: DDP's hooks hang on them, and would be lost if their
+        # dtype changed.
+        shown = {
+            parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
+            for parameter in module.parameters()
+            if parameter in self._residuals
+        }
+        places = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter in shown
+        ]
         for owner, name, parameter in places:
-            if parameter not in shown:
-                shown[parameter] = nn.Parameter(self.read(parameter), parameter.requires_grad)
             owner._parameters[name] = shown[parameter]
         try:
             yield
@@ -179,30 +174,26 @@ class HalfWeights:
             if parameter.grad is not None and parameter.grad.dtype != self.half:
                 parameter.grad = parameter.grad.to(self.half)
 
-    def broadcast(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
+    def broadcast(self) -> None:
         """Give all ranks the residuals of the first; DDP does so for the weights alone."""
         for parameter in self._residuals:
             residual = self._residual_of(parameter)
             if residual is not None:
-                torch.distributed.broadcast(residual, group_src=0, group=process_group)
+                torch.distributed.broadcast(residual, group_src=0)
 
     # --- the optimizers --------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer load its state in fp32, and widen the state that it has already.
-
-        `Optimizer.load_state_dict` casts states to the dtype of their parameter, which would leave
-        Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals kept here.
-        """
+        """Let an optimizer load its state in fp32, and widen the state that it has already."""
+        # `Optimizer.load_state_dict` casts states to the dtype of their parameter, which would
+        # leave Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._share))
             return
         for parameter, state in optimizer.state.items():
             if parameter in self._residuals:
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.dtype == self.half:
-                        state[name] = value.float()
+                widen_state(state)
         self._handles += [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._swap_out),
@@ -210,10 +201,8 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`.
-
-        Groups are read anew each time, so parameters may join at any time.
-        """
+        """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`."""
+        # Groups are read anew each time, so parameters may join at any time.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
             yield
@@ -224,6 +213,7 @@ class HalfWeights:
                 if parameter.grad is not None:
                     stand_in.grad = parameter.grad.float()
             yield
+            # After an exception weights stay as they were.
             self._round(optimizer)
         finally:
             self._swap_out(optimizer)
@@ -248,7 +238,7 @@ class HalfWeights:
             parameter = self._stand_ins.get(stand_in)
             if parameter is not None:
                 residual = self._residual_of(parameter)
-                residuals = None if residual is None else [residual]
+                residuals = [] if residual is None else [residual]
                 seed = mix_seed(self.writes, index)
                 values = [stand_in.detach()]
                 round_weights([parameter], residuals, values, self.write_back, seed)

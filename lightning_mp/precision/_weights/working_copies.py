@@ -49,7 +49,7 @@ class _Copy:
         self.owner = weakref.ref(parameter, forget)
         self.half = torch.empty_like(parameter, dtype=half, requires_grad=False)
         self.device_type = parameter.device.type
-        self.stamp: tuple[int, int] | None = None
+        self.stamp: tuple[int, int] | None = None  # version and address of the parameter
 
     def fits(self, parameter: nn.Parameter) -> bool:
         return self.half.shape == parameter.shape and self.half.device == parameter.device
@@ -140,11 +140,9 @@ class WorkingCopies:
         return module in self._kept or isinstance(module, _READS_ELSEWHERE) or not owns
 
     def _replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """Replace `forward` on the instance.
-
-        Not by hooks: those of the user then see the model at rest, and whatever calls `forward`
-        itself is served too. A method is bound anew when its module is copied.
-        """
+        """Replace `forward` on the instance."""
+        # Not by hooks: those of the user then see the model at rest, and whatever calls `forward`
+        # itself is served too. A method is bound anew when its module is copied.
         original = module.__dict__.get("forward")
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -192,6 +190,7 @@ class WorkingCopies:
             return []
         with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
             entries = [entry for module in modules for entry in self._entries(module)]
+            # Without grad copies serve as they are: no node, and nothing to give back.
             stand_ins = {id(p): copy.half for _, _, p, copy in entries}
             if torch.is_grad_enabled():  # one node for all, tied weights once
                 trained = {id(p): p for _, _, p, _ in entries if p.requires_grad}
@@ -268,6 +267,7 @@ class WorkingCopies:
         """
         if parameters is None:
             copies = list(self._copies.values())
+            # At steps 1, 2, 4, 8, ...: comparing weights costs a host sync on a GPU.
             self._refreshes += 1
             self._is_probing = self._refreshes & (self._refreshes - 1) == 0
         else:
@@ -287,6 +287,7 @@ class WorkingCopies:
     def _take_write(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
         """Take over what a forward has written into its weight, and no other element's rounding."""
         written = stand_in.detach()
+        # Elements that were not written keep the bits that half lacks.
         is_same = written == parameter.to(self.half)
         parameter.copy_(torch.where(is_same, parameter, written.to(parameter.dtype)))
         copy = self._copies[id(parameter)]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mp.numerics import moments
-from lightning_mp.numerics.moments import (
+from lightning_mp.callbacks._rules import moments
+from lightning_mp.callbacks._rules.moments import (
     EXPONENTS,
     REDUCTIONS,
     merge_moments,

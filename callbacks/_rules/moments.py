@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.shards import local_shard
-from lightning_mp.numerics.tensor_stats import stored_values
+from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 
 __all__ = ["EXPONENTS", "REDUCTIONS", "merge_moments", "reduced", "tensor_moments"]
 
@@ -32,8 +31,6 @@ def tensor_moments(
 ) -> Tensor:
     """Return the moments of a tensor, without waiting for its device.
 
-    In float64, as the fourth power of a gradient of 1e-12 underflows in fp32.
-
     Args:
         tensor: Of any floating dtype; of a DTensor its local shard, of a sparse one what is stored.
         unscale: Multiplies the values.
@@ -43,6 +40,7 @@ def tensor_moments(
         moments_K: float64, on the device of the tensor; on the CPU where it has no float64. Values
             that are not finite are counted and otherwise left out.
     """
+    # In float64, as the fourth power of a gradient of 1e-12 underflows in fp32.
     values = stored_values(local_shard(tensor).detach()).reshape(-1)
     if values.device.type == "mps":
         values = values.cpu()
@@ -59,6 +57,7 @@ def _block_moments(values: Tensor, unscale: float | Tensor, histogram: bool) -> 
     x = torch.where(is_finite, x, 0)
     count = is_finite.sum()
     mean = x.sum() / count.clamp(min=1)
+    # About the mean, as E[x^2] - mean^2 would cancel where the mean is large.
     apart = torch.where(is_finite, x - mean, 0)
     square = apart.square()
     powers = [square.sum(), torch.dot(square, apart), torch.dot(square, square)]
@@ -111,7 +110,7 @@ def reduced(moments_NK: Tensor, names: Sequence[str]) -> dict[str, npt.NDArray[n
     n, mean, m2, _, m4, absmax, _ = moments[:, :_MOMENTS].T
     with np.errstate(divide="ignore", invalid="ignore"):
         of = {
-            "norm": np.sqrt(m2 + n * mean**2) + 0 / n,
+            "norm": np.sqrt(m2 + n * mean**2) + 0 / n,  # NaN without values
             "rms": np.sqrt(m2 / n + mean**2),
             "mean": mean + 0 / n,
             "std": np.sqrt(m2 / n),
