@@ -35,7 +35,6 @@ __all__ = [
     "loss_bytes",
     "loss_flops",
     "our_features_bytes",
-    "peak_bytes",
 ]
 
 GIB = 2**30
@@ -100,13 +99,6 @@ def loss_bytes(
     features = INF_CL_FEATURES_LARGE if large else INF_CL_FEATURES
     matrices = CROSS_GPU_MATRICES * rank_batch**2 if method == CROSS_GPU else 0.0
     return FP32 * (matrices + features * rank_batch * width)
-
-
-def peak_bytes(
-    *, data: float, features: float, static: float, loss: float, backbone: float
-) -> float:
-    """Return what a rank holds at its peak."""
-    return data + features + static + max(loss, backbone)
 
 
 def host_bytes(

@@ -14,7 +14,7 @@ from lightning_mp.plan import formulas, paper
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import DENSE, INF_CL, LOCAL, OURS
-from lightning_mp.plan.picture import COLORS
+from lightning_mp.plan.table import COLORS
 from lightning_mp.reproduce.inf_cl.losses import METHODS
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
 from lightning_mp.reproduce.ranks import on_ranks
