@@ -20,7 +20,17 @@ from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import GIB
 from lightning_mp.plan.table import aligned
 
-__all__ = ["Cell", "all_cells", "figures", "largest_batch", "loss_gib", "paper_lines", "peak_gib"]
+__all__ = [
+    "Cell",
+    "all_cells",
+    "figures",
+    "largest_batch",
+    "loss_gib",
+    "pairs",
+    "paper_lines",
+    "peak_gib",
+    "table1_cells",
+]
 
 K = 1024
 # An fp32 image and int64 tokens, as the paper's code has them.
@@ -129,7 +139,8 @@ def largest_batch(method: str, ranks: int, subject: str) -> int:
     )
 
 
-def _batch(label: str) -> int:
+def pairs(label: str) -> int:
+    """Return the number of pairs that a table calls "64k"."""
     return int(label.rstrip("k")) * K
 
 
@@ -143,19 +154,23 @@ FITTED_LOSSES = {
 }
 
 
-def _table1() -> Iterator[Cell]:
+def table1_cells() -> Iterator[tuple[str, int, str, str, float, float]]:
+    """Yield the rows of Table 1: machine, ranks, method, batch, memory of the loss and peak."""
     for machine, methods in figures()["table1_loss_peak_GB_ViT-L/14_AdamW_accum128"].items():
-        ranks = int(machine.partition("x")[0])
         for method, cells in methods.items():
             for size, (loss, peak) in cells.items():
-                batch, label = _batch(size), f"{machine} {method} {size}"
-                note = "fitted" if (machine, method, size) in FITTED_LOSSES else ""
-                predicted = loss_gib(method, batch, ranks, L14_WIDTH)
-                yield Cell("Table 1, loss, GB", label, loss, predicted, note)
-                offload = "offload" in method
-                predicted = peak_gib(method, batch, ranks, offload=offload)
-                note = "fitted" if method.startswith("Inf-CL") else ""
-                yield Cell("Table 1, peak, GB", label, peak, predicted, note)
+                yield machine, int(machine.partition("x")[0]), method, size, loss, peak
+
+
+def _table1() -> Iterator[Cell]:
+    for machine, ranks, method, size, loss, peak in table1_cells():
+        batch, label = pairs(size), f"{machine} {method} {size}"
+        note = "fitted" if (machine, method, size) in FITTED_LOSSES else ""
+        predicted = loss_gib(method, batch, ranks, L14_WIDTH)
+        yield Cell("Table 1, loss, GB", label, loss, predicted, note)
+        predicted = peak_gib(method, batch, ranks, offload="offload" in method)
+        note = "fitted" if method.startswith("Inf-CL") else ""
+        yield Cell("Table 1, peak, GB", label, peak, predicted, note)
 
 
 def _table2() -> Iterator[Cell]:
@@ -199,14 +214,14 @@ def _table4() -> Iterator[Cell]:
 
 def _figure4() -> Iterator[Cell]:
     figure = figures()["fig4_ViT-L/14_8xA800"]
-    pairs = figures()["claims"]["LAION400M_used"]
+    epoch = figures()["claims"]["LAION400M_used"]
     for method, cells in figure["iter_s"].items():
         for size, seconds in cells.items():
             label = f"{method} {size}"
             note = "fitted" if label == "Inf-CL 32k" else ""
-            predicted = SECONDS_PER_PAIR * _batch(size)
+            predicted = SECONDS_PER_PAIR * pairs(size)
             yield Cell("Figure 4, iteration, s", label, seconds, predicted, note)
-            hours = formulas.epoch_hours(pairs, _batch(size), seconds)
+            hours = formulas.epoch_hours(epoch, pairs(size), seconds)
             paper = figure["epoch_h"][method][size]
             yield Cell("Figure 4, epoch, h", label, paper, hours, "from its own seconds")
 

@@ -29,7 +29,7 @@ from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.reproduce._characters import CHARACTERS, draw
 from lightning_mp.reproduce._fit import Batch, Classifier, Outcome, fit
 from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
 from lightning_mp.reproduce.ranks import on_ranks
 
 __all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "gpus", "ladder", "train"]
@@ -201,7 +201,7 @@ def ladder(out: Output) -> None:
     on_cpu = scene.device == "cpu"
     seeds = [(rung, 0) for rung in LADDER]
     seeds.insert(1, (replace(LADDER[0], name="the same from another seed"), 1))
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     losses: dict[str, Sequence[float]] = {}
     for rung, seed in out.progress(seeds, "rungs"):
         outcome = train(scene, rung, scene.batches(rung, scene.steps), seed=seed)
@@ -210,28 +210,26 @@ def ladder(out: Output) -> None:
         flops = flops_of(scene, rung)
         seconds = statistics.median(outcome.step_seconds) if outcome.step_seconds else None
         rate = None if on_cpu or seconds is None else scene.batch / seconds
-        first = rows[0]["loss"] if rows else loss
         rows.append(
             {
                 "rung": rung.name,
                 "gflops_an_image": flops / 1e9,
                 "images_a_second": rate,
                 "times_O1": None,
-                "epoch_h": None if rate is None else _IMAGENET / rate / 3600,
-                "tflops_a_chip": None if rate is None else rate * flops / 1e12,
+                "epoch_h": rate and _IMAGENET / rate / 3600,
+                "tflops_a_chip": rate and rate * flops / 1e12,
                 "peak_mib": (_peak(scene, rung, outcome) or 0) / 2**20,
                 "loss": loss,
-                "of_the_first": loss / float(first) - 1,  # type: ignore[arg-type]
+                "of_the_first": loss / (rows[0]["loss"] if rows else loss) - 1,
                 "skipped": outcome.skipped_steps,
                 "kind": MEASURED,
             }
         )
     base = next(row["images_a_second"] for row in rows if row["rung"] == "O1")
     for row in rows:
-        row["times_O1"] = base and float(row["images_a_second"]) / float(base)  # type: ignore[arg-type]
-    printed = [
-        dict.fromkeys(rows[0])
-        | {"rung": name, "times_O1": times, "epoch_h": hours, "kind": PRINTED}
+        row["times_O1"] = base and row["images_a_second"] / base
+    printed: list[Row] = [
+        {"rung": name, "times_O1": times, "epoch_h": hours, "kind": PRINTED}
         for name, (times, hours) in _METAS_LADDER.items()
     ]
     verdict = "no verdict on speed: this is a CPU" if on_cpu else "measured on one chip"
@@ -240,9 +238,9 @@ def ladder(out: Output) -> None:
     title = f"The ladder, {scene.steps} steps of {scene.batch} {sizes}; {verdict}"
     out.table("ladder", [*rows, *printed], title)
     with out.picture("ladder", 2, f"Meta's ladder: {sizes}; {verdict}") as (left, right):
-        names = [str(row["rung"]) for row in rows]
         column = "peak_mib" if on_cpu else "images_a_second"
-        left.barh(names[::-1], [float(row[column]) for row in rows[::-1]])  # type: ignore[arg-type]
+        bars = {row["rung"]: row[column] for row in rows[::-1]}
+        left.barh([*bars], [*bars.values()])
         left.set(xlabel="peak MiB of a step" if on_cpu else "images a second")
         for index, (name, found) in enumerate(losses.items()):
             width = max(1, len(found) // 25)
@@ -276,37 +274,37 @@ def chips(out: Output) -> None:
     most = 2 if on_cpu else torch.cuda.device_count()
     counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
     rungs = [rung for rung in LADDER if rung.name in ("O1", "batch second", "FSDP")]
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
+    columns = "rung", "chips", "tflops_a_chip", "times_O1", "mib_sent_a_step", "kind"
     for rung in rungs:
         with torch.device("meta"):
             weights = sum(p.numel() for p in scene.model(rung).parameters())
         for count in out.progress(counts, f"{rung.name}, chips"):
             steps = 2 if out.fast else 12
             seconds = max(on_ranks(_seconds_on_rank, count, scene, rung, steps))
-            row = {"rung": rung.name, "chips": count}
-            row |= {"tflops_a_chip": scene.batch * flops_of(scene, rung) / seconds / 1e12}
-            rows.append({**row, "times_O1": None, "mib_sent_a_step": None, "kind": MEASURED})
+            tflops = scene.batch * flops_of(scene, rung) / seconds / 1e12
+            figures = rung.name, count, tflops, None, None, MEASURED
+            rows.append(dict(zip(columns, figures, strict=True)))
         for count in (1, 2, 4, 8, 16, 32, 64):
             share = (count - 1) / count
             # A ring all-reduce sends each gradient twice; FSDP gathers half weights twice, and
             # scatters the sums of fp32 gradients once.
             sent = 2 * 4 * share if "FSDP" not in rung.precision else (2 * 2 + 4) * share
-            row = {"rung": rung.name, "chips": count, "tflops_a_chip": None, "times_O1": None}
-            rows.append({**row, "mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED})
+            computed = {"mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED}
+            rows.append({"rung": rung.name, "chips": count} | computed)
     measured = [row for row in rows if row["kind"] == MEASURED and not on_cpu]
-    base: Any = {row["chips"]: row["tflops_a_chip"] for row in measured if row["rung"] == "O1"}
+    base = {row["chips"]: row["tflops_a_chip"] for row in measured if row["rung"] == "O1"}
     for row in measured:
-        row["times_O1"] = row["tflops_a_chip"] / base[row["chips"]]  # type: ignore[operator]
+        row["times_O1"] = row["tflops_a_chip"] / base[row["chips"]]
     count, times = _METAS_CHIPS
-    printed = {"rung": "all of Meta's", "chips": count, "times_O1": times, "kind": PRINTED}
-    rows.append(dict.fromkeys(rows[0]) | printed)
+    rows.append({"rung": "all of Meta's", "chips": count, "times_O1": times, "kind": PRINTED})
     verdict = "no verdict: ranks share a CPU" if on_cpu else "each rank on its own"
     out.table("chips", rows, f"Throughput by chips ({verdict}), and bytes by formula")
     with out.picture("chips", 2, "Scaling") as (left, right):
         for index, rung in enumerate(rungs):
             own = [row for row in rows if row["rung"] == rung.name]
             for axes, column in ((left, "tflops_a_chip"), (right, "mib_sent_a_step")):
-                points = [(row["chips"], row[column]) for row in own if row[column] is not None]
+                points = [(row["chips"], row[column]) for row in own if row.get(column) is not None]
                 style = {"label": rung.name, "linewidth": _width(index, rungs)}
                 axes.plot(*zip(*points, strict=True), "o-", **style)
         left.set(title=f"measured; {verdict}", ylabel="TFLOP/s a chip", ylim=(0, None))
@@ -345,4 +343,4 @@ def gpus(out: Output) -> None:
         axes.set(xlabel="times a V100 SXM2")
 
 
-PARTS: dict[str, Callable[[Output], None]] = {"ladder": ladder, "chips": chips, "gpus": gpus}
+PARTS = {part.__name__: part for part in (ladder, chips, gpus)}

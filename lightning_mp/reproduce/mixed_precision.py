@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mp import BalancedAMP, InfClamp, LossScaleConfig, PureFP16, SafeAdamW
 from lightning_mp.numerics.floats import largest_flushed, smallest_overflowing
 from lightning_mp.reproduce._fit import scale_of, train
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output, Row
 
 __all__ = ["PARTS", "adam", "curves", "histogram", "scale", "t5", "zeros"]
 
@@ -133,7 +133,7 @@ def histogram(out: Output) -> None:
     flushed, overflow = math.log2(largest_flushed(FP16)), math.log2(smallest_overflowing(FP16))
     headroom = overflow - 1 - float(logs.max())  # one bit for what training has not shown yet
     scale = 2.0 ** math.floor(headroom)
-    rows = []
+    rows: list[Row] = []
     for name, shift in (("as they are", 0.0), ("times the suggested scale", math.log2(scale))):
         moved = logs + shift
         shares = {
@@ -146,9 +146,9 @@ def histogram(out: Output) -> None:
     with out.picture("histogram", 1, "Gradients and fp16's window") as (axes,):
         bins = range(math.floor(float(logs.min())) - 1, math.ceil(overflow) + 2)
         for row, color in zip(rows, ("tab:blue", "tab:orange"), strict=True):
-            shifted = (logs + math.log2(float(row["scale"]))).numpy()  # type: ignore[arg-type]
-            label = f"{row['gradients']} (2^{math.log2(float(row['scale'])):g})"  # type: ignore[arg-type]
-            axes.hist(shifted, bins=[*bins], alpha=0.55, label=label, color=color)
+            shift = math.log2(row["scale"])
+            label = f"{row['gradients']} (2^{shift:g})"
+            axes.hist((logs + shift).numpy(), bins=[*bins], alpha=0.55, label=label, color=color)
         axes.axvspan(axes.get_xlim()[0], flushed, color="0.8", zorder=0, label="zero in fp16")
         axes.axvspan(flushed, math.log2(_TINY), color="0.92", zorder=0, label="subnormal")
         axes.axvline(math.log2(_HUGE), color="tab:red", label="fp16's largest")
@@ -165,13 +165,11 @@ def scale(out: Output) -> None:
     trained(model, BalancedAMP(half="fp16", loss_scale=config), steps)
     scales = [config.init_scale, *model.scales]
     falls = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
-    row: dict[str, object] = {"steps": len(model.scales), "skipped": len(falls)}
-    row |= {"first": scales[0]}
+    row: Row = {"steps": len(model.scales), "skipped": len(falls), "first": scales[0]}
     row |= {"lowest": min(scales), "highest": max(scales), "last": scales[-1], "kind": MEASURED}
     out.table("scale", [row], f"Loss scale with a growth every {interval} good steps")
-    with out.picture("scale", 1, "Loss scale: half on overflow, double when all is well") as (
-        axes,
-    ):
+    title = "Loss scale: half on overflow, double when all is well"
+    with out.picture("scale", 1, title) as (axes,):
         axes.step(range(len(scales)), scales, where="post", label="loss scale")
         axes.plot(falls, [scales[i] for i in falls], "v", color="tab:red", label="step skipped")
         axes.set(xlabel="step", ylabel="loss scale", yscale="log")
@@ -238,7 +236,7 @@ def adam(out: Output) -> None:
             params, clip_update_rms=1.0, **options
         ),
     }
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for name, make in makers.items():
         weight = torch.zeros(64, requires_grad=True)
         optimizer = make([weight])
@@ -295,9 +293,8 @@ def zeros(out: Output) -> None:
         for name, run in runs.items()
     ]
     out.table("zeros", rows, "Share of gradients that are exactly 0")
-    with out.picture(
-        "zeros", 2, "Without a loss scale most gradients are zero, and little is learned"
-    ) as panels:
+    title = "Without a loss scale most gradients are zero, and little is learned"
+    with out.picture("zeros", 2, title) as panels:
         for name, run in runs.items():
             panels[0].plot(run.zero_shares, label=name)
             panels[1].plot(run.losses, label=name)
@@ -308,11 +305,4 @@ def zeros(out: Output) -> None:
         panels[1].legend()
 
 
-PARTS: dict[str, Callable[[Output], None]] = {
-    "curves": curves,
-    "histogram": histogram,
-    "scale": scale,
-    "t5": t5,
-    "adam": adam,
-    "zeros": zeros,
-}
+PARTS = {part.__name__: part for part in (curves, histogram, scale, t5, adam, zeros)}

@@ -161,7 +161,7 @@ def test_loss_on_ranks_allocates_what_formulas_say() -> None:
     ranks = memory.RANKS
     found = dict(zip(memory.METHODS, run_ranks(_peaks_on_a_rank, ranks)[0], strict=True))
     for method, measured in found.items():
-        predicted = formulas.loss_bytes(method, 256 * ranks, ranks, 64, memory.WORKSPACE)
+        predicted = formulas.loss_bytes(method, 256 * ranks, ranks, 64, memory.MANY_TILES)
         # The peers' matrices are 4 of b x B or B x B, and a temporary more or less of one; ours is
         # what the loss promises, and at least its gradients.
         matrix = {"dense (CLIP)": 4 * 1024**2, "local (OpenCLIP)": 4 * 256 * 1024}.get(method, 0)
