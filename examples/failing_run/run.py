@@ -69,7 +69,6 @@ class Network(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a number for each row of 8."""
         x = self.stem_norm(self.stem(x))
         for block in self.blocks:
             x = x + block(x)
@@ -100,7 +99,6 @@ class FailingRun(pl.LightningModule):
         return [x, 100 * y if is_bad else y]
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the error, squared."""
         loss = F.mse_loss(self.network(batch[0]).float(), batch[1].float())
         self.losses[batch_idx] = float(loss.detach())  # `NonFiniteLocator` runs some steps twice
         return loss
@@ -112,13 +110,11 @@ class FailingRun(pl.LightningModule):
                 self.network.stem.weight.mul_(65504 ** (1 / (0.3 * self.steps)))
 
     def configure_optimizers(self) -> Optimizer:
-        """Return the optimizer."""
         if self.is_safe:
             return SafeAdamW(self.parameters(), lr=3e-3, clip_update_rms=1.0)
         return AdamW(self.parameters(), lr=3e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the batches in order."""
         batches = [self.batch(index) for index in range(self.steps)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
@@ -132,12 +128,10 @@ class Progress(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move on by a step."""
         self.bar.set_postfix(loss=f"{pl_module.losses[batch_idx]:.3g}", refresh=False)
         self.bar.update()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Leave the bar as it is."""
         self.bar.close()
 
 

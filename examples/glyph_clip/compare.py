@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script only this folder is
 
-from examples.glyph_clip.data import GlyphData  # noqa: E402
-from examples.glyph_clip.model import GlyphCLIP  # noqa: E402
-from examples.glyph_clip.report import encode, recall_table  # noqa: E402
-from examples.glyph_clip.run import CHECKPOINT, CONFIG, FAST, OUTPUT, lightning_mp  # noqa: E402
+from examples.glyph_clip.data import GlyphData
+from examples.glyph_clip.model import GlyphCLIP
+from examples.glyph_clip.report import encode, recall_table
+from examples.glyph_clip.run import CHECKPOINT, CONFIG, FAST, OUTPUT, lightning_mp
 
 LOSSES: dict[str, tuple[str, ...]] = {
     "InfoNCE": (),

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-__all__ = ["RowSampler", "TwinFreeSampler"]
-
 
 class TwinFreeSampler(DistributedSampler[Tensor]):
     """Deals rows into batches so that no name comes twice in a *global* batch.

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NameTower", "GlyphTower", "hash_words", "jitter"]
-
 # Empty ground becomes -0.5 and full ink 2: about zero mean and unit variance near a glyph.
 PIXEL_MEAN, PIXEL_GAIN = 0.2, 2.5
 MAX_WORDS = 16
@@ -87,7 +85,6 @@ class GlyphTower(nn.Module):
         self.net = nn.Sequential(*stages, nn.Flatten(), *head)
 
     def forward(self, image_bHW: Tensor) -> Tensor:
-        """Encode a batch."""
         image_b1HW = image_bHW[:, None] / 255  # in the default dtype, which precisions set
         if self.training and self.jitter_strength > 0:
             image_b1HW = jitter(image_b1HW, self.jitter_strength)
@@ -158,7 +155,6 @@ class NameTower(nn.Module):
         )
 
     def forward(self, text_bL: Tensor) -> Tensor:
-        """Encode a batch."""
         word_bS = hash_words(text_bL, self.characters)
         before_bS = F.pad(word_bS[:, :-1], (1, 0))
         # An odd factor, so that a pair in the other order is another number.
