@@ -76,12 +76,7 @@ class Network(nn.Module):
 
 
 class FailingRun(pl.LightningModule):
-    """Learns, until it is hit by a bad batch and then by a stem that grows.
-
-    Args:
-        steps: Of the run; the bad batches come after 0.4 of them, the growth begins after 0.5.
-        is_safe: Whether to step with `SafeAdamW` instead of `AdamW`.
-    """
+    """Learns, until it is hit by bad batches, after 0.4 of its steps, and then by its stem."""
 
     def __init__(self, steps: int, is_safe: bool) -> None:
         super().__init__()
@@ -104,8 +99,8 @@ class FailingRun(pl.LightningModule):
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the stem grow, so that it passes fp16's limit at 0.8 of the run."""
         if batch_idx >= self.steps // 2:
+            # Its outputs pass fp16's limit at 0.8 of the run.
             with torch.no_grad():
                 self.network.stem.weight.mul_(65504 ** (1 / (0.3 * self.steps)))
 
@@ -136,13 +131,7 @@ class Progress(pl.Callback):
 
 
 def train(steps: int, plugins: bool, folder: Path) -> list[float]:
-    """Train once, write the page, and return the loss of every step.
-
-    Args:
-        steps: How long.
-        plugins: Whether with what this package has against failures.
-        folder: Where to write.
-    """
+    """Train once, with the plugins or without, write the page, and return every step's loss."""
     report = InstabilityReport(dirpath=str(folder))
     watching: list[pl.Callback] = [
         LossScaleMonitor(),
@@ -155,13 +144,11 @@ def train(steps: int, plugins: bool, folder: Path) -> list[float]:
     # By its name, `precision="16-mixed"` would be bf16 on a CPU.
     mixed = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     model = FailingRun(steps, is_safe=plugins)
+    off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(off, False),
         plugins=[BalancedAMP(fp32_modules=["norm", "network.stem"]) if plugins else mixed],
         callbacks=[*watching, report, Progress("plugins on" if plugins else "plugins off", steps)],
     )

@@ -24,10 +24,6 @@ class BatchLoader:
     The 33,000 glyphs are one uint8 tensor of 32 MiB, and a batch is one indexing of it:
     worker processes would cost more than they bring.
 
-    Args:
-        table: The glyphs.
-        sampler: Yields the row indices of each batch; Lightning calls its `set_epoch`.
-
     Shapes:
         Yields image ``(b, H, W)`` uint8, text ``(b, L)`` uint8 and name_id ``(b,)`` int32.
     """
@@ -35,7 +31,7 @@ class BatchLoader:
     batch_sampler: None = None  # Lightning looks for it: the sampler itself serves batches
 
     def __init__(self, table: GlyphTable, sampler: RowSampler | TwinFreeSampler) -> None:
-        self.sampler = sampler
+        self.sampler = sampler  # Lightning calls its `set_epoch`
         self._columns = {
             "image": torch.from_numpy(table.images),
             "text": torch.from_numpy(table.codes),
