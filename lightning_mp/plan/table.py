@@ -29,17 +29,13 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
     The first column is aligned to the left, and with `left=2` the last one, of words, too.
     """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            text.ljust(width)
-            if column == 0 or (left == 2 and column == len(row) - 1)
-            else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    columns = list(zip(*rows, strict=True))
+    padded = []
+    for index, column in enumerate(columns):
+        width = max(map(len, column))
+        is_left = index == 0 or (left == 2 and index == len(columns) - 1)
+        padded.append([text.ljust(width) if is_left else text.rjust(width) for text in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def _size(bytes_: float) -> str:
@@ -76,10 +72,9 @@ def plan_lines(
         f"micro-batches of {subject.micro_batch}, {subject.precision}; all below is computed"
     )
     yield ""
-    head = ("static memory by precision", "at rest", f"of it {subject.optimizer}", "gradients")
-    yield from aligned([head, *_statics(subject)])
+    yield from aligned([*_statics(subject)])
     yield ""
-    yield from aligned([_MEMORY_HEAD, *_memories(subject, machine, batch)])
+    yield from aligned([*_memories(subject, machine, batch)])
     yield ""
     ours = memory(METHODS[-1], batch, subject, machine)
     yield (
@@ -94,61 +89,50 @@ def plan_lines(
     )
     if rate is not None:
         yield ""
-        yield from aligned([_TIME_HEAD, *_times(subject, machine, batch, rate, pairs)])
+        yield from aligned([*_times(subject, machine, batch, rate, pairs)])
         yield f"Rate: {rate.source}"
     else:
         yield "Times: pass `--pairs-per-second` of a GPU, `measure`, or `--tflops` it sustains."
 
 
-_MEMORY_HEAD = (
-    "memory of a rank",
-    "static",
-    "data",
-    "features",
-    "loss",
-    "backbone",
-    "peak",
-    "fits",
-    "largest batch",
-    "by host",
-)
-_TIME_HEAD = ("seconds of a step", "towers", "loss", "exchange", "step", "epoch")
+# Columns, by the names of the values below them.
+_BYTES = "static", "data", "features", "loss", "backbone", "peak"
+_SECONDS = "towers", "loss", "exchange", "step"
 
 
 def _statics(subject: Subject) -> Iterator[tuple[str, ...]]:
+    yield "static memory by precision", "at rest", f"of it {subject.optimizer}", "gradients"
     for name, precision in PRECISIONS.items():
         at_rest = precision.at_rest(subject.parameters, subject.states)
-        parts = (
-            at_rest,
-            subject.states[precision.stepped],
-            precision.gradient * subject.parameters,
-        )
+        gradients = precision.gradient * subject.parameters
+        parts = at_rest, subject.states[precision.stepped], gradients
         yield name + (" <" if name == subject.precision else ""), *map(_size, parts)
 
 
 def _memories(subject: Subject, machine: Machine, batch: int) -> Iterator[tuple[str, ...]]:
+    yield "memory of a rank", *_BYTES, "fits", "largest batch", "by host"
     for method in METHODS:
         need = memory(method, batch, subject, machine)
         by_device, by_host = largest(method, subject, machine)
-        parts = (need.static, need.data, need.features, need.loss, need.backbone, need.peak)
+        parts = (_size(getattr(need, name)) for name in _BYTES)
         fits = "yes" if need.peak <= machine.gpu_bytes else "no"
-        yield method.name, *map(_size, parts), fits, _count(by_device), _count(by_host)
+        yield method.name, *parts, fits, _count(by_device), _count(by_host)
 
 
 def _times(
     subject: Subject, machine: Machine, batch: int, rate: Rate, pairs: int | None
 ) -> Iterator[tuple[str, ...]]:
+    yield "seconds of a step", *_SECONDS, "epoch"
     for method in METHODS:
         seconds = Seconds.of(method, batch, subject, machine, rate)
         hours = "-" if pairs is None else f"{epoch_hours(pairs, batch, seconds.step):,.2f} h"
-        parts = (seconds.towers, seconds.loss, seconds.exchange, seconds.step)
-        yield method.name, *(f"{part:,.3g}" for part in parts), hours
+        yield method.name, *(f"{getattr(seconds, name):,.3g}" for name in _SECONDS), hours
 
 
 def advice(subject: Subject, machine: Machine, batch: int) -> str:
     """Return one sentence: whether the batch fits, and if not, all that has to change."""
-    asked = needed = memory(METHODS[-1], batch, subject, machine)
     passed, changed = [], subject
+    asked = needed = memory(METHODS[-1], batch, subject, machine)
     if asked.peak > machine.gpu_bytes and not subject.offload:
         changed = replace(changed, offload=True)
         passed.append('offload="host"')

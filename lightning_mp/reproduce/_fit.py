@@ -47,14 +47,12 @@ class Classifier(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
-        """Return the cross entropy, and remember it on the device."""
         images, labels = batch
         loss = F.cross_entropy(self.model(images).float(), labels)
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach())  # on the device, which a step should not wait for
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SafeAdamW, or AdamW in the kernels asked for."""
         if self.optimizer == "safe":
             return SafeAdamW(self.parameters(), lr=self.lr)
         kind: dict[str, Any] = {self.optimizer: True}

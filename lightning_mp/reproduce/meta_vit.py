@@ -11,9 +11,9 @@ References:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +32,7 @@ from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
 from lightning_mp.reproduce.ranks import on_ranks
 
-__all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "gpus", "ladder", "train"]
+__all__ = ["LADDER", "PARTS", "Rung", "Scene", "flops_of"]
 
 _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -68,25 +68,20 @@ class Rung:
     larger: bool = False  # images of 256 instead of 224 pixels, or as many patches of smaller ones
 
 
-def _ladder() -> Iterator[Rung]:
-    rung = Rung("32-true, DDP")
-    yield rung
-    for change in (
-        {"name": "O1", "precision": "O1"},
-        {"name": "balanced", "precision": "balanced"},
-        {"name": "fused step", "optimizer": "fused"},
-        {"name": "pooled head", "pool": "mean"},
-        {"name": "batch second", "layout": "lnd"},
-        {"name": "FSDP", "precision": "balanced, FSDP"},
-        {"name": "256 px", "larger": True},
-        # Half weights are whole on every rank: DDP again.
-        {"name": "pure fp16, DDP", "precision": "pure fp16", "optimizer": "safe"},
-    ):
-        rung = replace(rung, **change)  # type: ignore[arg-type]
-        yield rung
-
-
-LADDER = tuple(_ladder())
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {"name": "O1", "precision": "O1"},
+    {"name": "balanced", "precision": "balanced"},
+    {"name": "fused step", "optimizer": "fused"},
+    {"name": "pooled head", "pool": "mean"},
+    {"name": "batch second", "layout": "lnd"},
+    {"name": "FSDP", "precision": "balanced, FSDP"},
+    {"name": "256 px", "larger": True},
+    # Half weights are whole on every rank: DDP again.
+    {"name": "pure fp16, DDP", "precision": "pure fp16", "optimizer": "safe"},
+)
+LADDER = tuple(
+    accumulate(_CHANGES, lambda rung, change: replace(rung, **change), initial=Rung("32-true, DDP"))
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,8 @@ class _Sharding(Classifier):
 
 def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
     """Train a rung on this rank; of a group if there is one."""
-    device, ranks = torch.device(scene.device), _ranks()
+    device, is_in_group = torch.device(scene.device), dist.is_initialized()
+    ranks = dist.get_world_size() if is_in_group else 1
     torch.manual_seed(seed)
     with device:
         classifier = _Sharding(scene.model(rung), lr=scene.lr, optimizer=rung.optimizer)
@@ -152,29 +148,18 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
     strategy: pl.strategies.Strategy = DDPStrategy(process_group_backend=backend)
     if "FSDP" in rung.precision:
         strategy = ModelParallelStrategy(ranks, 1, process_group_backend=backend)
-    with _own_group():
-        return fit(
-            classifier,
-            batches,
-            device=device,
-            plugin=_PRECISIONS[rung.precision](),
-            strategy=strategy,
-            devices=ranks,
-            warm_up=min(5, len(batches) - 1),
-        )
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@contextmanager
-def _own_group() -> Iterator[None]:
-    """Leave no process group behind that a strategy made."""
-    was_there = dist.is_initialized()
-    yield
-    if dist.is_initialized() and not was_there:
+    outcome = fit(
+        classifier,
+        batches,
+        device=device,
+        plugin=_PRECISIONS[rung.precision](),
+        strategy=strategy,
+        devices=ranks,
+        warm_up=min(5, len(batches) - 1),
+    )
+    if not is_in_group:  # the strategy's own, which the next training would take for a launcher's
         dist.destroy_process_group()
+    return outcome
 
 
 def flops_of(scene: Scene, rung: Rung) -> int:
