@@ -148,6 +148,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             return super()._setup_model(model)
         # With `device_ids`, DDP's forward would move the whole batch to the device.
         on_gpu = self.root_device.type == "cuda"
+        # On a stream of its own, as in DDPStrategy.
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
             return DistributedDataParallel(module=model, **self._ddp_kwargs)
 

@@ -160,6 +160,7 @@ def _rate(
             )
         from lightning_mp.plan import config as of_config
 
+        # As it is printed, so that who passes the printed rate gets the same times.
         rate = float(f"{of_config.pairs_per_second(config, subject.micro_batch):g}")
         source = "measured on this machine's CPU"
     else:

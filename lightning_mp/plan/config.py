@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import statistics
 import sys
-import time
+import timeit
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
         towers=towers,
         pair_bytes=sum(leaf.nbytes for leaf in one if isinstance(leaf, Tensor)),
         precision=chosen,
+        # The defaults are those of `InfCLStrategy`.
         micro_batch=strategy.get("micro_batch_size", 256),
         offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
@@ -105,15 +107,15 @@ def pairs_per_second(path: str, micro_batch: int) -> float:
     settings = _settings(path)
     _, batch = _data(settings)
     model, rows = _model(settings), _rows(batch, micro_batch, fake=False)
-    seconds = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
+
+    def step() -> None:
         with torch.no_grad():
             model.training_step(rows, 0)
-        loss = model.training_step(rows, 0)
-        (loss if isinstance(loss, Tensor) else loss["loss"]).backward()  # type: ignore[index]
-        seconds.append(time.perf_counter() - start)
-    return micro_batch / sorted(seconds[1:])[1]
+        loss: Any = model.training_step(rows, 0)
+        (loss if isinstance(loss, Tensor) else loss["loss"]).backward()
+
+    _, *seconds = timeit.repeat(step, number=1, repeat=4)  # the first one warms up
+    return micro_batch / statistics.median(seconds)
 
 
 def _model(settings: dict[str, Any]) -> LightningModule:
@@ -146,6 +148,7 @@ def _rows(batch: Any, size: int, fake: bool) -> Any:
 def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
     """Make one part of a config alone."""
     kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
+    # By default it would end the process, and show the usage of a command that nobody called.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part, **options)
     try:
@@ -195,4 +198,5 @@ def _precision(trainer: dict[str, Any]) -> str:
         if name in PRECISIONS:
             return name
     named = str(trainer.get("precision"))
+    # A Trainer's own default, and another name of it.
     return "32-true" if named in ("32", "None") else named

@@ -108,6 +108,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     """Return what a method needs."""
     rank_batch = batch / machine.gpus
     seen = min(subject.micro_batch, rank_batch) if method.cached else rank_batch
+    # With offload, the device holds the micro-batches copied ahead and the one in use.
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
     features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
     towers = subject.towers.values()
@@ -162,6 +163,7 @@ def products(method: Method, batch: int, subject: Subject, machine: Machine) -> 
         return method.products
     dtype, device = getattr(torch, subject.static.activations), torch.device(machine.device)
     rows = -(-batch // machine.gpus)
+    # What travels between ranks has its part of the workspace first.
     left = workspace_on(machine.device)
     if machine.gpus > 1:
         _, left = share_workspace([rows] * machine.gpus, subject.width, dtype, left)

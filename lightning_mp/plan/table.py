@@ -169,11 +169,9 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
 
 def draw_plan(path: Path, subject: Subject, machine: Machine, batch: int) -> None:
     """Write a log-log picture of memory against batch; all of it is computed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sizes = [machine.gpus * 2**power for power in range(4, 40)]
     sizes = [size for size in sizes if size <= 16 * batch]

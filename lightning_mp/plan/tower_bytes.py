@@ -28,6 +28,8 @@ from lightning_mp.plan.subject import StaticBytes, TowerBytes
 
 __all__ = ["blank", "computing_in", "measure_towers"]
 
+_SIZES = 2, 6  # pairs of the two steps that are measured
+
 
 def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
     """Compute as a precision does, with the same dtypes on every device."""
@@ -106,6 +108,7 @@ class _Counter:
         """Note a saved tensor."""
         if self._running and _storage(tensor) not in self._owned:
             # Kept alive, or an address that was freed could count twice.
+            # What a tower inside another saves is the outer one's.
             self.of[self._running[0]].saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor
 
@@ -135,16 +138,15 @@ def measure_towers(
     towers: Sequence[Tower],
     step: Callable[[int], Any],
     precision: StaticBytes,
-    *,
-    sizes: tuple[int, int] = (2, 6),
 ) -> dict[str, TowerBytes]:
-    """Run a step at two sizes and return each tower's slope, which leaves half weights out.
+    """Run a step at two sizes and return each tower's slope.
 
     Raises:
         ValueError: A tower was not called.
     """
+    # A slope, as what a call saves whatever its size, such as half weights, is not a pair's.
     counters = []
-    for size in sizes:
+    for size in _SIZES:
         counter = _Counter(model)
         with ExitStack() as stack:
             stack.enter_context(computing_in(precision))
@@ -166,10 +168,11 @@ def measure_towers(
             f"call {silent!r}. Name what it calls, as for `InfCLStrategy`."
         )
     few, many = (counter.of for counter in counters)
-    return {t.name: _slope(few[t.name], many[t.name], sizes[1] - sizes[0]) for t in towers}
+    return {tower.name: _slope(few[tower.name], many[tower.name]) for tower in towers}
 
 
-def _slope(few: _Counts, many: _Counts, pairs: int) -> TowerBytes:
+def _slope(few: _Counts, many: _Counts) -> TowerBytes:
+    pairs = _SIZES[1] - _SIZES[0]
     return TowerBytes(
         saved_per_pair=(many.saved_bytes - few.saved_bytes) / pairs,
         flops_per_pair=(many.flops - few.flops) / pairs,

@@ -137,7 +137,7 @@ def fit(
         max_epochs=1,
         plugins=plugin,
         callbacks=[clock],
-        use_distributed_sampler=False,
+        use_distributed_sampler=False,  # every rank has batches of its own
     )
     return Outcome(
         tuple(clock.step_seconds),

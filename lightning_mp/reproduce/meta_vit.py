@@ -244,6 +244,7 @@ def _width(index: int, lines: Sized) -> float:
 def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
     """Return the median seconds of a step, on a GPU of its own where there are some."""
     if scene.device == "cuda":
+        # NCCL, in place of the gloo group that `on_ranks` has made.
         size = dist.get_world_size()
         dist.destroy_process_group()
         torch.accelerator.set_device_index(rank)

@@ -228,7 +228,7 @@ def adam(out: Output) -> None:
         weight = torch.zeros(64, requires_grad=True)
         optimizer = make([weight])
         _step(optimizer, weight, 1e-3)
-        # As after a million steps with this gradient.
+        # As after a million steps with this gradient: bias correction is over.
         known = {"step": 1e6, "exp_avg": 1e-3, "exp_avg_sq": 1e-6}
         for key, value in known.items():
             optimizer.state[weight][key].fill_(value)

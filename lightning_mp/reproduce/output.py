@@ -92,11 +92,9 @@ class Output:
     @contextmanager
     def picture(self, name: str, panels: int, title: str) -> Iterator[Any]:
         """Yield the axes of a picture, and write it with its provenance below."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5.4 * panels, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(1, panels, squeeze=False)[0]
         figure.suptitle(title, fontsize=12)
         yield axes

@@ -128,7 +128,7 @@ class ServesTowers(ForLightning, _Strategy):
         cache, self._cache = self._cache, None
         super().teardown()
         if cache is not None:
-            cache.check()
+            cache.check()  # a GPU's last replays have not been compared yet
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -148,6 +148,7 @@ class ServesTowers(ForLightning, _Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
+        # Loaders of validation, test and prediction stay as they are.
         if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
             return dataloader
         pin = self.root_device.type == "cuda"

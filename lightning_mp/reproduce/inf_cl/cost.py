@@ -9,7 +9,7 @@ Legend: ``b`` batch, ``D`` feature width.
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -93,15 +93,6 @@ def counted(run: Callable[[], object]) -> int:
     return int(flops.get_total_flops())
 
 
-def _seconds(run: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):  # the first one warms up
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
 def _loss_alone(loss: nn.Module, batch: int) -> Callable[[], object]:
     sides = [torch.randn(batch, WIDTH).div_(8).requires_grad_() for _ in range(2)]
     return lambda: loss(*sides, torch.tensor(14.0)).backward()
@@ -118,7 +109,8 @@ def figure4(out: Output) -> None:
             model = _Model(kind.make(), kind.cached)
             step = partial(model.step, *torch.randn(2, batch, INPUTS))
             whole, loss = counted(step), counted(_loss_alone(kind.make(), batch))
-            rows.append(_row(name, batch, whole, loss, _seconds(step, repeats)))
+            _, *seconds = timeit.repeat(step, number=1, repeat=repeats + 1)  # one warms up
+            rows.append(_row(name, batch, whole, loss, statistics.median(seconds)))
     rows += _of_the_paper()
     out.table("figure4", rows, f"Figure 4: cost of a step, D = {WIDTH}; FLOPs are counted")
     _draw(out, rows)

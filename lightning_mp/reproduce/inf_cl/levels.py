@@ -20,7 +20,7 @@ from lightning_mp.reproduce.ranks import on_ranks
 __all__ = ["table4"]
 
 RANKS = (1, 2, 4)  # on the last of them models are trained, too
-SCALE = 14.3
+SCALE = 14.3  # of CLIP's logits at the start, 1 / 0.07
 PAPERS_ROW = ("Vanilla", "OpenCLIP", "cross-GPU", "cross+in-GPU")
 
 

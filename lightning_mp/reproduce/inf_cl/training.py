@@ -83,6 +83,7 @@ def trained_scores(
     from examples.glyph_clip.data import GlyphData
     from examples.glyph_clip.glyphs import TRAIN_FONTS
 
+    # `GlyphData` takes the fonts that are not for training, and `train` validates on none.
     left_out = [font for font in TRAIN_FONTS if font not in FONTS]
     pl.seed_everything(recipe.seed, verbose=False)
     data = GlyphData(
