@@ -351,6 +351,7 @@ def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[s
     values["mean_rank"] = ranks.sum().float()
     # In fp32 by name: integers divide into the default dtype, fp16 under Lightning's "16-true".
     values = {name: value / n_queries for name, value in values.items()}
+    # `Tensor.median` would return the lower of two in the middle.
     ordered = ranks.sort().values
     values["median_rank"] = (ordered[(n_queries - 1) // 2] + ordered[n_queries // 2]).float() / 2
     values["queries"] = torch.tensor(n_queries, dtype=torch.float32, device=ranks.device)

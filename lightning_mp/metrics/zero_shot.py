@@ -148,6 +148,7 @@ class ZeroShotAccuracy(Metric):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a batch as `update()` does and returns the values of this batch alone."""
+        # torchmetrics resets the state for the values of a batch, whose prompts came before it.
         self._keeps_prompts = True
         try:
             return super().forward(*args, **kwargs)
@@ -217,6 +218,7 @@ def _ranks(image_nD: Tensor, classes_CD: Tensor, target_n: Tensor) -> Tensor:
     unit_nD, _ = unit_rows(image_nD)
     dtype = torch.promote_types(unit_nD.dtype, classes_CD.dtype)
     score_nC = unit_nD.to(dtype) @ classes_CD.to(dtype).T
+    # Targets out of range are refused by `compute()`.
     place_n1 = target_n.clamp(0, len(classes_CD) - 1)[:, None]
     own_n1 = score_nC.gather(1, place_n1)
     ahead_nC = ~(score_nC < own_n1 - 2 * sum_rounding(unit_nD.shape[1], dtype))

@@ -73,13 +73,11 @@ def _on_a_rank(
     """Return the figures of every level; all in one start of the ranks, which takes seconds."""
     found: dict[str, Row] = {}
     for level, make in LEVELS.items():
-        found[level] = {**_errors(level, rank, ranks, batch, width), "recall@10": None}
-        found[level]["top1"] = None
+        found[level], scores = _errors(level, rank, ranks, batch, width), {}
         if recipe is not None:
             cached = level.startswith("cross-rank")
             scores = trained_scores(recipe, make(), cached=cached, ranks=ranks)
-            found[level]["recall@10"] = scores["text_to_image_recall@10"]
-            found[level]["top1"] = scores["zero_shot_top1"]
+        found[level] |= {"recall@10": scores.get("t2i_r@10"), "top1": scores.get("top1")}
     return found
 
 

@@ -30,9 +30,6 @@ FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSans-
 SCRIPTS = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN", "BRAILLE", "BOX")
 PROMPTS = ("{}", "{} LETTER", "{} SMALL LETTER", "{} CAPITAL LETTER", "{} PATTERN", "{} DRAWINGS")
 LEARNING_RATE = 3e-3
-# The columns of Table 3, and what the metrics of the demo's model call them.
-SCORES = "top1", "i2t_r@1", "t2i_r@1"
-KEYS = "zero_shot_top1", "image_to_text_recall@1", "text_to_image_recall@1"
 REFERENCE_BATCH = 512  # whose learning rate is the one above where it is scaled
 
 
@@ -75,11 +72,7 @@ def model_with(loss: nn.Module, lr: float) -> Any:
 def trained_scores(
     recipe: Recipe, loss: nn.Module, *, cached: bool, ranks: int = 1
 ) -> dict[str, float]:
-    """Train the demo's model with another loss, and test it on a family that it has never seen.
-
-    Raises:
-        ModuleNotFoundError: The demo's `examples` are not there.
-    """
+    """Train the demo's model with another loss, and test it on a family that it has never seen."""
     from examples.glyph_clip.data import GlyphData
     from examples.glyph_clip.glyphs import TRAIN_FONTS
 
@@ -116,8 +109,10 @@ def _scores(model: Any, data: Any) -> dict[str, float]:
     model.recall.reset()
     model.recall.update(image_ND, text_ND)
     model.recall.sync_on_compute = False  # it would take the same glyphs from every rank
-    scores = {name: float(value) for name, value in model.recall.compute().items()}
-    scores["zero_shot_top1"] = _zero_shot_top1(model, table, image_ND)
+    scores = {"top1": _zero_shot_top1(model, table, image_ND)}
+    for name, value in model.recall.compute().items():
+        score = name.replace("image_to_text_recall", "i2t_r")
+        scores[score.replace("text_to_image_recall", "t2i_r")] = float(value)
     return scores
 
 
@@ -158,15 +153,14 @@ def table3(out: Output) -> None:
     rows: list[Row] = []
     for name, scores in found.items():
         row: Row = {"kind": MEASURED, "loss": name, "data": "glyphs"}
-        for label, key in zip(SCORES, KEYS, strict=True):
-            values = [each[key] for each in scores]
-            row |= {label: statistics.fmean(values), f"{label}_sd": statistics.stdev(values)}
+        for score in ("top1", "i2t_r@1", "t2i_r@1"):
+            values = [each[score] for each in scores]
+            row |= {score: statistics.fmean(values), f"{score}_sd": statistics.stdev(values)}
         rows.append(row | {"seeds": seeds, "samples": samples})
     scores_of = paper.figures()["table3_acc_[INval,v2,ObjNet,OOD,COCO_I2T,COCO_T2I]"]
-    for name, (top1, *_, image_to_text, text_to_image) in scores_of.items():
-        shares = [value / 100 for value in (top1, image_to_text, text_to_image)]
+    for name, (top1, *_, i2t, t2i) in scores_of.items():
         row = {"kind": PRINTED, "loss": name, "data": "ImageNet, COCO"}
-        rows.append(row | dict(zip(SCORES, shares, strict=True)))
+        rows.append(row | {"top1": top1 / 100, "i2t_r@1": i2t / 100, "t2i_r@1": t2i / 100})
     out.table("table3", rows, "Table 3: zero-shot top-1 and recall by loss")
 
 
@@ -185,6 +179,7 @@ def figure5(out: Output) -> None:
             rows.append({**same[0], "learning_rate": rule})
             continue
         scores = trained_scores(recipe, ContrastiveLoss(), cached=True)
+        shown = ("i2t_r@1", "i2t_r@10", "t2i_r@1", "t2i_r@10", "top1")
         rows.append(
             {
                 "kind": MEASURED,
@@ -193,11 +188,7 @@ def figure5(out: Output) -> None:
                 "batch": batch,
                 "steps": samples // batch,
                 "samples": samples,
-                "i2t_r@1": scores["image_to_text_recall@1"],
-                "i2t_r@10": scores["image_to_text_recall@10"],
-                "t2i_r@1": scores["text_to_image_recall@1"],
-                "t2i_r@10": scores["text_to_image_recall@10"],
-                "top1": scores["zero_shot_top1"],
+                **{score: scores[score] for score in shown},
             }
         )
     out.table("figure5", rows, "Figure 5: accuracy by batch, at a fixed number of samples")
