@@ -70,6 +70,7 @@ def take_turns(
             failures[name] = error_words(error)
             continue
         if index == 0 and max_seconds is not None:
+            # At least the round that it has taken by now.
             left[name] = max(1, int(max_seconds / max(seconds_of(found[name][0]), 1e-6)))
     return {name: each for name, each in found.items() if name not in failures}, failures
 
@@ -84,6 +85,7 @@ def time_in_turn(
     the cache in between. The limits are those of `take_turns`, as is what is returned.
     """
     calls = {name: partial(_seconds_of_call, step) for name, step in steps.items()}
+    # The first round may compile; the second tells who is short enough to be repeated.
     warm, failures = take_turns(calls, rounds=2)
     for name, seconds in warm.items():
         if device.type == "cuda" and min(seconds) < _LONG_ENOUGH:
@@ -110,6 +112,7 @@ def time_columns(seconds: Sequence[float]) -> dict[str, float]:
 
 def median_ratio(above: Sequence[float] | None, below: Sequence[float]) -> Any:
     """Return the median of ratios within common rounds; `None` where there is nothing above."""
+    # Not strict: who takes long has sat the last rounds out.
     return above and median(a / b for a, b in zip(above, below, strict=False))
 
 

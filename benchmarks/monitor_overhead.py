@@ -105,10 +105,10 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
     with mock.patch.object(OutputSampler, "_add", profiled_add):
         _fit.train(
             model,
-            DataLoader(range(10**6)),
+            DataLoader(range(10**6)),  # the model draws its batches itself
             accelerator="cuda" if is_cuda else "cpu",
             devices=1,
-            max_steps=stopwatch.last + 1,
+            max_steps=stopwatch.last + 1,  # the start of the one after stops the clock
             plugins=[BalancedAMP()] if is_cuda else [],
             callbacks=[stopwatch, *watching],
             profiler=profiler,

@@ -19,11 +19,9 @@ class Reader(pl.LightningModule):
         self.network = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(1152, 26))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the loss."""
         return F.cross_entropy(self.network(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer: any."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 

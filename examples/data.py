@@ -10,27 +10,23 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-__all__ = ["FONTS", "LETTERS", "letters", "text_windows"]
-
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FONTS = (
-    *(
-        "DejaVuSans",
-        "DejaVuSans-Bold",
-        "DejaVuSans-Oblique",
-        "DejaVuSansMono",
-        "DejaVuSansMono-Bold",
-    ),
-    *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol"),
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSans-Oblique",
+    "DejaVuSansMono",
+    "DejaVuSansMono-Bold",
+    "DejaVuSerif",
+    "DejaVuSerif-Bold",
+    "DejaVuSerif-Italic",
+    "STIXGeneral",
+    "STIXGeneralBol",
 )
 
 
 def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Tensor]:
-    """Draw every letter in every font, at several places.
-
-    Args:
-        fonts: Names of files, without `.ttf`.
-        shifts: Places on each axis.
+    """Draw every letter in every font, at `shifts` places on each axis.
 
     Returns:
         Images of shape (N, 1, 16, 16) in 0 to 1, and the letter's number of each, of shape (N,).
@@ -50,19 +46,10 @@ def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Te
 
 
 def text_windows(count: int, length: int = 33) -> Tensor:
-    """Cut windows out of this repository's README and licence, as ASCII codes.
-
-    Args:
-        count: How many.
-        length: Characters of each, T.
-
-    Returns:
-        Shape (N, T).
-    """
+    """Cut windows out of this repository's README and licence: ASCII codes of shape (N, T)."""
     root = Path(__file__).parents[1]
     text = "".join((root / name).read_text() for name in ("README.md", "LICENSE"))
     codes = torch.tensor(list(text.encode("ascii", "ignore")))
-    starts = torch.randint(
-        len(codes) - length, (count,), generator=torch.Generator().manual_seed(0)
-    )
+    random = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(codes) - length, (count,), generator=random)
     return codes[starts[:, None] + torch.arange(length)]

@@ -19,7 +19,6 @@ class CLIP(nn.Module):
         self.log_scale, self.loss = nn.Parameter(torch.tensor(2.0)), ContrastiveLoss()
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
-        """Return the loss of all ranks' pairs."""
         image, text = F.normalize(self.visual(image)), F.normalize(self.text(text))
         return self.loss(image, text, self.log_scale.exp())
 

@@ -20,11 +20,11 @@ class Writer(pl.LightningModule):
         self.network = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(128, 128))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss, in fp32: half is for the model."""
+        # In fp32: half is for the model.
         return F.cross_entropy(self.network(self.embed(batch[:, :8])).float(), batch[:, 8])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer that steps weight and residual as they are."""
+        # It steps weight and residual as they are.
         return SafeAdamW(self.parameters(), lr=3e-3)
 
 

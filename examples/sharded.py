@@ -27,13 +27,11 @@ class Reader(pl.LightningModule):
         fully_shard(self.network, mesh=mesh, mp_policy=plugin.mp_policy)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the loss, the mean of ranks in the logs."""
         loss = F.cross_entropy(self.network(batch[0]).float(), batch[1])
         self.log("loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer, of sharded fp32 parameters."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 

@@ -14,14 +14,12 @@ class Damaged(Reader):
     """Meets ten batches in a row whose labels are those of other letters."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the loss."""
         images, labels = batch
         is_bad = self.current_epoch == 3 and 10 <= batch_idx < 20
         return super().training_step([images, 25 - labels if is_bad else labels], batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return an optimizer that can skip on the device."""
-        return SafeAdamW(self.parameters(), lr=3e-3)
+        return SafeAdamW(self.parameters(), lr=3e-3)  # can skip on the device
 
 
 def main() -> dict[str, float]:
@@ -31,9 +29,8 @@ def main() -> dict[str, float]:
         pl.seed_everything(0, verbose=False)
         guard = SpikeGuard(action=action, window_steps=64, judge_after_steps=32)
         monitors = [guard, AdamStateMonitor(every_n_steps=10), GradientUnderflowMonitor()]
-        trainer = pl.Trainer(
-            callbacks=monitors, max_epochs=4, logger=False, enable_checkpointing=False
-        )
+        settings = {"max_epochs": 4, "logger": False, "enable_checkpointing": False}
+        trainer = pl.Trainer(callbacks=monitors, **settings)
         loader = DataLoader(TensorDataset(*letters()), batch_size=64, shuffle=True)
         trainer.fit(Damaged(), loader)
         bad = 3 * len(loader) + 10

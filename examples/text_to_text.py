@@ -71,7 +71,6 @@ class Names(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader:
-        """Return batches of pairs."""
         return DataLoader(Pairs(self.seen, self.batch_size), batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
@@ -108,12 +107,10 @@ class TextToText(pl.LightningModule):
         return F.normalize(self.head(hidden), dim=1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of all pairs of the batch."""
         titles, codes = (self.tower(texts) for texts in batch)
         return self.loss(titles, codes, self.log_scale.exp())
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log how often an alias finds its name first."""
         titles, codes, numbers, places = batch
         names, others = self.tower(titles), self.tower(codes)
         # A name comes once for each of its aliases; by its key it counts as one.
@@ -121,5 +118,4 @@ class TextToText(pl.LightningModule):
         self.log("recall@1", self.recall, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=2e-3)

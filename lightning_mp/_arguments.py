@@ -33,6 +33,7 @@ def check_count(
     Raises:
         ValueError: With what is accepted.
     """
+    # `True` is an integer to Python, and would pass for 1.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"Passed `{owner}({name}={value!r})`. `{name}` must be {other}an integer of at least "
@@ -82,6 +83,7 @@ def explains_arguments(
         signature = inspect.signature(init)
         parameters = list(signature.parameters.values())[1:]
 
+        # By `__wrapped__`, which this sets, LightningCLI finds the signature.
         @functools.wraps(init)
         def explained(self: Any, *args: Any, **kwargs: Any) -> None:
             problem = (
@@ -117,7 +119,7 @@ def _unknown_name(
             continue
         near = nearest(name, known)
         if near is None and takes_more and also is None:
-            continue
+            continue  # whatever takes the rest will say what it does not know
         said = f"It takes no `{name}`. "
         if name in hints:
             return said + hints[name]

@@ -34,6 +34,7 @@ def register_strategies() -> None:
     """
     for name, make in (("lightning.pytorch", _make), ("pytorch_lightning", _refuse)):
         module = sys.modules.get(f"{name}.strategies")
+        # Of a module that is just being imported, the registry may be missing yet.
         if hasattr(module, "StrategyRegistry"):
             _register(module, make)
         else:
@@ -52,7 +53,7 @@ class _AfterImport:
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # or the search below would come here again
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -16,8 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive._cache.graph import hooks_held
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
-from lightning_mp.strategies._inf_cl.reduction import reduce_gradients
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLStrategy"]
@@ -129,7 +130,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
         ):
-            reduce_gradients(self.model)
+            _reduce_gradients(self.model)
         return closure_loss
 
     @override
@@ -147,6 +148,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             return super()._setup_model(model)
         # With `device_ids`, DDP's forward would move the whole batch to the device.
         on_gpu = self.root_device.type == "cuda"
+        # On a stream of its own, as in DDPStrategy.
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
             return DistributedDataParallel(module=model, **self._ddp_kwargs)
 
@@ -170,3 +172,32 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
         self, wrapper_module: nn.Module, original_module: "pl.LightningModule"
     ) -> None:
         wrapper_module.require_backward_grad_sync = self._sync
+
+
+def _reduce_gradients(model: DistributedDataParallel) -> None:
+    """All-reduce complete gradients, a bucket at a time; users' hooks have had theirs before."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return
+    touched: Tensor = _Touch.apply(*trained)
+    prepare_for_backward(model, touched)
+    with hooks_held(trained):
+        touched.backward()
+
+
+class _Touch(torch.autograd.Function):
+    """A graph that reaches every parameter and gives none of them a gradient.
+
+    Its backward makes DDP's hooks fire once a parameter, and so reduces the gradients that the
+    parameters hold by then, without reading a parameter or writing a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, ...]:
+        count: int = ctx.count
+        return (None,) * count

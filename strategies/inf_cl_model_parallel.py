@@ -152,6 +152,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     @override
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
+        # By 'auto', all ranks of a node would be a tensor-parallel mesh.
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
 
     def _check_clipping(self, trainer: "pl.Trainer") -> None:
@@ -184,5 +185,5 @@ def _average_gradients(parameters: list[Tensor]) -> None:
         for parameter, mean in zip(group, means, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean.view_as(parameter))
-            elif mean.any():
+            elif mean.any():  # trained on other ranks only
                 parameter.grad = mean.view_as(parameter).clone()

@@ -69,7 +69,6 @@ class Network(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a number for each row of 8."""
         x = self.stem_norm(self.stem(x))
         for block in self.blocks:
             x = x + block(x)
@@ -77,12 +76,7 @@ class Network(nn.Module):
 
 
 class FailingRun(pl.LightningModule):
-    """Learns, until it is hit by a bad batch and then by a stem that grows.
-
-    Args:
-        steps: Of the run; the bad batches come after 0.4 of them, the growth begins after 0.5.
-        is_safe: Whether to step with `SafeAdamW` instead of `AdamW`.
-    """
+    """Learns, until it is hit by bad batches, after 0.4 of its steps, and then by its stem."""
 
     def __init__(self, steps: int, is_safe: bool) -> None:
         super().__init__()
@@ -100,25 +94,22 @@ class FailingRun(pl.LightningModule):
         return [x, 100 * y if is_bad else y]
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the error, squared."""
         loss = F.mse_loss(self.network(batch[0]).float(), batch[1].float())
         self.losses[batch_idx] = float(loss.detach())  # `NonFiniteLocator` runs some steps twice
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the stem grow, so that it passes fp16's limit at 0.8 of the run."""
         if batch_idx >= self.steps // 2:
+            # Its outputs pass fp16's limit at 0.8 of the run.
             with torch.no_grad():
                 self.network.stem.weight.mul_(65504 ** (1 / (0.3 * self.steps)))
 
     def configure_optimizers(self) -> Optimizer:
-        """Return the optimizer."""
         if self.is_safe:
             return SafeAdamW(self.parameters(), lr=3e-3, clip_update_rms=1.0)
         return AdamW(self.parameters(), lr=3e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the batches in order."""
         batches = [self.batch(index) for index in range(self.steps)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
@@ -132,23 +123,15 @@ class Progress(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move on by a step."""
         self.bar.set_postfix(loss=f"{pl_module.losses[batch_idx]:.3g}", refresh=False)
         self.bar.update()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Leave the bar as it is."""
         self.bar.close()
 
 
 def train(steps: int, plugins: bool, folder: Path) -> list[float]:
-    """Train once, write the page, and return the loss of every step.
-
-    Args:
-        steps: How long.
-        plugins: Whether with what this package has against failures.
-        folder: Where to write.
-    """
+    """Train once, with the plugins or without, write the page, and return every step's loss."""
     report = InstabilityReport(dirpath=str(folder))
     watching: list[pl.Callback] = [
         LossScaleMonitor(),
@@ -161,13 +144,11 @@ def train(steps: int, plugins: bool, folder: Path) -> list[float]:
     # By its name, `precision="16-mixed"` would be bf16 on a CPU.
     mixed = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     model = FailingRun(steps, is_safe=plugins)
+    off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(off, False),
         plugins=[BalancedAMP(fp32_modules=["norm", "network.stem"]) if plugins else mixed],
         callbacks=[*watching, report, Progress("plugins on" if plugins else "plugins off", steps)],
     )

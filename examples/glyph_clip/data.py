@@ -15,8 +15,6 @@ from torch import Tensor
 from examples.glyph_clip.glyphs import TEST_FONTS, TRAIN_FONTS, GlyphTable, load_glyphs
 from examples.glyph_clip.sampler import RowSampler, TwinFreeSampler
 
-__all__ = ["Batch", "BatchLoader", "GlyphData"]
-
 Batch = dict[str, Tensor]
 
 
@@ -26,10 +24,6 @@ class BatchLoader:
     The 33,000 glyphs are one uint8 tensor of 32 MiB, and a batch is one indexing of it:
     worker processes would cost more than they bring.
 
-    Args:
-        table: The glyphs.
-        sampler: Yields the row indices of each batch; Lightning calls its `set_epoch`.
-
     Shapes:
         Yields image ``(b, H, W)`` uint8, text ``(b, L)`` uint8 and name_id ``(b,)`` int32.
     """
@@ -37,7 +31,7 @@ class BatchLoader:
     batch_sampler: None = None  # Lightning looks for it: the sampler itself serves batches
 
     def __init__(self, table: GlyphTable, sampler: RowSampler | TwinFreeSampler) -> None:
-        self.sampler = sampler
+        self.sampler = sampler  # Lightning calls its `set_epoch`
         self._columns = {
             "image": torch.from_numpy(table.images),
             "text": torch.from_numpy(table.codes),
@@ -98,7 +92,6 @@ class GlyphData(LightningDataModule):
         load_glyphs(self.cache_dir, progress=self.progress)
 
     def setup(self, stage: str = "fit") -> None:
-        """Read the cache and split it by font."""
         if self.tables:
             return
         glyphs = load_glyphs(self.cache_dir, progress=False)
@@ -111,32 +104,20 @@ class GlyphData(LightningDataModule):
 
     def train_dataloader(self) -> BatchLoader:
         """Serve global batches in which no name comes twice."""
-        world_size, rank = self._ranks()
-        table = self.tables["train"]
-        sampler = TwinFreeSampler(
-            table.name_ids,
-            batch_size=self.batch_size,
-            num_replicas=world_size,
-            rank=rank,
-            seed=self.seed,
-        )
-        return BatchLoader(table, sampler)
+        table, options = self.tables["train"], {"batch_size": self.batch_size, "seed": self.seed}
+        return BatchLoader(table, TwinFreeSampler(table.name_ids, **options, **self._ranks()))
 
     def val_dataloader(self) -> list[BatchLoader]:
-        """Serve the validation fonts, if there are any."""
         return [self._eval_loader("validation")] if self.validation_fonts else []
 
     def test_dataloader(self) -> BatchLoader:
-        """Serve the test font."""
         return self._eval_loader("test")
 
     def _eval_loader(self, split: str) -> BatchLoader:
-        world_size, rank = self._ranks()
-        table = self.tables[split]
-        sampler = RowSampler(
-            len(table), batch_size=self.eval_batch_size, num_replicas=world_size, rank=rank
-        )
-        return BatchLoader(table, sampler)
+        table, size = self.tables[split], self.eval_batch_size
+        return BatchLoader(table, RowSampler(len(table), batch_size=size, **self._ranks()))
 
-    def _ranks(self) -> tuple[int, int]:
-        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+    def _ranks(self) -> dict[str, int]:
+        if self.trainer is None:
+            return {}
+        return {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}

@@ -19,18 +19,6 @@ from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-__all__ = [
-    "IMAGE_SIZE",
-    "NAME_LENGTH",
-    "TEST_FONTS",
-    "TRAIN_FONTS",
-    "GlyphTable",
-    "decode_name",
-    "encode_names",
-    "load_glyphs",
-    "named_code_points",
-]
-
 IMAGE_SIZE = 32
 NAME_LENGTH = 80
 # Unicode names are written in these characters only; code 0 is the padding.
@@ -61,22 +49,12 @@ TEST_FONTS = ("DejaVuSerif",)
 
 @dataclass(frozen=True, kw_only=True)
 class GlyphTable:
-    """Glyph images and their names, row by row.
+    """Glyph images and their names, row by row."""
 
-    Args:
-        images: Ink on an empty ground, uint8, 0 to 255.
-        codes: The names' characters as `encode_names` writes them, uint8.
-        name_ids: One number a name, the code point; equal numbers are twins.
-        font_ids: The row's place in ``TRAIN_FONTS + TEST_FONTS``.
-
-    Shapes:
-        images ``(N, H, W)``, codes ``(N, L)``, name_ids and font_ids ``(N,)``.
-    """
-
-    images: npt.NDArray[np.uint8]
-    codes: npt.NDArray[np.uint8]
-    name_ids: npt.NDArray[np.int32]
-    font_ids: npt.NDArray[np.int32]
+    images: npt.NDArray[np.uint8]  # (N, H, W), ink on an empty ground
+    codes: npt.NDArray[np.uint8]  # (N, L), as `encode_names` writes names
+    name_ids: npt.NDArray[np.int32]  # (N,), code points; equal numbers are twins
+    font_ids: npt.NDArray[np.int32]  # (N,), places in `TRAIN_FONTS + TEST_FONTS`
 
     def __len__(self) -> int:
         return len(self.name_ids)
@@ -92,9 +70,6 @@ class GlyphTable:
         a name by how many font files carry it, and add nothing to learn.
         """
         known = TRAIN_FONTS + TEST_FONTS
-        unknown = sorted(set(fonts) - set(known))
-        if unknown:
-            raise ValueError(f"Passed fonts={unknown!r}. Known are {known!r}. Name fonts of these.")
         table = self.rows(np.isin(self.font_ids, [known.index(font) for font in fonts]))
         first: dict[tuple[int, bytes], int] = {}
         for row, (name_id, image) in enumerate(zip(table.name_ids, table.images, strict=True)):
@@ -103,17 +78,7 @@ class GlyphTable:
 
 
 def encode_names(names: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Write names as numbers: 1 to 38 for the characters of ``ALPHABET``, 0 for padding.
-
-    Args:
-        names: Unicode names; what lies beyond ``NAME_LENGTH`` characters is cut.
-
-    Shapes:
-        Returns ``(N, L)``.
-
-    Raises:
-        ValueError: If a name has a character that Unicode names do not use.
-    """
+    """Write names as numbers, (N, L): 1 to 38 for characters of `ALPHABET`, 0 for padding."""
     codes_NL = np.zeros((len(names), NAME_LENGTH), dtype=np.uint8)
     for row, name in enumerate(names):
         codes = [ALPHABET.find(character) + 1 for character in name[:NAME_LENGTH]]
@@ -186,15 +151,9 @@ def _render_all(progress: bool) -> GlyphTable:
 
 
 def load_glyphs(cache_dir: Path, *, progress: bool = True) -> GlyphTable:
-    """Render every glyph once and keep the result as uint8 in a compressed file.
-
-    The file's name carries what the pixels depend on, so another version of matplotlib (the
-    fonts), Pillow (the rasteriser) or Unicode (the names) renders anew.
-
-    Args:
-        cache_dir: Where the file lies; made if it is missing.
-        progress: Whether to show a bar while rendering.
-    """
+    """Render every glyph once and keep the result as uint8 in a compressed file."""
+    # In the name of the file stands what the pixels depend on, so another version of matplotlib
+    # (the fonts), Pillow (the rasteriser) or Unicode (the names) renders anew.
     versions = f"mpl{matplotlib.__version__}_pil{PIL.__version__}_ucd{unicodedata.unidata_version}"
     drawing = f"{IMAGE_SIZE}px_em{EM_PIXELS}_base{BASELINE}_len{NAME_LENGTH}"
     path = cache_dir / f"glyphs_{drawing}_{versions}.npz"

@@ -17,8 +17,6 @@ from examples.glyph_clip.data import Batch
 from examples.glyph_clip.towers import GlyphTower, NameTower
 from lightning_mp import ContrastiveLoss, ContrastiveRecall
 
-__all__ = ["GlyphCLIP"]
-
 MAX_LOGIT_SCALE = 100.0  # CLIP's limit: beyond it single pairs dominate the loss
 WARMUP_SHARE = 0.1
 SCALE_LR = 10.0  # learning rate of logit scale and bias over that of the rest
@@ -70,7 +68,6 @@ class GlyphCLIP(LightningModule):
         return image_bD, text_bD
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the contrastive loss of the global batch."""
         image_bD, text_bD = self(batch)
         loss: Tensor
         loss, statistics = self.loss(
@@ -82,36 +79,23 @@ class GlyphCLIP(LightningModule):
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Keep the logit scale below its limit."""
         with torch.no_grad():
             self.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Gather the features of a batch."""
         image_bD, text_bD = self(batch)
         self.recall.update(image_bD, text_bD, batch["name_id"], batch["name_id"])
 
     def on_validation_epoch_end(self) -> None:
-        """Log recall over the validation fonts."""
-        self._log_recall()
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Gather the features of a batch."""
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        """Log recall over the test font."""
-        self._log_recall()
-
-    def _log_recall(self) -> None:
         values: Any = self.recall.compute()
         shown = {name: value for name, value in values.items() if not name.endswith("_queries")}
         # Already over all ranks, and a mean of equals changes nothing: it only says so.
         self.log_dict(shown, sync_dist=True)
         self.recall.reset()
 
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
     def configure_optimizers(self) -> Any:
-        """AdamW, a linear warm-up and a cosine over the run's steps."""
         matrices = [p for p in self.parameters() if p.ndim > 1]
         of_logits = [p for p in (self.logit_scale, self.logit_bias) if p is not None]
         vectors = [

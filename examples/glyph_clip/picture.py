@@ -22,31 +22,17 @@ from torch import Tensor
 
 from examples.glyph_clip.glyphs import GlyphTable, decode_name
 
-__all__ = ["draw_retrieval"]
-
 TOP_GLYPHS = 5
 TOP_NAMES = 3
 QUERIES = 12
 RIGHT, WRONG, INK, MUTED = "#1a7f37", "#c9ced6", "#1f2328", "#6e7781"
 
 
-def _shorten(name: str, length: int = 46) -> str:
-    return name if len(name) <= length else name[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _tile(
-    axes: Axes, image: npt.NDArray[np.uint8], x: float, y: float, color: str, size: float = 0.86
-) -> None:
+def _tile(axes: Axes, image: npt.NDArray[np.uint8], x: float, y: float, color: str) -> None:
     """Show one glyph in a frame, its corner at (x, y) in units of a row's height."""
-    axes.imshow(
-        255 - image,
-        cmap="gray",
-        vmin=0,
-        vmax=255,
-        extent=(x, x + size, y + size, y),
-        interpolation="lanczos",
-    )
-    width = 2.6 if color == RIGHT else 1.0
+    size, width = 0.86, 2.6 if color == RIGHT else 1.0
+    shown = {"cmap": "gray", "vmin": 0, "vmax": 255, "interpolation": "lanczos"}
+    axes.imshow(255 - image, extent=(x, x + size, y + size, y), **shown)
     axes.add_patch(Rectangle((x, y), size, size, fill=False, edgecolor=color, linewidth=width))
 
 
@@ -67,10 +53,8 @@ def _best(scores_N: Tensor, answer: int, top: int) -> tuple[list[int], str]:
 
 def _names_to_glyphs(axes: Axes, table: GlyphTable, queries: list[int], scores_NN: Tensor) -> None:
     for row, query in enumerate(queries):
-        lines = wrap(decode_name(table.codes[query]), 34)
-        axes.text(
-            4.9, row + 0.43, "\n".join(lines), ha="right", va="center", fontsize=8.5, color=INK
-        )
+        name = "\n".join(wrap(decode_name(table.codes[query]), 34))
+        axes.text(4.9, row + 0.43, name, ha="right", va="center", fontsize=8.5, color=INK)
         found, missed = _best(scores_NN[:, query], query, TOP_GLYPHS)
         for place, answer in enumerate(found):
             color = RIGHT if answer == query else WRONG
@@ -83,52 +67,30 @@ def _glyphs_to_names(axes: Axes, table: GlyphTable, queries: list[int], scores_N
         _tile(axes, table.images[query], 0.05, row, INK)
         found, missed = _best(scores_NN[query], query, TOP_NAMES)
         for place, answer in enumerate(found):
-            right = answer == query
-            axes.text(
-                1.15,
-                row + 0.14 + 0.29 * place,
-                _shorten(decode_name(table.codes[answer])),
-                va="center",
-                fontsize=8.5,
-                color=RIGHT if right else MUTED,
-                fontweight="bold" if right else "normal",
-            )
+            name = decode_name(table.codes[answer])
+            name = name if len(name) <= 46 else name[:45] + "\N{HORIZONTAL ELLIPSIS}"
+            is_right = answer == query
+            style = {"color": RIGHT, "fontweight": "bold"} if is_right else {"color": MUTED}
+            axes.text(1.15, row + 0.14 + 0.29 * place, name, va="center", fontsize=8.5, **style)
         axes.text(7.4, row + 0.43, missed, va="center", fontsize=8, color=MUTED)
 
 
-def draw_retrieval(
-    path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Tensor, *, seed: int = 0
-) -> None:
+def draw_retrieval(path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Tensor) -> None:
     """Write a picture: names with their top five glyphs, glyphs with their top names.
 
     The queries are drawn at random, so it shows failures as often as they occur.
-
-    Args:
-        path: PNG file to write.
-        table: The test pairs.
-        image_ND: Features of the glyphs.
-        text_ND: Features of the names.
-        seed: Fixes the choice of queries.
     """
-    random = np.random.default_rng(seed)
-    queries = random.choice(len(table), 2 * QUERIES, replace=False).tolist()
+    queries = np.random.default_rng(0).choice(len(table), 2 * QUERIES, replace=False).tolist()
     scores_NN = torch.as_tensor(image_ND @ text_ND.T)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(16, 9.6), gridspec_kw={"width_ratios": [11.6, 8.8], "wspace": 0.03}
-    )
+    panels = {"width_ratios": [11.6, 8.8], "wspace": 0.03}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(16, 9.6), gridspec_kw=panels)
     _panel(left, f"Name, and the first {TOP_GLYPHS} glyphs found", 11.6)
     _panel(right, f"Glyph, and the first {TOP_NAMES} names found", 8.8)
     _names_to_glyphs(left, table, queries[:QUERIES], scores_NN)
     _glyphs_to_names(right, table, queries[QUERIES:], scores_NN)
-    figure.text(
-        0.13,
-        0.075,
-        f"DejaVu Serif, a family never seen in training; {len(table):,} candidates; "
-        "queries drawn at random; green is right",
-        ha="left",
-        fontsize=10,
-        color=MUTED,
-    )
+    said = f"DejaVu Serif, a family never seen in training; {len(table):,} candidates; "
+    said += "queries drawn at random; green is right"
+    figure.text(0.13, 0.075, said, ha="left", fontsize=10, color=MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, facecolor="white", bbox_inches="tight")
     plt.close(figure)

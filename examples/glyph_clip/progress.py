@@ -6,8 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-__all__ = ["LineProgress"]
-
 
 class LineProgress(Callback):
     """Prints step, loss and seconds now and then, if standard output is no terminal.
@@ -21,11 +19,9 @@ class LineProgress(Callback):
         self._start = self._last = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Start the clock."""
         self._start = self._last = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        """Print a line if it is time."""
         now, step = time.monotonic(), trainer.global_step
         is_last = step == trainer.estimated_stepping_batches
         if sys.stdout.isatty() or (now - self._last < self.every_n_seconds and not is_last):

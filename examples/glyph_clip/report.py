@@ -1,6 +1,6 @@
-"""Recall against chance, and memory against the dense way, as text.
+"""What the demo prints: recall beside chance, and memory beside the dense way.
 
-Legend: ``N`` pairs, ``D`` feature width.
+Legend: ``N`` pairs, ``D`` feature width, ``b`` global batch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,16 @@ from torch import Tensor
 
 from examples.glyph_clip.data import BatchLoader
 from examples.glyph_clip.glyphs import GlyphTable
-from examples.glyph_clip.memory import MemoryEstimate
 from examples.glyph_clip.model import GlyphCLIP
 from examples.glyph_clip.sampler import RowSampler
-
-__all__ = [
-    "drawing_ceilings",
-    "encode",
-    "instability_line",
-    "memory_lines",
-    "novelty_line",
-    "recall_lines",
-    "recall_table",
-]
+from lightning_mp.contrastive._cache.towers import find_tower
+from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.plan.subject import PRECISIONS
+from lightning_mp.plan.tower_bytes import measure_towers
 
 DIRECTIONS = {"image_to_text": "glyph to name", "text_to_image": "name to glyph"}
 TOP_K = (1, 5, 10)
+MICRO_BATCH = 256  # of the config
 
 
 @torch.no_grad()
@@ -75,14 +69,13 @@ def novelty_line(train: GlyphTable, test: GlyphTable) -> str:
 def recall_lines(scores: Mapping[str, float], table: GlyphTable) -> list[str]:
     """Set recall beside chance and beside what the drawings allow."""
     ceilings = drawing_ceilings(table)
-    lines = [f"{'':16}" + "".join(f"{f'recall@{k}':>11}" for k in TOP_K) + f"{'median rank':>13}"]
+    lines = [f"{'':16}{_HEADER}"]
     for key, label in DIRECTIONS.items():
-        values = "".join(f"{scores[f'{key}_recall@{k}']:>11.3f}" for k in TOP_K)
-        lines.append(f"{label:16}{values}{scores[f'{key}_median_rank']:>13.0f}")
+        lines.append(f"{label:16}{_recalls(scores, key)}{scores[f'{key}_median_rank']:>13.0f}")
     chance = "".join(f"{k / len(table):>11.4f}" for k in TOP_K)
     lines.append(f"{'chance':16}{chance}{(len(table) + 1) / 2:>13.0f}")
     for key, label in DIRECTIONS.items():
-        values = "".join(f"{ceilings[f'{key}_recall@{k}']:>11.3f}" for k in TOP_K)
+        values = _recalls(ceilings, key)
         lines.append(f"{'  ceiling':16}{values}   {label}: some drawings are alike")
     return lines
 
@@ -90,39 +83,54 @@ def recall_lines(scores: Mapping[str, float], table: GlyphTable) -> list[str]:
 def recall_table(scores: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Set the recall of several models side by side, a line for each and each direction."""
     width = max(map(len, scores)) + 2
-    header = "".join(f"{f'recall@{k}':>11}" for k in TOP_K)
-    lines = [f"{'':{width + 16}}{header}{'median rank':>13}"]
+    lines = [f"{'':{width + 16}}{_HEADER}"]
     for key, label in DIRECTIONS.items():
         for name, of_model in scores.items():
-            values = "".join(f"{of_model[f'{key}_recall@{k}']:>11.3f}" for k in TOP_K)
             median = of_model[f"{key}_median_rank"]
-            lines.append(f"{label:16}{name:{width}}{values}{median:>13.0f}")
+            lines.append(f"{label:16}{name:{width}}{_recalls(of_model, key)}{median:>13.0f}")
     return lines
 
 
-def _size(size_bytes: float) -> str:
-    return (
-        f"{size_bytes / 2**30:,.1f} GiB"
-        if size_bytes >= 2**30
-        else f"{size_bytes / 2**20:,.0f} MiB"
-    )
+_HEADER = "".join(f"{f'recall@{k}':>11}" for k in TOP_K) + f"{'median rank':>13}"
+
+
+def _recalls(scores: Mapping[str, float], direction: str) -> str:
+    return "".join(f"{scores[f'{direction}_recall@{k}']:>11.3f}" for k in TOP_K)
 
 
 def memory_lines(
-    estimate: MemoryEstimate, batch_sizes: tuple[int, ...], peak_bytes: int
+    model: GlyphCLIP, table: GlyphTable, batch_sizes: tuple[int, ...], peak_bytes: int
 ) -> list[str]:
     """Set the memory of a step beside that of the dense loss and of towers without the cache."""
+    images, texts = torch.from_numpy(table.images), torch.from_numpy(table.codes)
+    towers = measure_towers(
+        model.train(),
+        [find_tower(model, name) for name in ("visual", "text")],
+        lambda pairs: model({"image": images[:pairs], "text": texts[:pairs]}),
+        PRECISIONS["32-true"],
+    )
+    saved = [tower.saved_per_pair for tower in towers.values()]  # bytes, for the backward
+    fp32, workspace = 4, DEFAULT_WORKSPACE_BYTES["cpu"]
+    bytes_of = {
+        # One tower at a time is replayed, a micro-batch of it.
+        "towers, gradient cache": lambda b: max(saved) * min(b, MICRO_BATCH),
+        "towers, whole batch at once": lambda b: sum(saved) * b,
+        # The features of both towers and their gradients, and as much again inside the tiled loss.
+        "loss and features, tiled": lambda b: 8 * fp32 * b * towers["visual"].width + workspace,
+        # CLIP's has the logits of both directions, and the log-softmax of each, when its backward
+        # starts.
+        "loss, dense b x b logits": lambda b: 4 * fp32 * b**2,
+    }
     lines = [f"Peak memory of the training process, all included: {_size(peak_bytes)}"]
     lines.append("Of it for one step, beside weights and data (computed):")
     lines.append(f"{'':34}" + "".join(f"{f'batch {size:,}':>16}" for size in batch_sizes))
-    for label, of_batch in (
-        ("towers, gradient cache", estimate.cached_towers),
-        ("towers, whole batch at once", estimate.uncached_towers),
-        ("loss and features, tiled", estimate.tiled_loss),
-        ("loss, dense b x b logits", estimate.dense_loss),
-    ):
-        lines.append(f"  {label:32}" + "".join(f"{_size(of_batch(b)):>16}" for b in batch_sizes))
+    for label, of in bytes_of.items():
+        lines.append(f"  {label:32}" + "".join(f"{_size(of(b)):>16}" for b in batch_sizes))
     return lines
+
+
+def _size(bytes_: float) -> str:
+    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.0f} MiB"
 
 
 def instability_line(page: Path) -> str:

@@ -14,19 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # as a script only this folder is importable
 
-import torch  # noqa: E402
-
-from examples.glyph_clip.data import GlyphData  # noqa: E402
-from examples.glyph_clip.memory import MemoryEstimate, peak_bytes_of_children  # noqa: E402
-from examples.glyph_clip.model import GlyphCLIP  # noqa: E402
-from examples.glyph_clip.picture import draw_retrieval  # noqa: E402
-from examples.glyph_clip.report import (  # noqa: E402
+from examples.glyph_clip.data import GlyphData
+from examples.glyph_clip.model import GlyphCLIP
+from examples.glyph_clip.picture import draw_retrieval
+from examples.glyph_clip.report import (
     encode,
     instability_line,
     memory_lines,
@@ -39,67 +35,62 @@ OUTPUT = ROOT / "examples" / "glyph_clip" / "output"
 CHECKPOINT = OUTPUT / "checkpoints" / "glyph_clip.ckpt"
 PICTURE = OUTPUT / "retrieval.png"
 INSTABILITY = OUTPUT / "instability.html"  # written by the InstabilityReport of the config
-MICRO_BATCH = 256
 FAST_BATCH = 1024
 FAST = ("--trainer.max_epochs", "4", "--data.batch_size", str(FAST_BATCH))
 LARGE_BATCH = 65536  # where b x b logits stop fitting anywhere
 
 
 def lightning_mp(*arguments: str) -> None:
-    """Run the console script `lightning-mp` in the repository's root; raise if it fails."""
+    """Run the console script `lightning-mp` in the root; if it fails, exit as it does."""
     script = Path(sysconfig.get_path("scripts")) / "lightning-mp"
-    command = [str(script), *arguments]
     print(f"\n$ lightning-mp {' '.join(arguments)}", flush=True)
     # Lightning 2.6 calls a torch function that torch 2.13 renames; nobody here can act on that.
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning:lightning.pytorch.utilities._pytree"}
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **quiet})
+    status = subprocess.run([script, *arguments], cwd=ROOT, env={**os.environ, **quiet}).returncode
+    if status:
+        print(f"`lightning-mp {arguments[0]}` failed with status {status}.")
+        raise SystemExit(status)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def trained(*arguments: str) -> GlyphCLIP:
+    """Train by the command line, and return the model."""
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    lightning_mp("fit", "--config", str(CONFIG), *arguments)
+    return GlyphCLIP.load_from_checkpoint(CHECKPOINT, map_location="cpu")
+
+
+def main() -> None:
     """Run every step; the exit status is that of the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fast", action="store_true", help="train for two minutes, not for six")
-    is_fast = parser.parse_args(arguments).fast
+    is_fast = parser.parse_args().fast
     start = time.monotonic()
-    shutil.rmtree(OUTPUT, ignore_errors=True)
-    try:
-        lightning_mp("fit", "--config", str(CONFIG), *(FAST if is_fast else ()))
-        trained = time.monotonic()
-        peak_bytes = peak_bytes_of_children()
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        checkpoint = str(CHECKPOINT.relative_to(ROOT))
-        lightning_mp("test", "--config", str(CONFIG), "--ckpt_path", checkpoint)
-    except subprocess.CalledProcessError as error:
-        print(f"`lightning-mp {error.cmd[1]}` failed with status {error.returncode}.")
-        return error.returncode or 1
+    model = trained(*(FAST if is_fast else ()))
+    after_training = time.monotonic()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    checkpoint = str(CHECKPOINT.relative_to(ROOT))
+    lightning_mp("test", "--config", str(CONFIG), "--ckpt_path", checkpoint)
 
     data = GlyphData(batch_size=FAST_BATCH) if is_fast else GlyphData()
     data.setup()
     train, test = data.tables["train"], data.tables["test"]
-    model = GlyphCLIP.load_from_checkpoint(CHECKPOINT, map_location="cpu")
     image_ND, text_ND = encode(model, test)
     model.recall.update(image_ND, text_ND)
     scores = {name: float(value) for name, value in model.recall.compute().items()}
     draw_retrieval(PICTURE, test, image_ND, text_ND)
-    estimate = MemoryEstimate.measure(
-        model.visual,
-        model.text,
-        torch.from_numpy(train.images[:MICRO_BATCH]),
-        torch.from_numpy(train.codes[:MICRO_BATCH]),
-        image_ND.shape[1],
-    )
     lines = ["", novelty_line(train, test), "", *recall_lines(scores, test), ""]
-    lines += [*memory_lines(estimate, (data.batch_size, LARGE_BATCH), peak_bytes), ""]
+    # Linux counts it in KiB, macOS in bytes.
+    peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    lines += [*memory_lines(model, train, (data.batch_size, LARGE_BATCH), peak_bytes), ""]
     lines.append(f"Picture: {PICTURE}")
     lines.append(instability_line(INSTABILITY))
     lines.append(
-        f"Rendering and training {trained - start:.0f} s "
+        f"Rendering and training {after_training - start:.0f} s "
         f"({usage.ru_utime + usage.ru_stime:.0f} s of CPU), "
         f"with test and picture {time.monotonic() - start:.0f} s."
     )
     print("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -14,39 +14,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-__all__ = ["RowSampler", "TwinFreeSampler"]
-
 
 class TwinFreeSampler(DistributedSampler[Tensor]):
     """Deals rows into batches so that no name comes twice in a *global* batch.
 
     Two rows of one name in a batch ("A" in bold and "A" in italics) are false negatives: the loss
     pushes the first image from the second's text, which is its own. A plain shuffle of the glyphs
-    puts a twin beside three rows in ten of a batch of 2048. Dropping twins would serve
-    frequent names less often; here every row is served exactly once an epoch.
+    puts a twin beside three rows in ten of a batch of 2048.
 
     Rows lie in a line, names in random order, the rows of a name side by side, and are dealt in
     turn to ``K = N // batch_size`` batches: a name with at most K rows never meets itself. Each
     rank then takes every W-th row of a batch, so sizes differ by at most one between batches and
-    between ranks.
-
-    Being a `DistributedSampler`, it is left alone by Lightning, which otherwise deals the
-    *batches* of a custom sampler to the ranks; a global batch would then be a union of W batches
-    and hold twins. Lightning calls `set_epoch` on it.
+    between ranks, and every row is served once an epoch.
 
     Args:
-        name_ids: One integer a row; equal integers are twins.
+        name_ids: One integer a row, ``(N,)``; equal integers are twins.
         batch_size: Least number of rows in a global batch.
         num_replicas: Number of ranks W.
         rank: This rank.
         seed: With the epoch it fixes the order, the same on every rank.
-
-    Shapes:
-        name_ids ``(N,)``; yields int64 row indices, ``B / W`` at a time.
-
-    Raises:
-        ValueError: If there are fewer rows than `batch_size`, or a name has more than K rows.
     """
+
+    # A `DistributedSampler`, which Lightning leaves alone: it would deal the batches of another
+    # sampler to the ranks, and a global batch, now of W batches, would hold twins.
 
     def __init__(
         self,
@@ -91,12 +81,6 @@ class RowSampler(DistributedSampler[Tensor]):
 
     `DistributedSampler` itself repeats rows until every rank has as many, and repeated rows would
     count twice in a recall.
-
-    Args:
-        rows: Number of rows N.
-        batch_size: Rows of a rank's batch.
-        num_replicas: Number of ranks W.
-        rank: This rank.
     """
 
     def __init__(self, rows: int, *, batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:

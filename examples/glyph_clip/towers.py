@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NameTower", "GlyphTower", "hash_words", "jitter"]
-
 # Empty ground becomes -0.5 and full ink 2: about zero mean and unit variance near a glyph.
 PIXEL_MEAN, PIXEL_GAIN = 0.2, 2.5
 MAX_WORDS = 16
@@ -22,20 +20,17 @@ def jitter(image_b1HW: Tensor, strength: float) -> Tensor:
     """Vary glyphs as fonts do: size, width, slant, place and stroke weight.
 
     A new family draws each character a little different; eight styles of two families do not
-    show that, so a tower without it learns those drawings by heart.
-
-    Args:
-        image_b1HW: Glyphs, float.
-        strength: 1 moves width and height by 8 % and slant by 10 % (standard deviations).
+    show that, so a tower without it learns those drawings by heart. With strength 1, width and
+    height vary by 8% and slant by 10% (standard deviations).
     """
     b = len(image_b1HW)
-    normal_b6 = torch.randn(6, b, device=image_b1HW.device) * strength
-    width, height, slant, turn, right, down = normal_b6 * normal_b6.new_tensor(
-        [[0.08], [0.08], [0.10], [0.04], [0.05], [0.04]]
-    )
-    rows = [torch.stack([1 + width, slant - turn, right], -1)]
-    rows.append(torch.stack([turn, 1 + height, down], -1))
-    grid = F.affine_grid(torch.stack(rows, 1), list(image_b1HW.shape), align_corners=False)
+    normal_6b = torch.randn(6, b, device=image_b1HW.device) * strength
+    spread_61 = normal_6b.new_tensor([[0.08], [0.08], [0.10], [0.04], [0.05], [0.04]])
+    width, height, slant, turn, right, down = normal_6b * spread_61
+    map_b3 = torch.stack([1 + width, slant - turn, right], -1)
+    below_b3 = torch.stack([turn, 1 + height, down], -1)
+    map_b23 = torch.stack([map_b3, below_b3], 1)
+    grid = F.affine_grid(map_b23, list(image_b1HW.shape), align_corners=False)
     image_b1HW = F.grid_sample(image_b1HW, grid, align_corners=False)
     # Bolder towards the maximum of the neighbours, lighter towards their minimum.
     bold = _neighbour_max(image_b1HW) - image_b1HW
@@ -54,10 +49,7 @@ def _neighbour_max(image_b1HW: Tensor) -> Tensor:
 class GlyphTower(nn.Module):
     """Encodes glyph images, uint8 as they lie in the cache.
 
-    Args:
-        width: Channels of the last stage; the earlier ones have a quarter and a half.
-        feature_width: Feature width D.
-        jitter_strength: Strength of `jitter` in training; 0 turns it off.
+    The last stage has `width` channels, the earlier ones a quarter and a half of them.
 
     Shapes:
         image ``(b, H, W)`` uint8 with H = W = 32; returns ``(b, D)``.
@@ -87,7 +79,6 @@ class GlyphTower(nn.Module):
         self.net = nn.Sequential(*stages, nn.Flatten(), *head)
 
     def forward(self, image_bHW: Tensor) -> Tensor:
-        """Encode a batch."""
         image_b1HW = image_bHW[:, None] / 255  # in the default dtype, which precisions set
         if self.training and self.jitter_strength > 0:
             image_b1HW = jitter(image_b1HW, self.jitter_strength)
@@ -101,15 +92,12 @@ def hash_words(text_bL: Tensor, table: Tensor) -> Tensor:
     Each character at each place of a word has a random integer, and a word is their sum, so that
     "ACUTE" is one number wherever it stands, and an anagram another.
 
-    Args:
-        text_bL: Encoded names: 0 is the padding, 1 the blank, 2 the hyphen.
-        table: Random integers by character and place, ``(characters, MAX_WORD_LENGTH)``.
-
     Shapes:
-        Returns ``(b, S)`` int64, 0 where there is no word.
+        text ``(b, L)``, table ``(characters, MAX_WORD_LENGTH)``; returns ``(b, S)`` int64, 0 where
+        there is no word.
     """
-    code_bL = text_bL.long()
-    gap_bL = (code_bL == 1) | (code_bL == 2)
+    code_bL = text_bL.long()  # 0 is the padding
+    gap_bL = (code_bL == 1) | (code_bL == 2)  # a blank, a hyphen
     place_bL = torch.arange(code_bL.shape[1], device=code_bL.device).expand_as(code_bL)
     start_bL = torch.where(gap_bL, place_bL + 1, 0).cummax(dim=1).values
     inside_bL = (place_bL - start_bL).clamp(0, MAX_WORD_LENGTH - 1)
@@ -125,28 +113,21 @@ class NameTower(nn.Module):
     their sum knows a name's words and most of their order ("SMALL LETTER A WITH ACUTE" is no
     "SMALL LETTER ACUTE WITH A"). A two-layer network then lets words change one another's meaning.
 
-    Args:
-        feature_width: Feature width D.
-        word_buckets: Rows of the table of words; the data has about 2,100 different ones.
-        pair_buckets: Rows of the table of pairs.
-
     Shapes:
         text ``(b, L)`` uint8; returns ``(b, D)``.
     """
 
     characters: Tensor
 
-    def __init__(
-        self, *, feature_width: int = 256, word_buckets: int = 8192, pair_buckets: int = 16384
-    ) -> None:
+    def __init__(self, *, feature_width: int = 256) -> None:
         super().__init__()
         # From a generator of its own: the reading of words must not depend on the run's seed.
-        integers = torch.randint(
-            1, 2**31, (39, MAX_WORD_LENGTH), generator=torch.Generator().manual_seed(0)
-        )
+        random = torch.Generator().manual_seed(0)
+        integers = torch.randint(1, 2**31, (39, MAX_WORD_LENGTH), generator=random)
         self.register_buffer("characters", integers)
-        self.words = nn.EmbeddingBag(word_buckets, feature_width, mode="sum", padding_idx=0)
-        self.pairs = nn.EmbeddingBag(pair_buckets, feature_width, mode="sum", padding_idx=0)
+        # The data has about 2,100 different words: few share a row.
+        self.words = nn.EmbeddingBag(8192, feature_width, mode="sum", padding_idx=0)
+        self.pairs = nn.EmbeddingBag(16384, feature_width, mode="sum", padding_idx=0)
         with torch.no_grad():
             self.pairs.weight.mul_(0.5)  # words, which other names share, lead at the start
         self.project = nn.Linear(feature_width, feature_width)
@@ -158,7 +139,6 @@ class NameTower(nn.Module):
         )
 
     def forward(self, text_bL: Tensor) -> Tensor:
-        """Encode a batch."""
         word_bS = hash_words(text_bL, self.characters)
         before_bS = F.pad(word_bS[:, :-1], (1, 0))
         # An odd factor, so that a pair in the other order is another number.

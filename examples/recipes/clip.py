@@ -88,7 +88,6 @@ class RecipeCLIP(pl.LightningModule):
         return F.normalize(self.model.text_projection(pooled), dim=-1)
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of all pairs of all ranks."""
         images, tokens = batch
         features = self.encode_image(images), self.encode_text(tokens)
         loss = self.loss(*features, self.model.logit_scale.exp().clamp(max=100))
@@ -96,7 +95,6 @@ class RecipeCLIP(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return the optimizer, with a cosine after half an epoch of warm-up."""
         params = [p for p in self.parameters() if p.requires_grad]
         shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
         if self.optimizer == "adafactor":

@@ -20,23 +20,13 @@ VOCABULARY = 258  # of bytes and both ends; END is the largest, which is where C
 
 
 def tokens_of(caption: str, length: int) -> Tensor:
-    """Return a caption as numbers: its bytes between START and END, and zeros.
-
-    Args:
-        caption: Any text.
-        length: Of the result; longer captions are cut.
-    """
+    """Return a caption as numbers: its bytes, cut to fit, between START and END, and zeros."""
     codes = [START, *caption.encode()[: length - 2], END]
     return torch.tensor(codes + [0] * (length - len(codes)))
 
 
 def image_of(data: bytes, edge: int) -> Tensor:
-    """Return an image as bytes of shape (3, edge, edge): its middle, made smaller.
-
-    Args:
-        data: A file.
-        edge: In pixels.
-    """
+    """Return the image of a file as bytes of shape (3, edge, edge): its middle, made smaller."""
     from PIL import Image, ImageOps
 
     picture = ImageOps.fit(Image.open(io.BytesIO(data)).convert("RGB"), (edge, edge))
@@ -78,13 +68,10 @@ class ImageTextShards(pl.LightningDataModule):
         ranks = self.trainer.world_size if self.trainer is not None else 1
         of_rank = self.pairs // ranks // self.batch_size
         of_worker = -(-of_rank // max(1, self.workers))
-        data = wds.WebDataset(
-            self.urls, resampled=True, shardshuffle=False, nodesplitter=wds.split_by_node
-        )
-        pipeline = (
-            data.shuffle(self.shuffle).map(self._pair).batched(self.batch_size, partial=False)
-        )
-        batches = pipeline.with_epoch(of_worker).with_length(of_rank)
+        splits = {"resampled": True, "shardshuffle": False, "nodesplitter": wds.split_by_node}
+        pairs = wds.WebDataset(self.urls, **splits).shuffle(self.shuffle).map(self._pair)
+        batches = pairs.batched(self.batch_size, partial=False)
+        batches = batches.with_epoch(of_worker).with_length(of_rank)
         return DataLoader(batches, batch_size=None, num_workers=self.workers)
 
     def _pair(self, sample: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -30,9 +30,7 @@ def report(run_dir: str) -> None:
 # A new command is a function with types and a docstring, and its name here. What it needs beyond
 # the standard library it imports itself, so that `--help` and the others start at once.
 COMMANDS: dict[str, Callable[..., None]] = {
-    "report": report,
-    "plan": plan,
-    "reproduce": reproduce,
+    command.__name__: command for command in (report, plan, reproduce)
 }
 
 
@@ -42,7 +40,7 @@ def summary(name: str) -> str:
 
 
 def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
-    """Return the parser of a command."""
+    """Return the parser of a command, whose arguments are those of its function."""
     parser = ArgumentParser(description=summary(name), **kwargs)
     parser.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
     for action in parser._actions:

@@ -71,7 +71,7 @@ class LightningMPCLI(LightningCLI):
         name = self.config.get("subcommand")
         if name in COMMANDS:
             COMMANDS[name](**self.config[name].as_dict())
-            raise SystemExit(0)
+            raise SystemExit(0)  # LightningCLI would go on to make a model and a Trainer
 
     @override
     def instantiate_classes(self) -> None:

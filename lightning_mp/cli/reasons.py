@@ -74,6 +74,7 @@ def _best(reasons: Iterator[_Reason]) -> list[_Reason]:
 
 def _items(body: list[str]) -> Iterator[list[str]]:
     """Split what is said of the types of a union, without what stands around it."""
+    # jsonargparse writes them as a list, two blanks deep, whose items may have several lines.
     start = body.index("Errors:") + 1
     item: list[str] = []
     for line in body[start:]:

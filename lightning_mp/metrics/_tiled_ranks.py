@@ -9,70 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import accumulation_dtype, sum_rounding
 
-__all__ = ["SimilarityTiles", "retrieval_ranks", "unit_rows"]
+__all__ = ["retrieval_ranks", "unit_rows"]
 
 
-class _Tile(NamedTuple):
-    images: slice
-    texts: slice
-    cosine_nm: Tensor
-    image_norm_n1: Tensor | None  # None: all are one
-    text_norm_m: Tensor | None
-    match_nm: Tensor
-
-
-class SimilarityTiles:
-    """Walks the similarity matrix, the same tiles in the same order on every pass."""
-
-    def __init__(
-        self,
-        image_ND: Tensor,
-        text_MD: Tensor,
-        image_ids_N: Tensor,
-        text_ids_M: Tensor,
-        normalize: bool,
-        workspace_bytes: int,
-    ) -> None:
-        self.image_ND, self.text_MD = image_ND, text_MD
-        self.image_ids_N, self.text_ids_M = image_ids_N, text_ids_M
-        self.normalize = normalize
-        self.dtype = accumulation_dtype(image_ND.dtype)
-        width, itemsize = image_ND.shape[1], self.dtype.itemsize
-        self.rounding = sum_rounding(width, self.dtype)
-        # edge^2 elements of cosine, its weighted and masked copies and four masks, and
-        # edge x D elements of unit images, unit texts and a temporary.
-        per_area, per_edge = 3 * itemsize + 4, 3 * itemsize * width
-        root = math.isqrt(per_edge**2 + 4 * per_area * workspace_bytes)
-        self.edge = max(1, (root - per_edge) // (2 * per_area))
-
-    def __iter__(self) -> Iterator[_Tile]:
-        """Yields tiles by rows of images."""
-        for n in range(0, len(self.image_ND), self.edge):
-            images = slice(n, n + self.edge)
-            unit_nD, norm_n1 = unit_rows(self.image_ND[images], self.dtype)
-            for m in range(0, len(self.text_MD), self.edge):
-                texts = slice(m, m + self.edge)
-                unit_mD, norm_m1 = unit_rows(self.text_MD[texts], self.dtype)
-                yield _Tile(
-                    images,
-                    texts,
-                    unit_nD @ unit_mD.T,
-                    None if self.normalize else norm_n1,
-                    None if self.normalize else norm_m1[:, 0],
-                    self.image_ids_N[images, None] == self.text_ids_M[texts],
-                )
-
-
-def unit_rows(features_RD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unit_rows(features_RD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns rows of norm 1 and their norms; a row with inf or NaN becomes NaN throughout."""
-    unit_RD = features_RD.detach().to(dtype, copy=True)
+    unit_RD = features_RD.detach().to(accumulation_dtype(features_RD.dtype), copy=True)
     # Dividing by the largest entry first keeps squares of 1e20 or 1e-30 inside fp32.
     peak_R1 = unit_RD.abs().amax(dim=1, keepdim=True)
     peak_R1 = torch.where(peak_R1 == 0, 1, peak_R1)
@@ -98,17 +46,53 @@ def _count_ahead(score_nm: Tensor, best: Tensor, match_nm: Tensor, dim: int) -> 
     return (~((score_nm < best) | match_nm)).sum(dim)
 
 
-def retrieval_ranks(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
+# Its images and texts, their cosines, norms of images (n, 1) and texts (m,) or `None` if all are
+# one, and which match.
+_Tile = tuple[slice, slice, Tensor, Tensor | None, Tensor | None, Tensor]
+
+
+def _edge(width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
+    """Return the rows and columns of a tile with which a pass stays within the workspace."""
+    # edge^2 elements of cosine, its weighted and masked copies and four masks, and
+    # edge x D elements of unit images, unit texts and a temporary.
+    per_area, per_edge = 3 * dtype.itemsize + 4, 3 * dtype.itemsize * width
+    root = math.isqrt(per_edge**2 + 4 * per_area * workspace_bytes)
+    return max(1, (root - per_edge) // (2 * per_area))
+
+
+def retrieval_ranks(
+    image_ND: Tensor,
+    text_MD: Tensor,
+    image_ids_N: Tensor,
+    text_ids_M: Tensor,
+    *,
+    normalize: bool,
+    workspace_bytes: int,
+) -> tuple[Tensor, Tensor]:
     """Returns the ranks of images' texts and texts' images, for the queries that have a match."""
-    image_ND, text_MD = tiles.image_ND, tiles.text_MD
-    best_text_N = image_ND.new_full((len(image_ND),), -math.inf, dtype=tiles.dtype)
-    best_image_M = text_MD.new_full((len(text_MD),), -math.inf, dtype=tiles.dtype)
+    dtype, width = accumulation_dtype(image_ND.dtype), image_ND.shape[1]
+    rounding, edge = sum_rounding(width, dtype), _edge(width, dtype, workspace_bytes)
+
+    def tiles() -> Iterator[_Tile]:
+        # The same in the same order on both passes, or a score could differ from itself.
+        for n in range(0, len(image_ND), edge):
+            images = slice(n, n + edge)
+            unit_nD, norm_n1 = unit_rows(image_ND[images])
+            for m in range(0, len(text_MD), edge):
+                texts = slice(m, m + edge)
+                unit_mD, norm_m1 = unit_rows(text_MD[texts])
+                norms = (None, None) if normalize else (norm_n1, norm_m1[:, 0])
+                match_nm = image_ids_N[images, None] == text_ids_M[texts]
+                yield images, texts, unit_nD @ unit_mD.T, *norms, match_nm
+
+    best_text_N = image_ND.new_full((len(image_ND),), -math.inf, dtype=dtype)
+    best_image_M = text_MD.new_full((len(text_MD),), -math.inf, dtype=dtype)
     matched_N = torch.zeros_like(best_text_N, dtype=torch.bool)
     matched_M = torch.zeros_like(best_image_M, dtype=torch.bool)
     # Matches enter with the least their score may be and rivals with the most, so that what
     # rounding cannot tell apart is a tie. A query's own norm is common to all and drops out.
-    for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles:
-        cosine_nm -= tiles.rounding
+    for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
+        cosine_nm -= rounding
         row_best_n = _best(_weighted(cosine_nm, norm_m), match_nm, dim=1)
         column_best_m = _best(_weighted(cosine_nm, norm_n1), match_nm, dim=0)
         best_text_N[images] = torch.maximum(best_text_N[images], row_best_n)
@@ -117,8 +101,8 @@ def retrieval_ranks(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
         matched_M[texts] |= match_nm.any(dim=0)
     text_rank_N = torch.ones_like(best_text_N, dtype=torch.int64)
     image_rank_M = torch.ones_like(best_image_M, dtype=torch.int64)
-    for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles:
-        cosine_nm += tiles.rounding
+    for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
+        cosine_nm += rounding
         text_rank_N[images] += _count_ahead(
             _weighted(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1
         )

@@ -5,6 +5,7 @@ Shapes: `N` images, `M` texts, `D` feature width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +17,9 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_mp._arguments import check_count, explains_arguments
-from lightning_mp.metrics._checks import (
-    check_features,
-    check_ids,
-    check_top_k,
-    check_value,
-)
+from lightning_mp.metrics._checks import check_features, check_ids, check_top_k, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
-from lightning_mp.metrics._tiled_ranks import SimilarityTiles, retrieval_ranks
+from lightning_mp.metrics._tiled_ranks import retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["ContrastiveRecall"]
@@ -215,23 +211,20 @@ class ContrastiveRecall(Metric):
             image_ids_N = text_ids_M = torch.arange(len(image_ND), device=image_ND.device)
         device_type = image_ND.device.type
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            tiles = SimilarityTiles(
-                image_ND, text_MD, image_ids_N, text_ids_M, self.normalize, self.workspace_bytes
-            )
-            text_ranks, image_ranks = retrieval_ranks(tiles)
-        if not len(text_ranks):
+            options: Any = {"normalize": self.normalize, "workspace_bytes": self.workspace_bytes}
+            ranks = retrieval_ranks(image_ND, text_MD, image_ids_N, text_ids_M, **options)
+        if not len(ranks[0]):
             raise ValueError(
                 f"Passed ids of {len(image_ND)} images and {len(text_MD)} texts that have none in "
                 "common. `ContrastiveRecall` accepts ids that are equal for an image and its "
                 "texts: pass the image's index in the data set for both."
             )
-        self._report_unmatched(len(image_ND) - len(text_ranks), len(text_MD) - len(image_ranks))
+        self._report_unmatched(len(image_ND) - len(ranks[0]), len(text_MD) - len(ranks[1]))
+        candidates = len(text_MD), len(image_ND)
         return {
             f"{direction}_{name}": value
-            for direction, ranks, n_candidates in zip(
-                _DIRECTIONS, (text_ranks, image_ranks), (len(text_MD), len(image_ND)), strict=True
-            )
-            for name, value in _summary(ranks, n_candidates, self.top_k).items()
+            for direction, found, n_candidates in zip(_DIRECTIONS, ranks, candidates, strict=True)
+            for name, value in _summary(found, n_candidates, self.top_k).items()
         }
 
     def _report_unmatched(self, n_images: int, n_texts: int) -> None:
@@ -313,15 +306,14 @@ class ContrastiveRecall(Metric):
         torchmetrics lets a rank without data send a 1-D fp32 tensor; against (n, D) features in
         another dtype that hangs or fails.
         """
-        width, dtype_index, has_ids = 0, 0, 0
-        if self.image_features:
-            seen = self.image_features[0]
-            width, dtype_index = seen.shape[1], FLOAT_DTYPES.index(seen.dtype)
-            has_ids = int(bool(self.image_ids))
-        layout = torch.tensor([width, dtype_index, has_ids], device=self.device)
-        layouts = dist_sync_fn(layout, group=process_group or self.process_group)
-        by_rank = [tuple(rank_layout.tolist()) for rank_layout in layouts]
-        present = {rank_layout for rank_layout in by_rank if rank_layout[0]}
+        seen = self.image_features[0] if self.image_features else None
+        own = [0, 0, 0]
+        if seen is not None:
+            own = [seen.shape[1], FLOAT_DTYPES.index(seen.dtype), int(bool(self.image_ids))]
+        group = process_group or self.process_group
+        layouts = dist_sync_fn(torch.tensor(own, device=self.device), group=group)
+        by_rank = [tuple(layout.tolist()) for layout in layouts]
+        present = {layout for layout in by_rank if layout[0]}
         if len(present) > 1:
             named = "; ".join(
                 f"rank {rank}: width {w}, {FLOAT_DTYPES[d]}, {'ids' if i else 'no ids'}"
@@ -335,15 +327,14 @@ class ContrastiveRecall(Metric):
         if not present:
             return
         ((width, dtype_index, has_ids),) = present
-        if not self.image_features:
+        ids_of = functools.partial(torch.zeros, dtype=torch.int64, device=self.device)
+        if seen is None:
             dtype = FLOAT_DTYPES[dtype_index]
             self.image_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
             self.text_features = [torch.empty(0, width, dtype=dtype, device=self.device)]
-            self.image_ids = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
-            self.text_ids = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
+            self.image_ids, self.text_ids = [ids_of(0, 2)], [ids_of(0, 2)]
         if not has_ids:  # a stand-in, since not every backend gathers nothing from everyone
-            self.image_ids = [torch.zeros(1, 2, dtype=torch.int64, device=self.device)]
-            self.text_ids = [torch.zeros(1, 2, dtype=torch.int64, device=self.device)]
+            self.image_ids, self.text_ids = [ids_of(1, 2)], [ids_of(1, 2)]
         super()._sync_dist(dist_sync_fn, process_group=process_group)
         if not has_ids:
             self.image_ids, self.text_ids = [], []
@@ -360,6 +351,7 @@ def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[s
     values["mean_rank"] = ranks.sum().float()
     # In fp32 by name: integers divide into the default dtype, fp16 under Lightning's "16-true".
     values = {name: value / n_queries for name, value in values.items()}
+    # `Tensor.median` would return the lower of two in the middle.
     ordered = ranks.sort().values
     values["median_rank"] = (ordered[(n_queries - 1) // 2] + ordered[n_queries // 2]).float() / 2
     values["queries"] = torch.tensor(n_queries, dtype=torch.float32, device=ranks.device)

@@ -17,7 +17,7 @@ from lightning_mp._arguments import check_count, explains_arguments
 from lightning_mp.metrics._checks import check_ids, check_rows, check_top_k, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics._tiled_ranks import unit_rows
-from lightning_mp.numerics.floats import accumulation_dtype, sum_rounding
+from lightning_mp.numerics.floats import sum_rounding
 
 __all__ = ["ZeroShotAccuracy"]
 
@@ -124,7 +124,7 @@ class ZeroShotAccuracy(Metric):
                 f"Passed `class_ids` from {int(low)} to {int(high)}. They must be in "
                 f"[0, {self.num_classes}), as `num_classes={self.num_classes}`."
             )
-        unit_pD = _unit_rows(text_features)
+        unit_pD = unit_rows(text_features)[0]
         if self._sums_CD is None or self._counts_C is None:
             self._sums_CD = unit_pD.new_zeros(self.num_classes, unit_pD.shape[1])
             self._counts_C = unit_pD.new_zeros(self.num_classes)
@@ -140,18 +140,15 @@ class ZeroShotAccuracy(Metric):
         target = target.to(image_features.device, torch.int64)
         rows = max(1, self.workspace_bytes // (4 * self.num_classes * classes_CD.itemsize))
         with torch.autocast(image_features.device.type, enabled=False):
-            parts = [
-                _ranks(_unit_rows(image_nD), classes_CD, target_n)
-                for image_nD, target_n in zip(
-                    image_features.split(rows), target.split(rows), strict=True
-                )
-            ]
+            batches = zip(image_features.split(rows), target.split(rows), strict=True)
+            parts = [_ranks(image_nD, classes_CD, target_n) for image_nD, target_n in batches]
         if parts:
             self.ranks.append(torch.cat(parts))
             self.keys.append(with_keys(target, keys, target.device))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a batch as `update()` does and returns the values of this batch alone."""
+        # torchmetrics resets the state for the values of a batch, whose prompts came before it.
         self._keeps_prompts = True
         try:
             return super().forward(*args, **kwargs)
@@ -197,15 +194,15 @@ class ZeroShotAccuracy(Metric):
 
     def _classes(self) -> Tensor:
         if self._classes_CD is None:
-            if self._sums_CD is None or self._counts_C is None or (self._counts_C == 0).any():
-                counts = torch.zeros(1) if self._counts_C is None else self._counts_C
-                missing = int((counts == 0).nonzero()[0])
+            counts_C = torch.zeros(1) if self._counts_C is None else self._counts_C
+            if self._sums_CD is None or (counts_C == 0).any():
+                missing = int((counts_C == 0).nonzero()[0])
                 raise RuntimeError(
                     f"Called `ZeroShotAccuracy.update()` with class {missing} without a prompt. "
                     "Call `update_prompts(text_features, class_ids)` for all "
                     f"{self.num_classes} classes on every rank, after each `reset()`."
                 )
-            self._classes_CD = _unit_rows(self._sums_CD)
+            self._classes_CD = unit_rows(self._sums_CD)[0]
         return self._classes_CD
 
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
@@ -216,17 +213,15 @@ class ZeroShotAccuracy(Metric):
         super()._sync_dist(*args, **kwargs)
 
 
-def _ranks(unit_nD: Tensor, classes_CD: Tensor, target_n: Tensor) -> Tensor:
+def _ranks(image_nD: Tensor, classes_CD: Tensor, target_n: Tensor) -> Tensor:
     """Return 1 + the classes that are not surely below the target, in fp32 as all states are."""
+    unit_nD, _ = unit_rows(image_nD)
     dtype = torch.promote_types(unit_nD.dtype, classes_CD.dtype)
     score_nC = unit_nD.to(dtype) @ classes_CD.to(dtype).T
+    # Targets out of range are refused by `compute()`.
     place_n1 = target_n.clamp(0, len(classes_CD) - 1)[:, None]
     own_n1 = score_nC.gather(1, place_n1)
     ahead_nC = ~(score_nC < own_n1 - 2 * sum_rounding(unit_nD.shape[1], dtype))
     ahead_nC.scatter_(1, place_n1, False)
     rank_n = 1 + ahead_nC.sum(1)
     return torch.where(own_n1[:, 0].isfinite(), rank_n, len(classes_CD) + 1).float()
-
-
-def _unit_rows(features_RD: Tensor) -> Tensor:
-    return unit_rows(features_RD, accumulation_dtype(features_RD.dtype))[0]

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["pairs_of", "plan"]
 
-GIB = 2**30
-
 
 def plan(
     config: str | None = None,
@@ -68,7 +66,7 @@ def plan(
         check_paper: Print the prediction beside every figure of Inf-CL's paper instead.
     """
     if check_paper:
-        from lightning_mp.plan.paper_table import paper_lines
+        from lightning_mp.plan.paper import paper_lines
 
         print("\n".join(paper_lines()))
         return
@@ -83,25 +81,20 @@ def plan(
         }
         subject = replace(subject, **{k: v for k, v in chosen.items() if v is not None})
         asked = subject.batch if batch is None else pairs_of(batch)
-        if pairs_per_second == "measure":
-            pairs_per_second, measured = _measured_rate(config, subject.micro_batch), True
-        else:
-            measured = False
-        rate = _rate(subject, pairs_per_second, tflops, network, measured)
+        rate = _rate(subject, config, pairs_per_second, tflops, network)
         per_epoch = None if pairs is None else pairs_of(pairs)
     except (ValueError, OSError) as error:
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:
         raise SystemExit("lightning-mp plan: pass the global batch by `--batch`, such as 1024k.")
     from lightning_mp.plan.estimate import Machine
-    from lightning_mp.plan.table import advice, plan_lines
+    from lightning_mp.plan.formulas import GIB
+    from lightning_mp.plan.table import advice, draw_plan, plan_lines
 
     machine = Machine(gpus, gpu_memory * GIB, host_memory * GIB, gpus_per_node, workers, device)
     print("\n".join(plan_lines(subject, machine, asked, rate, per_epoch)))
     print(f"\nAdvice: {advice(subject, machine, asked)}")
     if picture:
-        from lightning_mp.plan.picture import draw_plan
-
         try:
             draw_plan(Path(picture), subject, machine, asked)
         except ModuleNotFoundError:
@@ -126,7 +119,7 @@ def pairs_of(text: str) -> int:
 
 
 def _subject(config: str | None, model: str | None, precision: str | None) -> Subject:
-    from lightning_mp.plan.precisions import PRECISIONS
+    from lightning_mp.plan.subject import PRECISIONS
 
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(
@@ -141,37 +134,37 @@ def _subject(config: str | None, model: str | None, precision: str | None) -> Su
     return subject_of_model(str(model), precision or "BalancedAMP")
 
 
-def _measured_rate(config: str | None, micro_batch: int) -> str:
-    if config is None:
-        raise ValueError(
-            "Passed `--pairs-per-second measure` without `--config`. Only a config has data to run "
-            "on. Pass a number, or `--tflops`."
-        )
-    from lightning_mp.plan.config import pairs_per_second
-
-    return f"{pairs_per_second(config, micro_batch):g}"
-
-
 def _rate(
     subject: Subject,
+    config: str | None,
     pairs_per_second: str | None,
     tflops: float | None,
     network: float,
-    measured: bool,
 ) -> Rate | None:
-    """Return the rate that was given, or what it follows from."""
+    """Return the rate that was given or measured, or what it follows from."""
     from lightning_mp.plan.estimate import Rate
 
     work = subject.flops_per_pair(cached=True)
-    if pairs_per_second is not None:
-        given = float(pairs_per_second)
-        flops = given * work if tflops is None else tflops * 1e12
-        source = "measured on this machine's CPU" if measured else "given"
-        source += f", {given:g} pairs/s a rank; products at {flops / 1e12:.3g} TFLOP/s"
-        return Rate(given, flops, network * 1e9, source)
-    if tflops is not None:
+    if pairs_per_second is None:
+        if tflops is None:
+            return None
         rate = tflops * 1e12 / work
         source = f"computed, {rate:,.0f} pairs/s a rank from {work / 1e9:,.0f} GFLOP a pair"
         source += f" at the {tflops:g} TFLOP/s given"
         return Rate(rate, tflops * 1e12, network * 1e9, source)
-    return None
+    if pairs_per_second == "measure":
+        if config is None:
+            raise ValueError(
+                "Passed `--pairs-per-second measure` without `--config`. Only a config has data to "
+                "run on. Pass a number, or `--tflops`."
+            )
+        from lightning_mp.plan import config as of_config
+
+        # As it is printed, so that who passes the printed rate gets the same times.
+        rate = float(f"{of_config.pairs_per_second(config, subject.micro_batch):g}")
+        source = "measured on this machine's CPU"
+    else:
+        rate, source = float(pairs_per_second), "given"
+    flops = rate * work if tflops is None else tflops * 1e12
+    source += f", {rate:g} pairs/s a rank; products at {flops / 1e12:.3g} TFLOP/s"
+    return Rate(rate, flops, network * 1e9, source)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import statistics
 import sys
-import time
+import timeit
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.contrastive._cache.towers import find_tower
-from lightning_mp.plan.precisions import PRECISIONS
-from lightning_mp.plan.subject import Subject
-from lightning_mp.plan.tower_bytes import TowerBytes, blank, computing_in, measure_towers
+from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
+from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 
 __all__ = ["pairs_per_second", "subject_of_config"]
 
@@ -49,9 +49,8 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
             f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
         )
     data, batch = _data(settings)
-    pairs = _pairs(batch)
-    one = tree_leaves(_rows(batch, pairs, 1, fake=False))
-    model, towers, found = _measured(settings, strategy, batch, pairs, chosen)
+    one = tree_leaves(_rows(batch, 1, fake=False))
+    model, towers, found = _measured(settings, strategy, batch, PRECISIONS[chosen])
     return Subject.of(
         model,
         _optimizers(settings, model),
@@ -59,6 +58,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
         towers=towers,
         pair_bytes=sum(leaf.nbytes for leaf in one if isinstance(leaf, Tensor)),
         precision=chosen,
+        # The defaults are those of `InfCLStrategy`.
         micro_batch=strategy.get("micro_batch_size", 256),
         offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
@@ -76,24 +76,23 @@ def _settings(path: str) -> dict[str, Any]:
 
 
 def _measured(
-    settings: dict[str, Any], strategy: dict[str, Any], batch: Any, pairs: int, precision: str
+    settings: dict[str, Any], strategy: dict[str, Any], batch: Any, precision: StaticBytes
 ) -> tuple[LightningModule, dict[str, TowerBytes], str]:
     """Measure on tensors without memory, or on a few pairs where a model needs more."""
-    names = strategy.get("towers", ["visual", "text"])
 
     def measure(
         made_in: AbstractContextManager[object], *, fake: bool
     ) -> tuple[LightningModule, dict[str, TowerBytes]]:
-        with made_in, computing_in(PRECISIONS[precision]):
+        with made_in, computing_in(precision):
             model = _model(settings)
         if fake:
             blank(model)
-        towers = [find_tower(model, name) for name in names]
+        towers = [find_tower(model, name) for name in strategy.get("towers", ["visual", "text"])]
 
         def step(size: int) -> None:
-            model.training_step(_rows(batch, pairs, size, fake), 0)
+            model.training_step(_rows(batch, size, fake), 0)
 
-        return model, measure_towers(model, towers, step, PRECISIONS[precision])
+        return model, measure_towers(model, towers, step, precision)
 
     # Some models cannot be made without memory, as open_clip moves what it made to a device. Others
     # look at values, or have operators without a shape function.
@@ -107,17 +106,16 @@ def pairs_per_second(path: str, micro_batch: int) -> float:
     """Time a micro-batch of a config's towers on this machine, with gradient caching's replay."""
     settings = _settings(path)
     _, batch = _data(settings)
-    pairs = _pairs(batch)
-    model, rows = _model(settings), _rows(batch, pairs, micro_batch, fake=False)
-    seconds = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
+    model, rows = _model(settings), _rows(batch, micro_batch, fake=False)
+
+    def step() -> None:
         with torch.no_grad():
             model.training_step(rows, 0)
-        loss = model.training_step(rows, 0)
-        (loss if isinstance(loss, Tensor) else loss["loss"]).backward()  # type: ignore[index]
-        seconds.append(time.perf_counter() - start)
-    return micro_batch / sorted(seconds[1:])[1]
+        loss: Any = model.training_step(rows, 0)
+        (loss if isinstance(loss, Tensor) else loss["loss"]).backward()
+
+    _, *seconds = timeit.repeat(step, number=1, repeat=4)  # the first one warms up
+    return micro_batch / statistics.median(seconds)
 
 
 def _model(settings: dict[str, Any]) -> LightningModule:
@@ -127,19 +125,15 @@ def _model(settings: dict[str, Any]) -> LightningModule:
     return model
 
 
-def _pairs(batch: Any) -> int:
-    """Return the rows of a batch: most tensors' first dimension, and the largest."""
+def _rows(batch: Any, size: int, fake: bool) -> Any:
+    """Return a batch of another size; without memory its values do not matter."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not leaves:
         raise ValueError(
             f"Passed a config whose loader yields {type(batch).__name__} without tensors of rows. "
             "The bytes of a pair are then unknown; pass `--model` in place of the config."
         )
-    return max(len(leaf) for leaf in leaves)
-
-
-def _rows(batch: Any, pairs: int, size: int, fake: bool) -> Any:
-    """Return a batch of another size; without memory its values do not matter."""
+    pairs = max(len(leaf) for leaf in leaves)  # what is shorter has no row for each pair
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != pairs:
@@ -154,6 +148,7 @@ def _rows(batch: Any, pairs: int, size: int, fake: bool) -> Any:
 def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
     """Make one part of a config alone."""
     kind = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer}[part]
+    # By default it would end the process, and show the usage of a command that nobody called.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part, **options)
     try:
@@ -190,10 +185,8 @@ def _data(settings: dict[str, Any]) -> tuple[LightningDataModule, Any]:
 
 
 def _arguments(described: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = (
-        described.get("init_args") or {} if isinstance(described, dict) else {}
-    )
-    return arguments
+    has_any = isinstance(described, dict) and described.get("init_args")
+    return dict(described["init_args"]) if has_any else {}
 
 
 def _precision(trainer: dict[str, Any]) -> str:
@@ -204,6 +197,6 @@ def _precision(trainer: dict[str, Any]) -> str:
         name = str(path).rpartition(".")[2]
         if name in PRECISIONS:
             return name
-    return {"32": "32-true", "None": "32-true"}.get(
-        str(trainer.get("precision")), str(trainer.get("precision"))
-    )
+    named = str(trainer.get("precision"))
+    # A Trainer's own default, and another name of it.
+    return "32-true" if named in ("32", "None") else named

@@ -29,12 +29,11 @@ __all__ = [
     "largest",
     "memory",
     "products",
-    "tiles_on",
     "workspace_on",
 ]
 
 
-def tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
+def _tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
     """Return what multiplies our loss's tiles on a `"cuda"` or `"cpu"` device, which need not be.
 
     Triton is there on Linux only; where a plan is made without it, torch's tiles stand in.
@@ -48,7 +47,7 @@ def tiles_on(device: str, workspace_bytes: int | None = None) -> TileBackend:
 
 def workspace_on(device: str) -> int:
     """Return the bytes of our loss's workspace there."""
-    return tiles_on(device).budget(torch.device(device))
+    return _tiles_on(device).budget(torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,6 @@ class Machine:
     def ranks_per_node(self) -> int:
         """Ranks on one node."""
         return min(self.gpus, self.gpus_per_node)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Of `ContrastiveLoss`."""
-        return workspace_on(self.device)
 
 
 @dataclass(frozen=True)
@@ -107,43 +101,34 @@ class Memory:
     @property
     def peak(self) -> float:
         """Bytes on the device."""
-        return formulas.peak_bytes(
-            data=self.data,
-            features=self.features,
-            static=self.static,
-            loss=self.loss,
-            backbone=self.backbone,
-        )
+        return self.data + self.features + self.static + max(self.loss, self.backbone)
 
 
 def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Memory:
     """Return what a method needs."""
     rank_batch = batch / machine.gpus
     seen = min(subject.micro_batch, rank_batch) if method.cached else rank_batch
+    # With offload, the device holds the micro-batches copied ahead and the one in use.
     staged = (subject.prefetch + 1) * subject.micro_batch if subject.offload else rank_batch
     features = formulas.our_features_bytes(rank_batch, subject.width, subject.feature_itemsize)
     towers = subject.towers.values()
-    saved = [seen * tower.saved_per_pair for tower in towers]
-    gradients = subject.static.gradient * subject.parameters
+    saved = sum(seen * tower.saved_per_pair for tower in towers)
+    backbone: float = subject.static.gradient * subject.parameters
     if method.cached:
         # Gradients are summed aside; the running tower's for this micro-batch come on top, and
         # features have their gradients by now.
-        running = max(
-            bytes_ + formulas.FP32 * tower.parameters
-            for bytes_, tower in zip(saved, towers, strict=True)
-        )
-        backbone = gradients + running + features / 2
+        backbone += max(seen * t.saved_per_pair + formulas.FP32 * t.parameters for t in towers)
+        backbone += features / 2
     else:
-        backbone = gradients + sum(saved)
+        backbone += saved
+    workspace = workspace_on(machine.device)
+    loss = formulas.loss_bytes(method.loss, batch, machine.gpus, subject.width, workspace)
     return Memory(
         static=subject.static.at_rest(subject.parameters, subject.states)
         + formulas.FP32 * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
-        loss=formulas.loss_bytes(
-            method.loss, batch, machine.gpus, subject.width, machine.workspace_bytes
-        )
-        + (0 if method.cached else sum(saved)),
+        loss=loss + (0 if method.cached else saved),
         backbone=backbone,
         host=formulas.host_bytes(
             rank_batch=rank_batch,
@@ -157,17 +142,14 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
 
 def largest(method: Method, subject: Subject, machine: Machine) -> tuple[int, int]:
     """Return the largest global batches that fit the device and the host."""
+
+    def need(batch: int) -> Memory:
+        return memory(method, batch, subject, machine)
+
+    most, step = formulas.largest_batch, machine.gpus
     return (
-        formulas.largest_batch(
-            lambda batch: memory(method, batch, subject, machine).peak,
-            machine.gpu_bytes,
-            machine.gpus,
-        ),
-        formulas.largest_batch(
-            lambda batch: memory(method, batch, subject, machine).host,
-            machine.host_bytes,
-            machine.gpus,
-        ),
+        most(lambda batch: need(batch).peak, machine.gpu_bytes, step),
+        most(lambda batch: need(batch).host, machine.host_bytes, step),
     )
 
 
@@ -181,10 +163,11 @@ def products(method: Method, batch: int, subject: Subject, machine: Machine) -> 
         return method.products
     dtype, device = getattr(torch, subject.static.activations), torch.device(machine.device)
     rows = -(-batch // machine.gpus)
-    left = machine.workspace_bytes
+    # What travels between ranks has its part of the workspace first.
+    left = workspace_on(machine.device)
     if machine.gpus > 1:
         _, left = share_workspace([rows] * machine.gpus, subject.width, dtype, left)
-    tiles = tiles_on(machine.device, left)
+    tiles = _tiles_on(machine.device, left)
     kept = tiles.kept_values(rows, batch, dtype, device)
     again = tiles.multiplied_twice(rows, batch, subject.width, dtype, device, kept)
     return method.products - 1 + again / (rows * batch)

@@ -15,6 +15,7 @@ towers are replayed the loss is gone: so one or the other.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "loss_bytes",
     "loss_flops",
     "our_features_bytes",
-    "peak_bytes",
 ]
 
 GIB = 2**30
@@ -102,33 +102,21 @@ def loss_bytes(
     return FP32 * (matrices + features * rank_batch * width)
 
 
-def peak_bytes(
-    *, data: float, features: float, static: float, loss: float, backbone: float
-) -> float:
-    """Return what a rank holds at its peak."""
-    return data + features + static + max(loss, backbone)
-
-
 def host_bytes(
-    *,
-    rank_batch: float,
-    pair_bytes: float,
-    ranks: int,
-    workers: int,
-    loader_batches: int = 1,
-    prefetch_factor: int = 2,
+    *, rank_batch: float, pair_bytes: float, ranks: int, workers: int, loader_batches: int = 1
 ) -> float:
     """Return the data that the ranks of a node hold in host memory.
 
-    Every worker of a `DataLoader` has `prefetch_factor` batches ready, besides the batch in use.
-    With several loader batches a step, workers hold those and the host one whole batch.
+    Every worker of a `DataLoader` has two batches ready, its `prefetch_factor`, besides the batch
+    in use. With several loader batches a step, workers hold those and the host one whole batch.
     """
-    ready = workers * prefetch_factor * rank_batch / loader_batches
+    ready = workers * 2 * rank_batch / loader_batches
     return ranks * pair_bytes * (rank_batch + ready)
 
 
 def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int:
     """Return the largest multiple of `step` whose peak fits, 0 if none; peaks must not fall."""
+    # Doubled first and then halved, as a peak may be one that ranks measure, in seconds.
     if peak(step) > budget:
         return 0
     fits = 1
@@ -136,11 +124,8 @@ def largest_batch(peak: Callable[[int], float], budget: float, step: int) -> int
         fits *= 2
         if fits * step > 2**50:  # a method whose memory does not grow
             return fits * step
-    fails = 2 * fits
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if peak(middle * step) <= budget else (fits, middle)
-    return fits * step
+    between = range(fits + 1, 2 * fits)
+    return step * (fits + bisect.bisect(between, budget, key=lambda n: peak(n * step)))
 
 
 def loss_flops(batch: int, ranks: int, width: int, products: float) -> float:

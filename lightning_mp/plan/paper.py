@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -17,13 +18,23 @@ from typing import Any
 from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import GIB
+from lightning_mp.plan.table import aligned
 
-__all__ = ["FITTED", "SLIPS", "Cell", "all_cells", "figures", "loss_gib", "peak_gib"]
+__all__ = [
+    "Cell",
+    "all_cells",
+    "figures",
+    "largest_batch",
+    "loss_gib",
+    "pairs",
+    "paper_lines",
+    "peak_gib",
+    "table1_cells",
+]
 
 K = 1024
-PAIR_BYTES = (
-    3 * 224 * 224 * 4 + 77 * 8
-)  # an fp32 image and int64 tokens, as the paper's code has it
+# An fp32 image and int64 tokens, as the paper's code has them.
+PAIR_BYTES = 3 * 224 * 224 * 4 + 77 * 8
 # ViT-L/14 in micro-batches of 128, weights and states included.
 BACKBONE_GIB = 41.98
 CACHED_FEATURES = 4.6  # times both features in fp32, which gradient caching keeps
@@ -106,21 +117,30 @@ def peak_gib(
     and AdamW's states, and beside them the batch, unless it stays on the host.
     """
     rank_batch = batch / ranks
-    large = model == "ViT-L/14"
-    width = L14_WIDTH if large else B16_WIDTH
-    backbone = BACKBONE_GIB if large else counted_backbone_gib(B16_PARAMETERS, B16_SAVED, 128)
-    static = 16 * (L14_PARAMETERS if large else B16_PARAMETERS) / GIB
-    features = CACHED_FEATURES * 2 * formulas.FP32 * width * rank_batch
-    return formulas.peak_bytes(
-        data=0 if offload else rank_batch * PAIR_BYTES / GIB,
-        features=features / GIB,
-        static=static,
-        loss=loss_gib(method, batch, ranks, width),
-        backbone=backbone - static,
+    if model == "ViT-L/14":
+        width, parameters, backbone = L14_WIDTH, L14_PARAMETERS, BACKBONE_GIB
+    else:
+        width, parameters = B16_WIDTH, B16_PARAMETERS
+        backbone = counted_backbone_gib(B16_PARAMETERS, B16_SAVED, 128)
+    static = 16 * parameters / GIB
+    data = 0 if offload else rank_batch * PAIR_BYTES / GIB
+    features = CACHED_FEATURES * 2 * formulas.FP32 * width * rank_batch / GIB
+    loss = loss_gib(method, batch, ranks, width)
+    return data + features + static + max(loss, backbone - static)
+
+
+def largest_batch(method: str, ranks: int, subject: str) -> int:
+    """Return the largest batch of a method; the subject may end on "+offload", as in Table 2."""
+    model, _, offload = subject.partition("+")
+    return formulas.largest_batch(
+        lambda batch: peak_gib(method, batch, ranks, offload=bool(offload), model=model),
+        USABLE_GIB,
+        4 * K,
     )
 
 
-def _batch(label: str) -> int:
+def pairs(label: str) -> int:
+    """Return the number of pairs that a table calls "64k"."""
     return int(label.rstrip("k")) * K
 
 
@@ -134,19 +154,23 @@ FITTED_LOSSES = {
 }
 
 
-def _table1() -> Iterator[Cell]:
+def table1_cells() -> Iterator[tuple[str, int, str, str, float, float]]:
+    """Yield the rows of Table 1: machine, ranks, method, batch, memory of the loss and peak."""
     for machine, methods in figures()["table1_loss_peak_GB_ViT-L/14_AdamW_accum128"].items():
-        ranks = int(machine.partition("x")[0])
         for method, cells in methods.items():
             for size, (loss, peak) in cells.items():
-                batch, label = _batch(size), f"{machine} {method} {size}"
-                note = "fitted" if (machine, method, size) in FITTED_LOSSES else ""
-                predicted = loss_gib(method, batch, ranks, L14_WIDTH)
-                yield Cell("Table 1, loss, GB", label, loss, predicted, note)
-                offload = "offload" in method
-                predicted = peak_gib(method, batch, ranks, offload=offload)
-                note = "fitted" if method.startswith("Inf-CL") else ""
-                yield Cell("Table 1, peak, GB", label, peak, predicted, note)
+                yield machine, int(machine.partition("x")[0]), method, size, loss, peak
+
+
+def _table1() -> Iterator[Cell]:
+    for machine, ranks, method, size, loss, peak in table1_cells():
+        batch, label = pairs(size), f"{machine} {method} {size}"
+        note = "fitted" if (machine, method, size) in FITTED_LOSSES else ""
+        predicted = loss_gib(method, batch, ranks, L14_WIDTH)
+        yield Cell("Table 1, loss, GB", label, loss, predicted, note)
+        predicted = peak_gib(method, batch, ranks, offload="offload" in method)
+        note = "fitted" if method.startswith("Inf-CL") else ""
+        yield Cell("Table 1, peak, GB", label, peak, predicted, note)
 
 
 def _table2() -> Iterator[Cell]:
@@ -163,18 +187,12 @@ def _table2() -> Iterator[Cell]:
 
 
 def _largest_cell(model: str, ranks: int, method: str, size: int, label: str) -> Cell:
-    name, _, offloaded = model.partition("+")
-    offload = bool(offloaded)
-    predicted = formulas.largest_batch(
-        lambda batch: peak_gib(method, batch, ranks, offload=offload, model=name),
-        USABLE_GIB,
-        4 * K,
-    )
-    note = "" if name == "ViT-L/14" else "backbone counted, at 128 a micro-batch"
-    if offload and method == "Inf-CL":
+    note = "" if model.startswith("ViT-L/14") else "backbone counted, at 128 a micro-batch"
+    if "+" in model and method == "Inf-CL":
         host = size * K / ranks * PAIR_BYTES / GIB
         note = f"the host ends it: {host:.0f} GiB of fp32 images a rank in the paper's row"
-    return Cell("Table 2, largest batch, k", label, size, predicted / K, note)
+    predicted = largest_batch(method, ranks, model) / K
+    return Cell("Table 2, largest batch, k", label, size, predicted, note)
 
 
 def _table4() -> Iterator[Cell]:
@@ -196,14 +214,14 @@ def _table4() -> Iterator[Cell]:
 
 def _figure4() -> Iterator[Cell]:
     figure = figures()["fig4_ViT-L/14_8xA800"]
-    pairs = figures()["claims"]["LAION400M_used"]
+    epoch = figures()["claims"]["LAION400M_used"]
     for method, cells in figure["iter_s"].items():
         for size, seconds in cells.items():
             label = f"{method} {size}"
             note = "fitted" if label == "Inf-CL 32k" else ""
-            predicted = SECONDS_PER_PAIR * _batch(size)
+            predicted = SECONDS_PER_PAIR * pairs(size)
             yield Cell("Figure 4, iteration, s", label, seconds, predicted, note)
-            hours = formulas.epoch_hours(pairs, _batch(size), seconds)
+            hours = formulas.epoch_hours(epoch, pairs(size), seconds)
             paper = figure["epoch_h"][method][size]
             yield Cell("Figure 4, epoch, h", label, paper, hours, "from its own seconds")
 
@@ -230,3 +248,47 @@ def all_cells() -> list[Cell]:
     """Return every figure of the paper with what the formulas say, table by table."""
     cells = [*_table1(), *_table2(), *_rest(), *_table4(), *_figure4()]
     return sorted(cells, key=lambda cell: cell.table)  # stable: rows stay in the paper's order
+
+
+def paper_lines() -> Iterator[str]:
+    """Yield every cell of the paper beside its prediction, then what was fitted, and the slips."""
+    cells = all_cells()
+    for table in dict.fromkeys(cell.table for cell in cells):
+        of_table = [cell for cell in cells if cell.table == table]
+        yield f"{table} (computed)"
+        yield from aligned([("", "paper", "predicted", "error", ""), *map(_row, of_table)], left=2)
+        yield ""
+    yield from aligned([("errors", "cells", "median", "mean", "worst"), *_summaries(cells)], left=1)
+    yield ""
+    yield "Fitted, and to which cells; all other cells are predicted:"
+    yield from (f"  {name}: {where}" for name, where in FITTED.items())
+    yield "Counted, not fitted: 16 bytes a parameter beside the loss, 602,728 bytes a pair as data."
+    yield ""
+    yield "Slips of the paper, kept as printed:"
+    yield from (f"  {slip}" for slip in SLIPS)
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    predicted = "-" if cell.predicted is None else f"{cell.predicted:,.2f}"
+    error = "-" if cell.error is None else f"{cell.error:+.1%}"
+    return f"  {cell.label}", f"{cell.paper:,.2f}", predicted, error, f"  {cell.note}"
+
+
+def _summaries(cells: Sequence[Cell]) -> Iterator[tuple[str, ...]]:
+    for name, tables in (
+        ("loss, Tables 1 and 2", ("Table 1, loss, GB", "Table 2, loss, GB")),
+        ("  of them not fitted", ("Table 1, loss, GB", "Table 2, loss, GB")),
+        ("peak, Table 1", ("Table 1, peak, GB",)),
+        ("  of them not fitted", ("Table 1, peak, GB",)),
+        ("iteration, Figure 4", ("Figure 4, iteration, s",)),
+        ("epoch, Figure 4", ("Figure 4, epoch, h",)),
+    ):
+        only_predicted = name.startswith(" ")
+        errors = [
+            abs(cell.error)
+            for cell in cells
+            if cell.table in tables and cell.error is not None
+            if not (only_predicted and cell.note == "fitted")
+        ]
+        middle, mean, worst = statistics.median(errors), statistics.fmean(errors), max(errors)
+        yield name, str(len(errors)), f"{middle:.1%}", f"{mean:.1%}", f"{worst:.1%}"

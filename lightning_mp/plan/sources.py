@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_mp.contrastive._cache.towers import find_tower
-from lightning_mp.plan.precisions import PRECISIONS
-from lightning_mp.plan.subject import Subject
+from lightning_mp.plan.subject import PRECISIONS, Subject
 from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 
 __all__ = ["CLIP_SIZES", "subject_of_model"]
@@ -26,7 +25,8 @@ CLIP_SIZES = {
     "ViT-L/14": ((1024, 24, 16, 14, 224), (768, 12, 12), 768),
 }
 _TOKENS = 77
-Build = Callable[[], tuple[nn.Module, tuple[str, str], int, int]]
+# A model, the names of its methods for images and texts, the edge of an image, tokens of a text.
+_Built = tuple[nn.Module, tuple[str, str], int, int]
 
 
 def subject_of_model(name: str, precision: str) -> Subject:
@@ -43,12 +43,12 @@ def subject_of_model(name: str, precision: str) -> Subject:
     build = _builder(name)
     with FakeTensorMode():
         with computing_in(PRECISIONS[precision]):  # half weights are made so: fakes cannot convert
-            model, names, size, tokens = build()
+            model, names, size, tokens = build(name)
         image, text = (find_tower(model, tower) for tower in names)
 
         def step(pairs: int) -> None:
-            _call(model, names[0], torch.empty(pairs, 3, size, size))
-            _call(model, names[1], torch.zeros(pairs, tokens, dtype=torch.int64))
+            getattr(model, names[0])(torch.empty(pairs, 3, size, size))
+            getattr(model, names[1])(torch.zeros(pairs, tokens, dtype=torch.int64))
 
         measured = measure_towers(model, (image, text), step, PRECISIONS[precision])
     return Subject.of(
@@ -63,28 +63,19 @@ def subject_of_model(name: str, precision: str) -> Subject:
     )
 
 
-def _call(model: nn.Module, dotted: str, batch: Tensor) -> Any:
-    target: Any = model
-    for part in dotted.split("."):
-        target = getattr(target, part)
-    return target(batch)
-
-
-def _builder(name: str) -> Build:
+def _builder(name: str) -> Callable[[str], _Built]:
     has_transformers = importlib.util.find_spec("transformers") is not None
     has_open_clip = importlib.util.find_spec("open_clip") is not None
     if has_open_clip:
         import open_clip  # type: ignore[import-not-found]
 
         if open_clip.get_model_config(name) is not None:
-            return lambda: _of_open_clip(name)
+            return _of_open_clip
     if has_transformers:
         import transformers
 
-        if name in CLIP_SIZES:
-            return lambda: _of_clip(name)
-        if hasattr(transformers, name) or "/" in name or "." in name:
-            return lambda: _of_transformers(name)
+        if name in CLIP_SIZES or hasattr(transformers, name) or "/" in name or "." in name:
+            return _of_transformers
     raise ValueError(
         f"Passed `--model {name}`. It must be one of {', '.join(CLIP_SIZES)}, a class of "
         "transformers such as `SiglipModel`, a folder with its config.json, or a name of "
@@ -93,7 +84,7 @@ def _builder(name: str) -> Build:
     )
 
 
-def _of_open_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
+def _of_open_clip(name: str) -> _Built:
     import open_clip
 
     config = open_clip.get_model_config(name)
@@ -105,44 +96,16 @@ def _of_open_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
     return model, ("encode_image", "encode_text"), size, tokens
 
 
-def _of_clip(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
-    from transformers import CLIPConfig, CLIPModel
-
-    (width, layers, heads, patch, size), (text_width, text_layers, text_heads), projection = (
-        CLIP_SIZES[name]
-    )
-    # The paper's code has GELU; CLIP's own quick GELU saves one value more of each.
-    vision = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "patch_size": patch,
-        "image_size": size,
-        "hidden_act": "gelu",
-    }
-    text = {
-        "hidden_size": text_width,
-        "num_hidden_layers": text_layers,
-        "num_attention_heads": text_heads,
-        "intermediate_size": 4 * text_width,
-        "hidden_act": "gelu",
-    }
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
-    with _without_initial_values():
-        model = CLIPModel(config)
-    return model, ("get_image_features", "get_text_features"), size, _TOKENS
-
-
-def _of_transformers(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
+def _of_transformers(name: str) -> _Built:
     import transformers
 
-    if hasattr(transformers, name):
-        kind = getattr(transformers, name)
-        config = kind.config_class()
-        with _without_initial_values():
-            model = kind(config)
+    if name in CLIP_SIZES:
+        make, config = transformers.CLIPModel, _clip_config(name)
+    elif hasattr(transformers, name):
+        make = getattr(transformers, name)
+        config = make.config_class()
     else:
+        make = transformers.AutoModel.from_config
         try:
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except OSError as error:
@@ -151,11 +114,31 @@ def _of_transformers(name: str) -> tuple[nn.Module, tuple[str, str], int, int]:
                 "downloads nothing. Pass a folder with its config.json, or a name of "
                 f"{', '.join(CLIP_SIZES)}."
             ) from error
-        with _without_initial_values():
-            model = transformers.AutoModel.from_config(config)
+    with _without_initial_values():
+        model = make(config)
     size = config.vision_config.image_size
     tokens = config.text_config.max_position_embeddings
     return model, ("get_image_features", "get_text_features"), size, tokens
+
+
+def _clip_config(name: str) -> Any:
+    from transformers import CLIPConfig
+
+    (*vision_sizes, patch, size), text_sizes, projection = CLIP_SIZES[name]
+    vision = _encoder(*vision_sizes) | {"patch_size": patch, "image_size": size}
+    text = _encoder(*text_sizes) | {"max_position_embeddings": _TOKENS}
+    return CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
+
+
+def _encoder(width: int, layers: int, heads: int) -> dict[str, Any]:
+    # The paper's code has GELU; CLIP's own quick GELU saves one value more of each.
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "hidden_act": "gelu",
+    }
 
 
 def _without_initial_values() -> AbstractContextManager[Any]:

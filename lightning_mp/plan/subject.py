@@ -1,20 +1,61 @@
-"""What a plan is about: a model, its towers and its data."""
+"""What a plan is about: a model, its towers and data, and what precision and optimizer keep."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from lightning_mp.plan.optimizer_states import state_bytes
-from lightning_mp.plan.precisions import PRECISIONS, StaticBytes
-from lightning_mp.plan.tower_bytes import TowerBytes
+__all__ = ["PRECISIONS", "StaticBytes", "Subject", "TowerBytes", "state_bytes"]
 
-__all__ = ["Subject"]
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """Bytes of one trained parameter on a rank."""
+
+    weight: int  # the weight that the optimizer steps, with its residual if it has one
+    copy: int  # a half copy that modules compute with; autocast makes one in each forward
+    gradient: int  # as the optimizer sees it
+    bucket: int  # of DDP, from which gradients are averaged
+    activations: str  # dtype that most modules compute in
+    policy: str  # how that dtype comes about: `"none"`, `"autocast"` or `"weights"`
+    stepped: str = "float32"  # dtype of the weights that the optimizer is given
+
+    def at_rest(self, parameters: int, states: Mapping[str, int]) -> float:
+        """Return the bytes of weights, copies, optimizer states and buckets."""
+        weights = parameters * (self.weight + self.copy + self.bucket)
+        return float(weights + states[self.stepped])
+
+
+PRECISIONS = {
+    "32-true": StaticBytes(4, 0, 4, 4, "float32", "none"),
+    "16-mixed": StaticBytes(4, 2, 4, 4, "float16", "autocast"),
+    "bf16-mixed": StaticBytes(4, 2, 4, 4, "bfloat16", "autocast"),
+    "BalancedAMP": StaticBytes(4, 2, 4, 4, "float16", "autocast"),
+    "PureFP16": StaticBytes(4, 0, 4, 2, "float16", "weights"),
+    "bf16-true": StaticBytes(2, 0, 2, 2, "bfloat16", "weights", stepped="bfloat16"),
+}
+"""By Lightning's name of a precision, or by the plugin. `PureFP16` has weight and residual of 2
+bytes each, and gradients of 4 from `on_before_optimizer_step` on."""
+
+
+@dataclass(frozen=True)
+class TowerBytes:
+    """One tower, for the backward of one pair."""
+
+    saved_per_pair: float  # bytes that autograd saves for a pair
+    flops_per_pair: float  # FLOPs of a forward
+    parameters: int  # trained values that its output depends on
+    width: int  # values of its output for a pair, D
+    backward_flops_per_pair: float  # FLOPs of the backward; none where nothing is trained
 
 
 @dataclass(frozen=True)
@@ -53,13 +94,8 @@ class Subject:
             states = {dtype: state_bytes(adamw, getattr(torch, dtype)) for dtype in dtypes}
         parameters = sum(p.numel() for p in trained)
         frozen = sum(p.numel() for p in model.parameters()) - parameters
-        return cls(
-            parameters=parameters,
-            frozen_parameters=frozen,
-            optimizer=name,
-            states=states,
-            **known,
-        )
+        known |= {"parameters": parameters, "frozen_parameters": frozen}
+        return cls(optimizer=name, states=states, **known)
 
     @property
     def static(self) -> StaticBytes:
@@ -79,8 +115,50 @@ class Subject:
 
     def flops_per_pair(self, *, cached: bool) -> float:
         """Return the FLOPs of a pair through all towers and back."""
+        # The cache runs a forward twice; of a frozen tower it replays none.
         return sum(
             tower.flops_per_pair * (2 if cached and tower.backward_flops_per_pair else 1)
             + tower.backward_flops_per_pair
             for tower in self.towers.values()
         )
+
+
+def state_bytes(optimizers: Sequence[Optimizer], dtype: torch.dtype) -> int:
+    """Return the bytes of all states after a step, whatever the optimizers keep.
+
+    Each shape is stepped once, alone, on a tensor without memory. An optimizer that looks at its
+    values, as torch's Adafactor does, gets zeros; then one parameter is in memory at a time. Their
+    own states are lost. A step may fail, for want of a closure or of a GPU.
+    """
+    total = 0
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        for group in groups:
+            shapes = Counter(p.shape for p in group["params"] if p.requires_grad)
+            for shape, count in shapes.items():
+                try:
+                    found = _state_bytes_of_one(optimizer, group, shape, dtype, FakeTensorMode())
+                except Exception:  # optimizers raise what they like
+                    found = _state_bytes_of_one(optimizer, group, shape, dtype, nullcontext())
+                total += count * found
+        optimizer.param_groups = groups
+    return total
+
+
+def _state_bytes_of_one(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    mode: AbstractContextManager[object],
+) -> int:
+    optimizer.state.clear()
+    with mode:
+        param = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        param.grad = torch.zeros_like(param)
+        optimizer.param_groups = [{**group, "params": [param]}]
+        optimizer.step()
+    states = [leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)]
+    # By storage, as views of one buffer count once.
+    storages = (state.untyped_storage() for state in states)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

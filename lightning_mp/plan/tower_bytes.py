@@ -10,10 +10,10 @@ Legend: ``n`` pairs of a call.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,34 +24,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp.contrastive._cache.towers import Tower
-from lightning_mp.plan.precisions import StaticBytes
+from lightning_mp.plan.subject import StaticBytes, TowerBytes
 
-__all__ = ["TowerBytes", "blank", "computing_in", "measure_towers"]
+__all__ = ["blank", "computing_in", "measure_towers"]
 
-
-@dataclass(frozen=True)
-class TowerBytes:
-    """One tower, for the backward of one pair."""
-
-    saved_per_pair: float  # bytes that autograd saves for a pair
-    flops_per_pair: float  # FLOPs of a forward
-    parameters: int  # trained values that its output depends on
-    width: int  # values of its output for a pair, D
-    backward_flops_per_pair: float  # FLOPs of the backward; none where nothing is trained
+_SIZES = 2, 6  # pairs of the two steps that are measured
 
 
-@contextmanager
-def computing_in(precision: StaticBytes) -> Iterator[None]:
+def computing_in(precision: StaticBytes) -> AbstractContextManager[None]:
     """Compute as a precision does, with the same dtypes on every device."""
     from lightning_mp.precision.op_policy import OpPolicy
 
     dtype = getattr(torch, precision.activations)
-    with ExitStack() as stack:
-        if precision.policy == "autocast":
-            stack.enter_context(OpPolicy().context("cpu", dtype))
-        elif precision.policy == "weights":
-            stack.enter_context(_DtypeContextManager(dtype))
-        yield
+    if precision.policy == "autocast":
+        return OpPolicy().context("cpu", dtype)
+    return _DtypeContextManager(dtype) if precision.policy == "weights" else nullcontext()
 
 
 def blank(model: nn.Module) -> None:
@@ -71,46 +58,58 @@ def blank(model: nn.Module) -> None:
                 tensors[name] = blanks[tensor]
 
 
+@dataclass
+class _Counts:
+    """What the calls of one tower in one step come to."""
+
+    saved: dict[int, Any] = field(default_factory=dict)  # storages for the backward, by their keys
+    flops: int = 0
+    backward_flops: int = 0
+    parameters: int = 0
+    width: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.saved.values())
+
+
 class _Counter:
     """Attributes what autograd saves to the tower that is running; each storage counts once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self.saved: dict[str, dict[int, Any]] = {}
-        self.flops: Counter[str] = Counter()
-        self.backward_flops: Counter[str] = Counter()
-        self.widths: dict[str, int] = {}
-        self.parameters: dict[str, int] = {}
+        self.of: dict[str, _Counts] = defaultdict(_Counts)  # by the towers' names
         self._running: list[str] = []
 
     def call(
         self, tower: Tower, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         """Answer a call of a tower, and count."""
+        counts = self.of[tower.name]
         self._running.append(tower.name)
         try:
             with FlopCounterMode(display=False) as flops:
                 outputs = original(*args, **kwargs)
         finally:
             self._running.pop()
-        self.flops[tower.name] += flops.get_total_flops()
+        counts.flops += flops.get_total_flops()
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         # Models of transformers return tokens beside the features.
         features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
-        self.widths[tower.name] = features.shape[-1]
-        self.parameters[tower.name] = _trained_values(outputs)
+        counts.width = features.shape[-1]
+        counts.parameters = _trained_values(outputs)
         if features.requires_grad:
             with FlopCounterMode(display=False) as flops:
                 features.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            self.backward_flops[tower.name] += flops.get_total_flops()
+            counts.backward_flops += flops.get_total_flops()
         return outputs
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Note a saved tensor."""
         if self._running and _storage(tensor) not in self._owned:
             # Kept alive, or an address that was freed could count twice.
-            saved = self.saved.setdefault(self._running[0], {})
-            saved[_storage(tensor)] = tensor.untyped_storage()
+            # What a tower inside another saves is the outer one's.
+            self.of[self._running[0]].saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor
 
 
@@ -139,16 +138,15 @@ def measure_towers(
     towers: Sequence[Tower],
     step: Callable[[int], Any],
     precision: StaticBytes,
-    *,
-    sizes: tuple[int, int] = (2, 6),
 ) -> dict[str, TowerBytes]:
-    """Run a step at two sizes and return each tower's slope, which leaves half weights out.
+    """Run a step at two sizes and return each tower's slope.
 
     Raises:
         ValueError: A tower was not called.
     """
+    # A slope, as what a call saves whatever its size, such as half weights, is not a pair's.
     counters = []
-    for size in sizes:
+    for size in _SIZES:
         counter = _Counter(model)
         with ExitStack() as stack:
             stack.enter_context(computing_in(precision))
@@ -160,30 +158,25 @@ def measure_towers(
                 step(size)
             except RuntimeError:
                 # A loss may look at its features; only what comes before it is to be measured.
-                if len(counter.widths) < len(towers):
+                if not all(counter.of[tower.name].width for tower in towers):
                     raise
         counters.append(counter)
-    silent = [tower.name for tower in towers if tower.name not in counters[0].widths]
+    silent = [tower.name for tower in towers if not counters[0].of[tower.name].width]
     if silent:
         raise ValueError(
             f"Passed towers {[tower.name for tower in towers]!r}, but the training step did not "
             f"call {silent!r}. Name what it calls, as for `InfCLStrategy`."
         )
-    return {tower.name: _slope(tower, sizes, counters) for tower in towers}
+    few, many = (counter.of for counter in counters)
+    return {tower.name: _slope(few[tower.name], many[tower.name]) for tower in towers}
 
 
-def _slope(tower: Tower, sizes: tuple[int, int], counters: Sequence[_Counter]) -> TowerBytes:
-    saved = [
-        sum(storage.nbytes() for storage in counter.saved.get(tower.name, {}).values())
-        for counter in counters
-    ]
-    flops = [counter.flops[tower.name] for counter in counters]
-    backward_flops = [counter.backward_flops[tower.name] for counter in counters]
-    pairs = sizes[1] - sizes[0]
+def _slope(few: _Counts, many: _Counts) -> TowerBytes:
+    pairs = _SIZES[1] - _SIZES[0]
     return TowerBytes(
-        saved_per_pair=(saved[1] - saved[0]) / pairs,
-        flops_per_pair=(flops[1] - flops[0]) / pairs,
-        parameters=counters[0].parameters[tower.name],
-        width=counters[0].widths[tower.name],
-        backward_flops_per_pair=(backward_flops[1] - backward_flops[0]) / pairs,
+        saved_per_pair=(many.saved_bytes - few.saved_bytes) / pairs,
+        flops_per_pair=(many.flops - few.flops) / pairs,
+        parameters=few.parameters,
+        width=few.width,
+        backward_flops_per_pair=(many.backward_flops - few.backward_flops) / pairs,
     )

@@ -2,9 +2,8 @@
 
 import gc
 import logging
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.utils.benchmark.utils.timer import timer
+from torch.utils.data import DataLoader
 
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
@@ -46,31 +47,16 @@ class Classifier(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
-        """Return the cross entropy, and remember it on the device."""
         images, labels = batch
         loss = F.cross_entropy(self.model(images).float(), labels)
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach())  # on the device, which a step should not wait for
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SafeAdamW, or AdamW in the kernels asked for."""
         if self.optimizer == "safe":
             return SafeAdamW(self.parameters(), lr=self.lr)
         kind: dict[str, Any] = {self.optimizer: True}
         return torch.optim.AdamW(self.parameters(), lr=self.lr, **kind)
-
-
-class _Steps:
-    """A loader; a list would be taken for a list of loaders."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
 
 
 class _Clock(pl.Callback):
@@ -84,15 +70,13 @@ class _Clock(pl.Callback):
         self.peak_bytes: int | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start with what the model, its weights converted, takes."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # the weights are there, and converted
             torch.accelerator.reset_peak_memory_stats(self.device)
         self.loss_scale = scale_of(trainer.precision_plugin)
-        self._start = self._now()
+        self._start = timer()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Note a step."""
-        took = self._now() - self._start
+        took = timer() - self._start  # waits for the device
         self.updates_before = self.steps - self.skipped_steps
         scale = scale_of(trainer.precision_plugin)
         if scale is not None and self.loss_scale is not None and scale < self.loss_scale:
@@ -101,17 +85,12 @@ class _Clock(pl.Callback):
             self.step_seconds.append(took)
         self.steps += 1
         self.loss_scale = scale
-        self._start = self._now()
+        self._start = timer()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the peak before the model leaves the device."""
+        # Here, as after the fit the model has left the device.
         if self.device.type == "cuda":
             self.peak_bytes = torch.accelerator.max_memory_allocated(self.device)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
 
 
 def scale_of(plugin: Precision) -> float | None:
@@ -151,15 +130,14 @@ def fit(
     clock = _Clock(warm_up, device)
     train(
         classifier,
-        _Steps(batches),
+        DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
         accelerator="gpu" if device.type == "cuda" else device.type,
         devices=devices if device.index is None else [device.index],
         strategy=strategy,
         max_epochs=1,
-        limit_train_batches=len(batches),
         plugins=plugin,
         callbacks=[clock],
-        use_distributed_sampler=False,
+        use_distributed_sampler=False,  # every rank has batches of its own
     )
     return Outcome(
         tuple(clock.step_seconds),

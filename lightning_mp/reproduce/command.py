@@ -8,14 +8,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["PAPERS", "reproduce"]
-
-# The module of each paper, whose `PARTS` are functions of an `Output` by their names.
-PAPERS = {
-    "inf-cl": "lightning_mp.reproduce.inf_cl",
-    "meta-vit": "lightning_mp.reproduce.meta_vit",
-    "mixed-precision": "lightning_mp.reproduce.mixed_precision",
-}
+__all__ = ["reproduce"]
 
 
 def reproduce(
@@ -45,7 +38,8 @@ def reproduce(
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # of a clone, whose `examples` hold the glyphs
-    parts = importlib.import_module(PAPERS[paper]).PARTS
+    module = f"lightning_mp.reproduce.{paper.replace('-', '_')}"
+    parts = importlib.import_module(module).PARTS
     chosen = list(parts) if only is None else [name.strip() for name in only.split(",")]
     unknown = [name for name in chosen if name not in parts]
     if unknown:

@@ -11,9 +11,9 @@ References:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,10 +29,10 @@ from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.reproduce._characters import CHARACTERS, draw
 from lightning_mp.reproduce._fit import Batch, Classifier, Outcome, fit
 from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
 from lightning_mp.reproduce.ranks import on_ranks
 
-__all__ = ["LADDER", "PARTS", "Rung", "Scene", "chips", "flops_of", "gpus", "ladder", "train"]
+__all__ = ["LADDER", "PARTS", "Rung", "Scene", "flops_of"]
 
 _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -68,25 +68,20 @@ class Rung:
     larger: bool = False  # images of 256 instead of 224 pixels, or as many patches of smaller ones
 
 
-def _ladder() -> Iterator[Rung]:
-    rung = Rung("32-true, DDP")
-    yield rung
-    for change in (
-        {"name": "O1", "precision": "O1"},
-        {"name": "balanced", "precision": "balanced"},
-        {"name": "fused step", "optimizer": "fused"},
-        {"name": "pooled head", "pool": "mean"},
-        {"name": "batch second", "layout": "lnd"},
-        {"name": "FSDP", "precision": "balanced, FSDP"},
-        {"name": "256 px", "larger": True},
-        # Half weights are whole on every rank: DDP again.
-        {"name": "pure fp16, DDP", "precision": "pure fp16", "optimizer": "safe"},
-    ):
-        rung = replace(rung, **change)  # type: ignore[arg-type]
-        yield rung
-
-
-LADDER = tuple(_ladder())
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {"name": "O1", "precision": "O1"},
+    {"name": "balanced", "precision": "balanced"},
+    {"name": "fused step", "optimizer": "fused"},
+    {"name": "pooled head", "pool": "mean"},
+    {"name": "batch second", "layout": "lnd"},
+    {"name": "FSDP", "precision": "balanced, FSDP"},
+    {"name": "256 px", "larger": True},
+    # Half weights are whole on every rank: DDP again.
+    {"name": "pure fp16, DDP", "precision": "pure fp16", "optimizer": "safe"},
+)
+LADDER = tuple(
+    accumulate(_CHANGES, lambda rung, change: replace(rung, **change), initial=Rung("32-true, DDP"))
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,8 @@ class _Sharding(Classifier):
 
 def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) -> Outcome:
     """Train a rung on this rank; of a group if there is one."""
-    device, ranks = torch.device(scene.device), _ranks()
+    device, is_in_group = torch.device(scene.device), dist.is_initialized()
+    ranks = dist.get_world_size() if is_in_group else 1
     torch.manual_seed(seed)
     with device:
         classifier = _Sharding(scene.model(rung), lr=scene.lr, optimizer=rung.optimizer)
@@ -152,29 +148,18 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
     strategy: pl.strategies.Strategy = DDPStrategy(process_group_backend=backend)
     if "FSDP" in rung.precision:
         strategy = ModelParallelStrategy(ranks, 1, process_group_backend=backend)
-    with _own_group():
-        return fit(
-            classifier,
-            batches,
-            device=device,
-            plugin=_PRECISIONS[rung.precision](),
-            strategy=strategy,
-            devices=ranks,
-            warm_up=min(5, len(batches) - 1),
-        )
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@contextmanager
-def _own_group() -> Iterator[None]:
-    """Leave no process group behind that a strategy made."""
-    was_there = dist.is_initialized()
-    yield
-    if dist.is_initialized() and not was_there:
+    outcome = fit(
+        classifier,
+        batches,
+        device=device,
+        plugin=_PRECISIONS[rung.precision](),
+        strategy=strategy,
+        devices=ranks,
+        warm_up=min(5, len(batches) - 1),
+    )
+    if not is_in_group:  # the strategy's own, which the next training would take for a launcher's
         dist.destroy_process_group()
+    return outcome
 
 
 def flops_of(scene: Scene, rung: Rung) -> int:
@@ -201,7 +186,7 @@ def ladder(out: Output) -> None:
     on_cpu = scene.device == "cpu"
     seeds = [(rung, 0) for rung in LADDER]
     seeds.insert(1, (replace(LADDER[0], name="the same from another seed"), 1))
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     losses: dict[str, Sequence[float]] = {}
     for rung, seed in out.progress(seeds, "rungs"):
         outcome = train(scene, rung, scene.batches(rung, scene.steps), seed=seed)
@@ -210,28 +195,26 @@ def ladder(out: Output) -> None:
         flops = flops_of(scene, rung)
         seconds = statistics.median(outcome.step_seconds) if outcome.step_seconds else None
         rate = None if on_cpu or seconds is None else scene.batch / seconds
-        first = rows[0]["loss"] if rows else loss
         rows.append(
             {
                 "rung": rung.name,
                 "gflops_an_image": flops / 1e9,
                 "images_a_second": rate,
                 "times_O1": None,
-                "epoch_h": None if rate is None else _IMAGENET / rate / 3600,
-                "tflops_a_chip": None if rate is None else rate * flops / 1e12,
+                "epoch_h": rate and _IMAGENET / rate / 3600,
+                "tflops_a_chip": rate and rate * flops / 1e12,
                 "peak_mib": (_peak(scene, rung, outcome) or 0) / 2**20,
                 "loss": loss,
-                "of_the_first": loss / float(first) - 1,  # type: ignore[arg-type]
+                "of_the_first": loss / (rows[0]["loss"] if rows else loss) - 1,
                 "skipped": outcome.skipped_steps,
                 "kind": MEASURED,
             }
         )
     base = next(row["images_a_second"] for row in rows if row["rung"] == "O1")
     for row in rows:
-        row["times_O1"] = base and float(row["images_a_second"]) / float(base)  # type: ignore[arg-type]
-    printed = [
-        dict.fromkeys(rows[0])
-        | {"rung": name, "times_O1": times, "epoch_h": hours, "kind": PRINTED}
+        row["times_O1"] = base and row["images_a_second"] / base
+    printed: list[Row] = [
+        {"rung": name, "times_O1": times, "epoch_h": hours, "kind": PRINTED}
         for name, (times, hours) in _METAS_LADDER.items()
     ]
     verdict = "no verdict on speed: this is a CPU" if on_cpu else "measured on one chip"
@@ -240,9 +223,9 @@ def ladder(out: Output) -> None:
     title = f"The ladder, {scene.steps} steps of {scene.batch} {sizes}; {verdict}"
     out.table("ladder", [*rows, *printed], title)
     with out.picture("ladder", 2, f"Meta's ladder: {sizes}; {verdict}") as (left, right):
-        names = [str(row["rung"]) for row in rows]
         column = "peak_mib" if on_cpu else "images_a_second"
-        left.barh(names[::-1], [float(row[column]) for row in rows[::-1]])  # type: ignore[arg-type]
+        bars = {row["rung"]: row[column] for row in rows[::-1]}
+        left.barh([*bars], [*bars.values()])
         left.set(xlabel="peak MiB of a step" if on_cpu else "images a second")
         for index, (name, found) in enumerate(losses.items()):
             width = max(1, len(found) // 25)
@@ -261,6 +244,7 @@ def _width(index: int, lines: Sized) -> float:
 def _seconds_on_rank(rank: int, scene: Scene, rung: Rung, steps: int) -> float:
     """Return the median seconds of a step, on a GPU of its own where there are some."""
     if scene.device == "cuda":
+        # NCCL, in place of the gloo group that `on_ranks` has made.
         size = dist.get_world_size()
         dist.destroy_process_group()
         torch.accelerator.set_device_index(rank)
@@ -276,37 +260,37 @@ def chips(out: Output) -> None:
     most = 2 if on_cpu else torch.cuda.device_count()
     counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
     rungs = [rung for rung in LADDER if rung.name in ("O1", "batch second", "FSDP")]
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
+    columns = "rung", "chips", "tflops_a_chip", "times_O1", "mib_sent_a_step", "kind"
     for rung in rungs:
         with torch.device("meta"):
             weights = sum(p.numel() for p in scene.model(rung).parameters())
         for count in out.progress(counts, f"{rung.name}, chips"):
             steps = 2 if out.fast else 12
             seconds = max(on_ranks(_seconds_on_rank, count, scene, rung, steps))
-            row = {"rung": rung.name, "chips": count}
-            row |= {"tflops_a_chip": scene.batch * flops_of(scene, rung) / seconds / 1e12}
-            rows.append({**row, "times_O1": None, "mib_sent_a_step": None, "kind": MEASURED})
+            tflops = scene.batch * flops_of(scene, rung) / seconds / 1e12
+            figures = rung.name, count, tflops, None, None, MEASURED
+            rows.append(dict(zip(columns, figures, strict=True)))
         for count in (1, 2, 4, 8, 16, 32, 64):
             share = (count - 1) / count
             # A ring all-reduce sends each gradient twice; FSDP gathers half weights twice, and
             # scatters the sums of fp32 gradients once.
             sent = 2 * 4 * share if "FSDP" not in rung.precision else (2 * 2 + 4) * share
-            row = {"rung": rung.name, "chips": count, "tflops_a_chip": None, "times_O1": None}
-            rows.append({**row, "mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED})
+            computed = {"mib_sent_a_step": sent * weights / 2**20, "kind": COMPUTED}
+            rows.append({"rung": rung.name, "chips": count} | computed)
     measured = [row for row in rows if row["kind"] == MEASURED and not on_cpu]
-    base: Any = {row["chips"]: row["tflops_a_chip"] for row in measured if row["rung"] == "O1"}
+    base = {row["chips"]: row["tflops_a_chip"] for row in measured if row["rung"] == "O1"}
     for row in measured:
-        row["times_O1"] = row["tflops_a_chip"] / base[row["chips"]]  # type: ignore[operator]
+        row["times_O1"] = row["tflops_a_chip"] / base[row["chips"]]
     count, times = _METAS_CHIPS
-    printed = {"rung": "all of Meta's", "chips": count, "times_O1": times, "kind": PRINTED}
-    rows.append(dict.fromkeys(rows[0]) | printed)
+    rows.append({"rung": "all of Meta's", "chips": count, "times_O1": times, "kind": PRINTED})
     verdict = "no verdict: ranks share a CPU" if on_cpu else "each rank on its own"
     out.table("chips", rows, f"Throughput by chips ({verdict}), and bytes by formula")
     with out.picture("chips", 2, "Scaling") as (left, right):
         for index, rung in enumerate(rungs):
             own = [row for row in rows if row["rung"] == rung.name]
             for axes, column in ((left, "tflops_a_chip"), (right, "mib_sent_a_step")):
-                points = [(row["chips"], row[column]) for row in own if row[column] is not None]
+                points = [(row["chips"], row[column]) for row in own if row.get(column) is not None]
                 style = {"label": rung.name, "linewidth": _width(index, rungs)}
                 axes.plot(*zip(*points, strict=True), "o-", **style)
         left.set(title=f"measured; {verdict}", ylabel="TFLOP/s a chip", ylim=(0, None))
@@ -345,4 +329,4 @@ def gpus(out: Output) -> None:
         axes.set(xlabel="times a V100 SXM2")
 
 
-PARTS: dict[str, Callable[[Output], None]] = {"ladder": ladder, "chips": chips, "gpus": gpus}
+PARTS = {part.__name__: part for part in (ladder, chips, gpus)}

@@ -26,32 +26,24 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mp import BalancedAMP, InfClamp, LossScaleConfig, PureFP16, SafeAdamW
 from lightning_mp.numerics.floats import largest_flushed, smallest_overflowing
 from lightning_mp.reproduce._fit import scale_of, train
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output, Row
 
-__all__ = ["PARTS", "adam", "curves", "histogram", "scale", "t5", "zeros"]
+__all__ = ["PARTS"]
 
 FP16 = torch.float16
-_TINY = torch.finfo(FP16).tiny
-_HUGE = torch.finfo(FP16).max
+_TINY, _HUGE = torch.finfo(FP16).tiny, torch.finfo(FP16).max
 
 
-class Regression(pl.LightningModule):
-    """A perceptron that learns `sin(sum(x))`; writes down losses, loss scales and gradients.
-
-    Args:
-        depth: Hidden layers.
-        optimizer: Makes the optimizer of parameters.
-        weight: Of the loss, and so of all gradients.
-        outliers: Targets of every so many steps are a thousand times as large; 0 for none.
-    """
+class _Regression(pl.LightningModule):
+    """A perceptron that learns `sin(sum(x))`; writes down losses, loss scales and gradients."""
 
     def __init__(
         self,
         optimizer: Callable[[Any], Optimizer],
         *,
-        depth: int = 1,
-        weight: float = 1.0,
-        outliers: int = 0,
+        depth: int = 1,  # hidden layers
+        weight: float = 1.0,  # of the loss, and so of all gradients
+        outliers: int = 0,  # targets of every so many steps are a thousand times as large
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -64,7 +56,6 @@ class Regression(pl.LightningModule):
         self.logs: list[Tensor] = []  # log2 of magnitudes of gradients, a tensor a step
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the mean square, weighted."""
         x, y = batch
         hard = self.outliers and (self.global_step + 1) % self.outliers == 0
         error = self.network(x).float() - y.float() * (1e3 if hard else 1.0)
@@ -73,21 +64,19 @@ class Regression(pl.LightningModule):
         return loss * self.weight
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Note what the gradients are, unscaled."""
+        # Unscaled by now.
         flat = torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
         self.zero_shares.append(float((flat == 0).double().mean()))
         self.logs.append(flat[flat != 0].abs().log2())
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Note the scale that the next step has."""
-        self.scales.append(scale_of(self.trainer.precision_plugin) or 1.0)
+        self.scales.append(scale_of(self.trainer.precision_plugin) or 1.0)  # of the next step
 
     def configure_optimizers(self) -> Optimizer:
-        """Return the optimizer asked for."""
         return self.make(self.parameters())
 
 
-def trained(model: Regression, precision: Precision | None, steps: int) -> Regression:
+def _trained(model: _Regression, precision: Precision | None, steps: int) -> _Regression:
     """Train on one batch, which is all of the data."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, generator=generator)
@@ -108,14 +97,13 @@ def curves(out: Output) -> None:
     runs = {}
     for name, precision in out.progress(precisions.items(), "curves"):
         # Updates are below 2^-12 of most weights, so that fp16 alone cannot hold them.
-        model = Regression(lambda params: torch.optim.SGD(params, lr=3e-3))
-        runs[name] = trained(model, precision, steps).losses
+        model = _Regression(lambda params: torch.optim.SGD(params, lr=3e-3))
+        runs[name] = _trained(model, precision, steps).losses
     reference = runs["fp32"][-1]
-    rows = [
-        {"weights": name, "steps": steps, "loss": losses[-1], "of_fp32": losses[-1] / reference - 1}
-        | {"kind": MEASURED}
-        for name, losses in runs.items()
-    ]
+    rows: list[Row] = []
+    for name, losses in runs.items():
+        last = {"loss": losses[-1], "of_fp32": losses[-1] / reference - 1}
+        rows.append({"weights": name, "steps": steps, **last, "kind": MEASURED})
     out.table("curves", rows, "Three curves: the last loss, and how far it is from fp32's")
     with out.picture("curves", 1, "Small updates need master weights or a residual") as (axes,):
         styles = ("-", "--", ":", "-")
@@ -128,12 +116,12 @@ def curves(out: Output) -> None:
 def histogram(out: Output) -> None:
     """Show where gradients lie beside fp16's window, and which scale moves them inside."""
     steps = 20 if out.fast else 400
-    model = Regression(lambda params: AdamW(params, lr=1e-3), depth=6, weight=1e-4)
-    logs = torch.cat(trained(model, None, steps).logs)
+    model = _Regression(lambda params: AdamW(params, lr=1e-3), depth=6, weight=1e-4)
+    logs = torch.cat(_trained(model, None, steps).logs)
     flushed, overflow = math.log2(largest_flushed(FP16)), math.log2(smallest_overflowing(FP16))
     headroom = overflow - 1 - float(logs.max())  # one bit for what training has not shown yet
     scale = 2.0 ** math.floor(headroom)
-    rows = []
+    rows: list[Row] = []
     for name, shift in (("as they are", 0.0), ("times the suggested scale", math.log2(scale))):
         moved = logs + shift
         shares = {
@@ -146,9 +134,9 @@ def histogram(out: Output) -> None:
     with out.picture("histogram", 1, "Gradients and fp16's window") as (axes,):
         bins = range(math.floor(float(logs.min())) - 1, math.ceil(overflow) + 2)
         for row, color in zip(rows, ("tab:blue", "tab:orange"), strict=True):
-            shifted = (logs + math.log2(float(row["scale"]))).numpy()  # type: ignore[arg-type]
-            label = f"{row['gradients']} (2^{math.log2(float(row['scale'])):g})"  # type: ignore[arg-type]
-            axes.hist(shifted, bins=[*bins], alpha=0.55, label=label, color=color)
+            shift = math.log2(row["scale"])
+            label = f"{row['gradients']} (2^{shift:g})"
+            axes.hist((logs + shift).numpy(), bins=[*bins], alpha=0.55, label=label, color=color)
         axes.axvspan(axes.get_xlim()[0], flushed, color="0.8", zorder=0, label="zero in fp16")
         axes.axvspan(flushed, math.log2(_TINY), color="0.92", zorder=0, label="subnormal")
         axes.axvline(math.log2(_HUGE), color="tab:red", label="fp16's largest")
@@ -161,17 +149,15 @@ def scale(out: Output) -> None:
     """Show the loss scale of a run: halved by overflows, doubled after good steps."""
     steps, interval = (60, 10) if out.fast else (600, 50)
     config = LossScaleConfig(init_scale=2.0**24, growth_interval=interval)
-    model = Regression(lambda params: AdamW(params, lr=1e-3), outliers=steps // 4)
-    trained(model, BalancedAMP(half="fp16", loss_scale=config), steps)
+    model = _Regression(lambda params: AdamW(params, lr=1e-3), outliers=steps // 4)
+    _trained(model, BalancedAMP(half="fp16", loss_scale=config), steps)
     scales = [config.init_scale, *model.scales]
     falls = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
-    row: dict[str, object] = {"steps": len(model.scales), "skipped": len(falls)}
-    row |= {"first": scales[0]}
+    row: Row = {"steps": len(model.scales), "skipped": len(falls), "first": scales[0]}
     row |= {"lowest": min(scales), "highest": max(scales), "last": scales[-1], "kind": MEASURED}
     out.table("scale", [row], f"Loss scale with a growth every {interval} good steps")
-    with out.picture("scale", 1, "Loss scale: half on overflow, double when all is well") as (
-        axes,
-    ):
+    title = "Loss scale: half on overflow, double when all is well"
+    with out.picture("scale", 1, title) as (axes,):
         axes.step(range(len(scales)), scales, where="post", label="loss scale")
         axes.plot(falls, [scales[i] for i in falls], "v", color="tab:red", label="step skipped")
         axes.set(xlabel="step", ylabel="loss scale", yscale="log")
@@ -179,7 +165,7 @@ def scale(out: Output) -> None:
         axes.legend()
 
 
-class T5Block(nn.Module):
+class _T5Block(nn.Module):
     """T5's feed-forward: a norm by root mean square, `wi`, ReLU, `wo`, added to its input."""
 
     def __init__(self, width: int = 64) -> None:
@@ -188,7 +174,6 @@ class T5Block(nn.Module):
         self.wi, self.wo = nn.Linear(width, 256, bias=False), nn.Linear(256, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the next block gets."""
         y: Tensor = x + self.wo(self.wi(self.norm(x)).relu())
         return y
 
@@ -196,7 +181,7 @@ class T5Block(nn.Module):
 def t5(out: Output) -> None:
     """Let `wo` grow until fp16 overflows, in half and under autocast, with and without a clamp."""
     torch.manual_seed(0)
-    base, x = nn.Sequential(T5Block(), T5Block()), torch.randn(8, 16, 64)
+    base, x = nn.Sequential(_T5Block(), _T5Block()), torch.randn(8, 16, 64)
     exponents = (14, 18) if out.fast else range(14, 21)
     rows = []
     for exponent in exponents:
@@ -238,12 +223,12 @@ def adam(out: Output) -> None:
             params, clip_update_rms=1.0, **options
         ),
     }
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for name, make in makers.items():
         weight = torch.zeros(64, requires_grad=True)
         optimizer = make([weight])
         _step(optimizer, weight, 1e-3)
-        # As after a million steps with this gradient.
+        # As after a million steps with this gradient: bias correction is over.
         known = {"step": 1e6, "exp_avg": 1e-3, "exp_avg_sq": 1e-6}
         for key, value in known.items():
             optimizer.state[weight][key].fill_(value)
@@ -284,20 +269,18 @@ def zeros(out: Output) -> None:
     """Train without a loss scale until gradients are zero, and the same with a dynamic one."""
     steps = 40 if out.fast else 300
     scales: dict[str, Any] = {"loss scale 1": 1.0, "dynamic loss scale": "dynamic"}
-    runs: dict[str, Regression] = {}
+    runs: dict[str, _Regression] = {}
     for name, loss_scale in out.progress(scales.items(), "zeros"):
-        model = Regression(lambda params: AdamW(params, lr=1e-3), depth=4, weight=1e-5)
-        runs[name] = trained(model, BalancedAMP(half="fp16", loss_scale=loss_scale), steps)
-    rows = [
-        {"run": name, "steps": steps, "first_zero_share": run.zero_shares[0]}
-        | {"last_zero_share": run.zero_shares[-1], "first_loss": run.losses[0]}
-        | {"last_loss": run.losses[-1], "kind": MEASURED}
-        for name, run in runs.items()
-    ]
+        model = _Regression(lambda params: AdamW(params, lr=1e-3), depth=4, weight=1e-5)
+        runs[name] = _trained(model, BalancedAMP(half="fp16", loss_scale=loss_scale), steps)
+    rows: list[Row] = []
+    for name, run in runs.items():
+        shares = {"first_zero_share": run.zero_shares[0], "last_zero_share": run.zero_shares[-1]}
+        losses = {"first_loss": run.losses[0], "last_loss": run.losses[-1]}
+        rows.append({"run": name, "steps": steps, **shares, **losses, "kind": MEASURED})
     out.table("zeros", rows, "Share of gradients that are exactly 0")
-    with out.picture(
-        "zeros", 2, "Without a loss scale most gradients are zero, and little is learned"
-    ) as panels:
+    title = "Without a loss scale most gradients are zero, and little is learned"
+    with out.picture("zeros", 2, title) as panels:
         for name, run in runs.items():
             panels[0].plot(run.zero_shares, label=name)
             panels[1].plot(run.losses, label=name)
@@ -308,11 +291,4 @@ def zeros(out: Output) -> None:
         panels[1].legend()
 
 
-PARTS: dict[str, Callable[[Output], None]] = {
-    "curves": curves,
-    "histogram": histogram,
-    "scale": scale,
-    "t5": t5,
-    "adam": adam,
-    "zeros": zeros,
-}
+PARTS = {part.__name__: part for part in (curves, histogram, scale, t5, adam, zeros)}

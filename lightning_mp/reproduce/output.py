@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import lightning
 import torch
@@ -18,13 +18,15 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import lightning_mp
 from lightning_mp.plan.table import aligned
 
-__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "cpu_name", "provenance"]
+__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row", "cpu_name"]
 
 MEASURED = "measured"
 COMPUTED = "computed"
 PRINTED = "printed in the paper"
 
 T = TypeVar("T")
+Row: TypeAlias = dict[str, Any]
+"""A line of a table, by columns; `kind` is one of the three above."""
 
 
 def cpu_name() -> str:
@@ -37,18 +39,15 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def provenance() -> dict[str, str]:
+def _provenance() -> dict[str, str]:
     """Return what a figure depends on beside its command: hardware, versions and date."""
     hardware = f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
     if torch.cuda.is_available():
         hardware += f", {torch.cuda.get_device_name()}"
     versions = f"lightning-mp {lightning_mp.__version__}, torch {torch.__version__}, "
     versions += f"lightning {lightning.__version__}, python {platform.python_version()}"
-    return {
-        "hardware": hardware,
-        "versions": versions,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
+    date = datetime.now(timezone.utc).date().isoformat()
+    return {"hardware": hardware, "versions": versions, "date": date}
 
 
 class Output:
@@ -63,15 +62,14 @@ class Output:
     def __init__(self, folder: Path, *, fast: bool, title: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.fast, self.title = folder, fast, title
-        self.provenance = provenance()
-        self.measured: dict[str, Any] = {}  # by parts that share what they measured
+        self.provenance = _provenance()
 
     def progress(self, items: Iterable[T], what: str) -> Iterator[T]:
         """Yield items behind a progress bar, where there is a terminal to show it."""
         yield from tqdm(items, desc=f"{self.title}: {what}", leave=False, disable=None)
 
-    def table(self, name: str, rows: Sequence[Mapping[str, object]], title: str) -> Path:
-        """Write rows as CSV with their provenance, and print them.
+    def table(self, name: str, rows: Sequence[Row], title: str) -> Path:
+        """Write rows as CSV with their provenance, and print them; the first has every column.
 
         Raises:
             ValueError: A row does not say whether it was measured, computed or printed.
@@ -82,25 +80,21 @@ class Output:
                 f"Passed rows of the kinds {sorted(map(str, kinds))} to `Output.table`. Each must "
                 f"be {MEASURED!r}, {COMPUTED!r} or {PRINTED!r}. Say in `kind` how it came about."
             )
-        path = self.folder / f"{name}.csv"
+        path, columns = self.folder / f"{name}.csv", list(rows[0])
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*rows[0], *self.provenance])
+            writer = csv.DictWriter(file, [*columns, *self.provenance])
             writer.writeheader()
             writer.writerows({**row, **self.provenance} for row in rows)
-        lines = [list(rows[0]), *([_shown(row[key]) for key in rows[0]] for row in rows)]
-        print(f"\n{title}")
-        print("\n".join(aligned(lines)))
-        print(f"{path.resolve()}")
+        lines = [columns, *([_shown(row.get(key)) for key in columns] for row in rows)]
+        print("", title, *aligned(lines), path.resolve(), sep="\n")
         return path
 
     @contextmanager
     def picture(self, name: str, panels: int, title: str) -> Iterator[Any]:
         """Yield the axes of a picture, and write it with its provenance below."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5.4 * panels, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(1, panels, squeeze=False)[0]
         figure.suptitle(title, fontsize=12)
         yield axes

@@ -30,14 +30,9 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     # A Trainer takes the ranks as they are where a launcher has set these.
-    environment: dict[str, object] = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
-        "WORLD_SIZE": ranks,
-    }
-    environment |= {"LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": "reproduce"}
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "reproduce"}
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )

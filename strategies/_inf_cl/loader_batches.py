@@ -75,6 +75,7 @@ class _Gathered:
         return bool(getattr(self._loader, "drop_last", False))
 
 
+# Lightning asks by `isinstance` of a protocol, which from Python 3.12 on sees no `__getattr__`.
 class _StatefulGathered(_Gathered):
     """Stands between two steps where its loader does, as no batch is gathered ahead."""
 

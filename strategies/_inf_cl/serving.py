@@ -1,7 +1,6 @@
 """What `InfCLStrategy` and `InfCLModelParallelStrategy` share: towers that a cache serves."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -52,15 +51,19 @@ class ServesTowers(ForLightning, _Strategy):
         replay_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        counts = {
-            "loader_batches_per_step": (loader_batches_per_step, 1),
-            "prefetch": (prefetch, 0),
-        }
+        strategy = type(self).__name__
+        _check_towers(strategy, towers)
+        check_count(strategy, "loader_batches_per_step", loader_batches_per_step)
+        check_count(strategy, "prefetch", prefetch, least=0)
         if micro_batch_size != "auto":
-            counts["micro_batch_size"] = (micro_batch_size, 1)
+            check_count(strategy, "micro_batch_size", micro_batch_size, other="'auto' or ")
         if activation_bytes is not None:
-            counts["activation_bytes"] = (activation_bytes, 1)
-        _check_arguments(type(self).__name__, towers, counts, offload)
+            check_count(strategy, "activation_bytes", activation_bytes)
+        if offload not in ("none", "host"):
+            raise ValueError(
+                f"Passed `{strategy}(offload={offload!r})`. `offload` must be 'none' or 'host'. "
+                "Pass 'host' to leave batches in host memory."
+            )
         self._check_others(kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
@@ -95,7 +98,19 @@ class ServesTowers(ForLightning, _Strategy):
         super().setup(trainer)
         if fitting:
             _warn_of_batch_norm(self._find_towers())  # the precision plugin may replace modules
-            self._cache = self._make_cache(self.precision_plugin.train_step_context)
+            self._cache = GradientCache(
+                micro_batch_size=self.micro_batch_size,
+                activation_bytes=self.activation_bytes,
+                device=self.root_device,
+                prefetch=self.prefetch,
+                rows=self.rows,
+                whole=self.whole,
+                leave_out=self.leave_out,
+                replay_tolerance=self.replay_tolerance,
+                context=self.precision_plugin.train_step_context,
+            )
+            # A checkpoint may have been loaded before there was a cache.
+            self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -113,7 +128,7 @@ class ServesTowers(ForLightning, _Strategy):
         cache, self._cache = self._cache, None
         super().teardown()
         if cache is not None:
-            cache.check()
+            cache.check()  # a GPU's last replays have not been compared yet
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -133,6 +148,7 @@ class ServesTowers(ForLightning, _Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
+        # Loaders of validation, test and prediction stay as they are.
         if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
             return dataloader
         pin = self.root_device.type == "cuda"
@@ -152,21 +168,6 @@ class ServesTowers(ForLightning, _Strategy):
 
     def _check_others(self, arguments: dict[str, Any]) -> None:
         """Refuse what the strategy itself would take and cannot be used."""
-
-    def _make_cache(self, context: Callable[[], AbstractContextManager[Any]]) -> GradientCache:
-        cache = GradientCache(
-            micro_batch_size=self.micro_batch_size,
-            activation_bytes=self.activation_bytes,
-            device=self.root_device,
-            prefetch=self.prefetch,
-            rows=self.rows,
-            whole=self.whole,
-            leave_out=self.leave_out,
-            replay_tolerance=self.replay_tolerance,
-            context=context,
-        )
-        cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
-        return cache
 
     def _note_sizes(self, sizes: dict[str, int]) -> None:
         """Remember and log what `micro_batch_size="auto"` has found."""
@@ -223,10 +224,7 @@ def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
         )
 
 
-def _check_arguments(
-    strategy: str, towers: Sequence[str], counts: Mapping[str, tuple[object, int]], offload: str
-) -> None:
-    """Refuse arguments that cannot be used."""
+def _check_towers(strategy: str, towers: Sequence[str]) -> None:
     is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
     if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
         raise ValueError(
@@ -238,12 +236,4 @@ def _check_arguments(
         raise ValueError(
             f"Passed `{strategy}(towers={list(towers)!r})`. Each tower must be named once. "
             "Leave the repeated name out."
-        )
-    for name, (value, least) in counts.items():
-        other = "'auto' or " if name == "micro_batch_size" else ""
-        check_count(strategy, name, value, least, other=other)
-    if offload not in ("none", "host"):
-        raise ValueError(
-            f"Passed `{strategy}(offload={offload!r})`. `offload` must be 'none' or 'host'. "
-            "Pass 'host' to leave batches in host memory."
         )

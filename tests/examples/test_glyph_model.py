@@ -1,19 +1,17 @@
 """Towers, their reading of names, and the arithmetic of the report."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from examples.glyph_clip.compare import LOSSES
 from examples.glyph_clip.glyphs import GlyphTable, encode_names
-from examples.glyph_clip.memory import MemoryEstimate, saved_bytes
 from examples.glyph_clip.model import GlyphCLIP
-from examples.glyph_clip.report import drawing_ceilings, recall_table
+from examples.glyph_clip.report import drawing_ceilings, memory_lines, recall_table
 from examples.glyph_clip.towers import GlyphTower, NameTower, hash_words
 from lightning_mp import LightningMPCLI, LossStatistics, SigmoidContrastiveLoss
 
@@ -54,31 +52,22 @@ def test_hash_words_reads_words_wherever_they_stand():
     assert (words > 0).sum(dim=1).tolist() == [2, 3, 1]
 
 
-def test_saved_bytes_counts_each_activation_once_and_no_weight():
-    class Square(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 16)
-
-        def forward(self, x):
-            return F.relu(self.linear(x)) ** 2
-
-    # Saved: the input of the linear layer, and relu's output, by relu and by the power.
-    assert saved_bytes(Square(), torch.ones(4, 8)) == 4 * (4 * 8 + 4 * 16)
-
-
-def test_memory_estimate_grows_as_it_says():
-    estimate = MemoryEstimate(
-        saved_bytes_per_pair=100.0,
-        saved_bytes_largest_tower=80.0,
-        micro_batch_size=256,
-        feature_width=64,
+def test_memory_of_a_step_grows_as_its_lines_say():
+    names = encode_names([f"DIGIT {n}" for n in "ABCDEF"])
+    images, ids = np.full((6, 32, 32), 7, dtype=np.uint8), np.arange(6, dtype=np.int32)
+    table = GlyphTable(images=images, codes=names, name_ids=ids, font_ids=ids)
+    model = GlyphCLIP(width=32, feature_width=64)
+    lines = memory_lines(model, table, (2048, 32_768, 65_536), peak_bytes=3 * 2**30)
+    assert lines[0].endswith("all included: 3.0 GiB")
+    cached, whole, tiled, dense = (
+        [float(n) * {"M": 1, "G": 1024}[unit] for n, unit in re.findall(r"([\d.]+) ([MG])iB", line)]
+        for line in (line.replace(",", "") for line in lines[3:])
     )
-    assert estimate.dense_loss(2048) == 4 * 4 * 2048**2
-    assert estimate.dense_loss(4096) == 4 * estimate.dense_loss(2048)
-    assert estimate.uncached_towers(4096) == 2 * estimate.uncached_towers(2048) == 409_600
-    assert estimate.cached_towers(2048) == estimate.cached_towers(4096) == 80 * 256
-    assert estimate.tiled_loss(4096) - estimate.tiled_loss(2048) == 8 * 4 * 2048 * 64
+    assert cached == [cached[0]] * 3  # of one micro-batch
+    assert 8 < whole[0] / cached[0] < 16  # of eight, by two towers
+    assert whole[2] == pytest.approx(2 * whole[1], abs=0.05 * 1024 + 1)  # as they are rounded
+    assert tiled == [32 + 8 * 4 * b * 64 / 2**20 for b in (2048, 32_768, 65_536)]
+    assert dense == [64, 16 * 1024, 64 * 1024]
 
 
 def test_drawing_ceilings_count_glyphs_drawn_alike():

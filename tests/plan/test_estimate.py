@@ -12,8 +12,7 @@ from lightning_mp.contrastive._sums.infonce import infonce
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import METHODS, Machine, exchanged, products
-from lightning_mp.plan.subject import Subject
-from lightning_mp.plan.tower_bytes import TowerBytes
+from lightning_mp.plan.subject import Subject, TowerBytes
 
 WIDTH = 16
 DENSE, OURS = METHODS[1], METHODS[-1]

@@ -12,6 +12,7 @@ from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
 from lightning_mp.plan.allocation import peak_allocated
+from lightning_mp.plan.estimate import Memory
 from lightning_mp.plan.formulas import CROSS_GPU, DENSE, GIB, INF_CL, LOCAL, OURS, loss_bytes
 from tests.processes import exit_code_of
 
@@ -45,9 +46,9 @@ def test_host_holds_the_batch_and_what_workers_have_ready() -> None:
 
 
 def test_peak_takes_the_larger_of_loss_and_backbone() -> None:
-    parts = {"data": 1.0, "features": 2.0, "static": 4.0}
-    assert formulas.peak_bytes(**parts, loss=8.0, backbone=16.0) == 23.0
-    assert formulas.peak_bytes(**parts, loss=32.0, backbone=16.0) == 39.0
+    for loss, peak in ((8.0, 23.0), (32.0, 39.0)):
+        need = Memory(static=4.0, data=1.0, features=2.0, loss=loss, backbone=16.0, host=0.0)
+        assert need.peak == peak
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 9, 1000, 12345])

@@ -21,10 +21,9 @@ from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.command import pairs_of
 from lightning_mp.plan.config import subject_of_config
 from lightning_mp.plan.estimate import METHODS, Machine, largest, memory
-from lightning_mp.plan.precisions import PRECISIONS
-from lightning_mp.plan.subject import Subject
+from lightning_mp.plan.subject import PRECISIONS, Subject, TowerBytes
 from lightning_mp.plan.table import advice
-from lightning_mp.plan.tower_bytes import TowerBytes, blank, measure_towers
+from lightning_mp.plan.tower_bytes import blank, measure_towers
 from tests.quiet import QUIET
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import BalancedAMP
-from lightning_mp.plan.optimizer_states import state_bytes
-from lightning_mp.plan.precisions import PRECISIONS
-from lightning_mp.plan.subject import Subject
+from lightning_mp.plan.subject import PRECISIONS, Subject, state_bytes
 from tests.quiet import QUIET
 
 WIDTH, ROWS, STEPS = 512, 4, 3

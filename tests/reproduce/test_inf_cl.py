@@ -1,6 +1,5 @@
 """Every part of `reproduce inf-cl` at its fastest size, and the numbers that must come out."""
 
-import csv
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +16,16 @@ from lightning_mp.reproduce.inf_cl import PARTS, cost, levels, memory
 from lightning_mp.reproduce.inf_cl.losses import DenseLoss, LocalLoss, NothingKept, RanksInOne
 from lightning_mp.reproduce.inf_cl.training import model_with
 from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
+from tests.benchmarks.rehearsing import read
 from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Output:
-    return Output(tmp_path, fast=True, title="test")
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def test_table_carries_provenance_and_refuses_rows_of_no_kind(out: Output) -> None:
     path = out.table("small", [{"kind": MEASURED, "value": 1.5}], "Small")
-    (row,) = _rows(path)
+    (row,) = read(path)
     assert row["value"] == "1.5"
     assert "cores" in row["hardware"]
     assert f"torch {torch.__version__}" in row["versions"]
@@ -123,7 +113,7 @@ def test_kept_tiles_save_up_to_one_product_of_four() -> None:
 @pytest.mark.sweep
 def test_figure4_counts_a_replay_and_draws(out: Output) -> None:
     cost.figure4(out)
-    rows = [row for row in _rows(out.folder / "figure4.csv") if row["kind"] == MEASURED]
+    rows = [row for row in read(out.folder / "figure4.csv") if row["kind"] == MEASURED]
     assert [row["method"] for row in rows[:3]] == list(cost.KINDS)
     plain, *cached = (float(row["other_flops_a_pair"]) for row in rows[:3])
     # A forward more, which is two of a plain step's six products less those of the inputs.
@@ -161,7 +151,7 @@ def test_loss_on_ranks_allocates_what_formulas_say() -> None:
     ranks = memory.RANKS
     found = dict(zip(memory.METHODS, run_ranks(_peaks_on_a_rank, ranks)[0], strict=True))
     for method, measured in found.items():
-        predicted = formulas.loss_bytes(method, 256 * ranks, ranks, 64, memory.WORKSPACE)
+        predicted = formulas.loss_bytes(method, 256 * ranks, ranks, 64, memory.MANY_TILES)
         # The peers' matrices are 4 of b x B or B x B, and a temporary more or less of one; ours is
         # what the loss promises, and at least its gradients.
         matrix = {"dense (CLIP)": 4 * 1024**2, "local (OpenCLIP)": 4 * 256 * 1024}.get(method, 0)
@@ -176,7 +166,7 @@ def test_figure5_trains_on_the_glyphs_by_both_rules(
 ) -> None:
     monkeypatch.chdir(ROOT)
     main(["reproduce", "inf-cl", "--only", "figure5", "--fast", "--output", str(tmp_path)])
-    rows = _rows(tmp_path / "inf-cl" / "figure5.csv")
+    rows = read(tmp_path / "inf-cl" / "figure5.csv")
     assert [(row["batch"], row["learning_rate"]) for row in rows] == [
         ("64", "fixed"),
         ("64", "scaled"),
@@ -197,14 +187,14 @@ def test_all_parts_run_and_label_what_they_say(
     folder = tmp_path / "inf-cl"
     for name in PARTS:
         if name != "figure1":
-            assert {row["kind"] for row in _rows(folder / f"{name}.csv")} <= {
+            assert {row["kind"] for row in read(folder / f"{name}.csv")} <= {
                 MEASURED,
                 COMPUTED,
                 PRINTED,
             }
     by_level = {
         (row["level"], int(row["ranks"])): row
-        for row in _rows(folder / "table4.csv")
+        for row in read(folder / "table4.csv")
         if row["kind"] == MEASURED
     }
     assert list(by_level) == [(level, n) for n in levels.RANKS for level in levels.LEVELS]

@@ -1,13 +1,11 @@
 """Meta's ladder at its smallest size: what its rungs change, and what they must not."""
 
-import csv
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_mp.reproduce.meta_vit import LADDER, Scene, chips, flops_of, gpus, ladder
 from lightning_mp.reproduce.output import Output
+from tests.benchmarks.rehearsing import read
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,12 +30,11 @@ def test_flops_are_those_of_the_products_by_hand() -> None:
         assert flops_of(scene, rung) == 3 * 2 * multiplies
 
 
-def test_gain_of_an_a100_is_more_than_its_peaks(tmp_path: Path) -> None:
+def test_gain_of_an_a100_is_more_than_its_peaks(out: Output) -> None:
     pytest.importorskip("matplotlib")
-    gpus(Output(tmp_path, fast=True, title="meta-vit"))
-    assert (tmp_path / "gpus.png").stat().st_size > 0
-    with (tmp_path / "gpus.csv").open(newline="") as file:
-        rows = {row["chip"]: row for row in csv.DictReader(file)}
+    gpus(out)
+    assert (out.folder / "gpus.png").stat().st_size > 0
+    rows = {row["chip"]: row for row in read(out.folder / "gpus.csv")}
     by_peak = float(rows["A100 SXM4 80 GB"]["times_V100"])
     assert by_peak == pytest.approx(312 / 125)
     meta, left = rows["A100, Meta's ViT-H/16"], rows["left to software and batch"]
@@ -65,16 +62,12 @@ def test_characters_are_the_same_at_any_size_and_differ() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.distributed
-def test_ladder_and_chips_write_their_files(tmp_path: Path) -> None:
+def test_ladder_and_chips_write_their_files(out: Output) -> None:
     pytest.importorskip("matplotlib")
-    out = Output(tmp_path, fast=True, title="meta-vit")
     ladder(out)
     chips(out)
-    tables = {}
-    for part in ("ladder", "chips"):
-        assert (tmp_path / f"{part}.png").stat().st_size > 0
-        with (tmp_path / f"{part}.csv").open(newline="") as file:
-            tables[part] = list(csv.DictReader(file))
+    tables = {part: read(out.folder / f"{part}.csv") for part in ("ladder", "chips")}
+    assert all((out.folder / f"{part}.png").stat().st_size > 0 for part in tables)
     rows = {row["rung"]: row for row in tables["ladder"] if row["kind"] == "measured"}
     assert len(rows) == len(LADDER) + 1
     printed = [row["times_O1"] for row in tables["ladder"] if row["kind"] != "measured"]

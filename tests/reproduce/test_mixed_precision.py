@@ -1,19 +1,13 @@
 """The figures of mixed precision at their smallest size: what they show holds there too."""
 
-import csv
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_mp.reproduce import mixed_precision
 from lightning_mp.reproduce.output import Output
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Output:
-    return Output(tmp_path, fast=True, title="mixed-precision")
+from tests.benchmarks.rehearsing import read
 
 
 def rows_of(out: Output, part: str) -> list[dict[str, Any]]:
@@ -21,8 +15,7 @@ def rows_of(out: Output, part: str) -> list[dict[str, Any]]:
     pytest.importorskip("matplotlib")
     mixed_precision.PARTS[part](out)
     assert (out.folder / f"{part}.png").stat().st_size > 0
-    with (out.folder / f"{part}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read(out.folder / f"{part}.csv")
 
 
 @pytest.mark.sweep

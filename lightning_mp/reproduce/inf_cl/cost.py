@@ -9,8 +9,9 @@ Legend: ``b`` batch, ``D`` feature width.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+import timeit
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from lightning_mp import ContrastiveLoss, GradientCache
 from lightning_mp.plan import paper
 from lightning_mp.plan.formulas import DENSE, OURS, epoch_hours
 from lightning_mp.reproduce.inf_cl.losses import DenseLoss, NothingKept
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output
+from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
 
 __all__ = ["counted", "figure4"]
 
@@ -92,15 +93,6 @@ def counted(run: Callable[[], object]) -> int:
     return int(flops.get_total_flops())
 
 
-def _seconds(run: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):  # the first one warms up
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
 def _loss_alone(loss: nn.Module, batch: int) -> Callable[[], object]:
     sides = [torch.randn(batch, WIDTH).div_(8).requires_grad_() for _ in range(2)]
     return lambda: loss(*sides, torch.tensor(14.0)).backward()
@@ -110,24 +102,21 @@ def figure4(out: Output) -> None:
     """FLOPs and seconds of a step by batch; the paper's iterations and epochs beside."""
     batches = (256, 512) if out.fast else (256, 512, 1024, 2048, 4096, 8192)
     repeats = 1 if out.fast else 3
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for batch in out.progress(batches, "Figure 4"):
         for name, kind in KINDS.items():
             torch.manual_seed(0)
             model = _Model(kind.make(), kind.cached)
-            image, text = torch.randn(2, batch, INPUTS)
-
-            def step() -> None:
-                model.step(image, text)  # noqa: B023
-
+            step = partial(model.step, *torch.randn(2, batch, INPUTS))
             whole, loss = counted(step), counted(_loss_alone(kind.make(), batch))
-            rows.append(_row(name, batch, whole, loss, _seconds(step, repeats)))
-    rows += _of_the_paper(rows[0])
+            _, *seconds = timeit.repeat(step, number=1, repeat=repeats + 1)  # one warms up
+            rows.append(_row(name, batch, whole, loss, statistics.median(seconds)))
+    rows += _of_the_paper()
     out.table("figure4", rows, f"Figure 4: cost of a step, D = {WIDTH}; FLOPs are counted")
     _draw(out, rows)
 
 
-def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> dict[str, object]:
+def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> Row:
     return {
         "kind": MEASURED,
         "method": name,
@@ -143,58 +132,48 @@ def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> dict[s
     }
 
 
-def _of_the_paper(like: dict[str, object]) -> list[dict[str, object]]:
-    rows = []
+def _of_the_paper() -> Iterator[Row]:
     figure = paper.figures()["fig4_ViT-L/14_8xA800"]
     for method, cells in figure["iter_s"].items():
         for size, seconds in cells.items():
-            batch = int(size[:-1]) * 1024
+            batch = paper.pairs(size)
             formula = paper.SECONDS_PER_PAIR * batch
-            for kind, step in ((PRINTED, seconds), (COMPUTED, formula)):
-                hours = epoch_hours(PAIRS, batch, step)
-                row = dict.fromkeys(like) | {"kind": kind, "method": f"{method}, 8 A800"}
-                row |= {"batch": batch, "step_s": step, "ms_a_pair": 1e3 * step / batch}
-                row["epoch_h"] = figure["epoch_h"][method][size] if kind == PRINTED else hours
-                row["formula_s"] = formula
-                rows.append(row)
-    return rows
+            hours = epoch_hours(PAIRS, batch, formula)
+            for kind, step, epoch in (
+                (PRINTED, seconds, figure["epoch_h"][method][size]),
+                (COMPUTED, formula, hours),
+            ):
+                row: Row = {"kind": kind, "method": f"{method}, 8 A800", "batch": batch}
+                row |= {"step_s": step, "ms_a_pair": 1e3 * step / batch}
+                yield row | {"epoch_h": epoch, "formula_s": formula}
 
 
-def _draw(out: Output, rows: list[dict[str, object]]) -> None:
+def _draw(out: Output, rows: list[Row]) -> None:
     title = "Figure 4: cost of a step (points: counted or measured; dashed: computed; right: paper)"
     with out.picture("figure4", 4, title) as (flops, units, seconds, printed):
         for name, kind in KINDS.items():
             points = [row for row in rows if row["method"] == name]
-            x = [int(str(row["batch"])) for row in points]
+            x = [row["batch"] for row in points]
             for axes, column in (
                 (flops, "step_flops"),
                 (units, "loss_flops_over_b2D"),
                 (seconds, "ms_a_pair"),
             ):
-                y = [float(str(row[column])) for row in points]
                 style = "o" if axes is flops and kind.units else "o-"
-                axes.plot(x, y, style, color=kind.color, label=name)
+                axes.plot(x, [row[column] for row in points], style, color=kind.color, label=name)
             if kind.units:
                 label = f"${kind.units} b^2 D$ and a constant a pair"
-                y = [float(str(kind.flops(batch))) for batch in x]
-                flops.plot(x, y, "--", color=kind.color, label=label)
+                flops.plot(x, [*map(kind.flops, x)], "--", color=kind.color, label=label)
         for method, color, marker in (
             ("CLIP", "#d55e00", "o"),
             ("OpenCLIP", "#e69f00", "s"),
             ("Inf-CL", "#56b4e9", "x"),
         ):
             points = [row for row in rows if row["method"] == f"{method}, 8 A800"]
-            for kind_of_row, style in ((PRINTED, marker), (COMPUTED, "--")):
-                cells = [row for row in points if row["kind"] == kind_of_row]
-                printed.plot(
-                    [row["batch"] for row in cells],
-                    [row["step_s"] for row in cells],
-                    style,
-                    fillstyle="none",
-                    markersize=8,
-                    color=color,
-                    label=method if kind_of_row == PRINTED else None,
-                )
+            for wanted, style, label in ((PRINTED, marker, method), (COMPUTED, "--", "")):
+                cells = [(row["batch"], row["step_s"]) for row in points if row["kind"] == wanted]
+                options = {"fillstyle": "none", "markersize": 8, "color": color, "label": label}
+                printed.plot(*zip(*cells, strict=True), style, **options)
         flops.set(title="FLOPs of a step here (counted)", yscale="log", ylabel="FLOPs")
         units.set(title="FLOPs of the loss (counted)", ylim=(5, 9), ylabel="FLOPs over $b^2 D$")
         seconds.set(title="time of a step here", yscale="log", ylabel="ms a pair")

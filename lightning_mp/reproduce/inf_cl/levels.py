@@ -5,8 +5,6 @@ Legend: ``b`` batch of a rank, ``B`` global batch, ``D`` feature width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,13 +14,13 @@ from lightning_mp.plan import paper
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.reproduce.inf_cl.losses import LEVELS, DenseLoss
 from lightning_mp.reproduce.inf_cl.training import Recipe, render_glyphs, trained_scores
-from lightning_mp.reproduce.output import MEASURED, PRINTED, Output
+from lightning_mp.reproduce.output import MEASURED, PRINTED, Output, Row
 from lightning_mp.reproduce.ranks import on_ranks
 
 __all__ = ["table4"]
 
 RANKS = (1, 2, 4)  # on the last of them models are trained, too
-SCALE = 14.3
+SCALE = 14.3  # of CLIP's logits at the start, 1 / 0.07
 PAPERS_ROW = ("Vanilla", "OpenCLIP", "cross-GPU", "cross+in-GPU")
 
 
@@ -34,18 +32,12 @@ def _features(batch: int, width: int) -> tuple[Tensor, Tensor]:
     return image_BD, text_BD
 
 
-def _reference(batch: int, width: int) -> tuple[float, Tensor, Tensor, float]:
-    """Return loss and gradients of one process in float64."""
-    image_BD, text_BD = (side.double().requires_grad_() for side in _features(batch, width))
-    scale = torch.tensor(SCALE, dtype=torch.float64, requires_grad=True)
-    loss = DenseLoss.of(image_BD, text_BD, scale)
-    d_image_BD, d_text_BD, d_scale = torch.autograd.grad(loss, (image_BD, text_BD, scale))
-    return loss.item(), d_image_BD, d_text_BD, d_scale.item()
-
-
 def _errors(level: str, rank: int, ranks: int, batch: int, width: int) -> dict[str, float]:
     """Return relative errors of loss and gradients on all ranks, and what a rank allocates."""
-    loss_64, d_image_BD, d_text_BD, d_scale_64 = _reference(batch, width)
+    exact = [side.double().requires_grad_() for side in _features(batch, width)]
+    exact.append(torch.tensor(SCALE, dtype=torch.float64, requires_grad=True))
+    loss_64 = DenseLoss.of(*exact)
+    *d_sides_64_BD, d_scale_64 = torch.autograd.grad(loss_64, exact)
     rows = slice(rank * batch // ranks, (rank + 1) * batch // ranks)
     inputs = [side[rows].clone().requires_grad_() for side in _features(batch, width)]
     inputs.append(torch.tensor(SCALE, requires_grad=True))
@@ -59,36 +51,33 @@ def _errors(level: str, rank: int, ranks: int, batch: int, width: int) -> dict[s
     loss, *d_sides_bD, d_scale = results
     squares = [
         torch.stack([(d_bD / ranks - whole_BD[rows]).pow(2).sum(), whole_BD[rows].pow(2).sum()])
-        for d_bD, whole_BD in zip(d_sides_bD, (d_image_BD, d_text_BD), strict=True)
+        for d_bD, whole_BD in zip(d_sides_bD, d_sides_64_BD, strict=True)
     ]
-    if ranks > 1:
-        # The mean over ranks is what DDP makes of losses and of gradients.
-        for tensor in (loss, d_scale, *squares):
-            dist.all_reduce(tensor)
-        dist.all_reduce(allocated, dist.ReduceOp.MAX)
+    # The mean over ranks is what DDP makes of losses and of gradients.
+    for tensor in (loss, d_scale, *squares):
+        dist.all_reduce(tensor)
+    dist.all_reduce(allocated, dist.ReduceOp.MAX)
     return {
         "loss": loss.item() / ranks,
-        "loss_error": abs(loss.item() / ranks / loss_64 - 1),
+        "loss_error": abs(loss.item() / ranks / loss_64.item() - 1),
         "d_image_error": (squares[0][0] / squares[0][1]).sqrt().item(),
         "d_text_error": (squares[1][0] / squares[1][1]).sqrt().item(),
-        "d_scale_error": abs(d_scale.item() / ranks / d_scale_64 - 1),
+        "d_scale_error": abs(d_scale.item() / ranks / d_scale_64.item() - 1),
         "loss_MiB": allocated.item() / 2**20,
     }
 
 
 def _on_a_rank(
     rank: int, ranks: int, batch: int, width: int, recipe: Recipe | None
-) -> dict[str, dict[str, float | None]]:
+) -> dict[str, Row]:
     """Return the figures of every level; all in one start of the ranks, which takes seconds."""
-    found: dict[str, dict[str, float | None]] = {}
+    found: dict[str, Row] = {}
     for level, make in LEVELS.items():
-        found[level] = {**_errors(level, rank, ranks, batch, width), "recall@10": None}
-        found[level]["top1"] = None
+        found[level], scores = _errors(level, rank, ranks, batch, width), {}
         if recipe is not None:
             cached = level.startswith("cross-rank")
             scores = trained_scores(recipe, make(), cached=cached, ranks=ranks)
-            found[level]["recall@10"] = scores["text_to_image_recall@10"]
-            found[level]["top1"] = scores["zero_shot_top1"]
+        found[level] |= {"recall@10": scores.get("t2i_r@10"), "top1": scores.get("top1")}
     return found
 
 
@@ -97,22 +86,15 @@ def table4(out: Output) -> None:
     batch, width = (256, 32) if out.fast else (2048, 64)
     recipe = Recipe(batch=256 if out.fast else 512, samples=512 if out.fast else 32_768)
     render_glyphs()  # by one process, not by four at once
-    rows = []
+    rows: list[Row] = []
     for ranks in out.progress(RANKS, "Table 4, ranks"):
         trained = recipe if ranks == RANKS[-1] else None
         by_level = on_ranks(_on_a_rank, ranks, ranks, batch, width, trained)[0]
-        rows += [_row(MEASURED, level, ranks, found) for level, found in by_level.items()]
+        for level, found in by_level.items():
+            rows.append({"kind": MEASURED, "level": level, "ranks": ranks, **found})
     printed = paper.figures()["table4_[data,loss,backbone,peak,IN]_4xA800_64k_ViT-B/16_accum256"]
     for level, name in zip(LEVELS, PAPERS_ROW, strict=True):
         figures = {"loss_MiB": printed[name][1] * 1024, "top1": printed[name][4] / 100}
-        rows.append(_row(PRINTED, level, 4, dict.fromkeys(by_level[level]) | figures))
+        rows.append({"kind": PRINTED, "level": level, "ranks": 4, **figures})
     title = f"Table 4: levels of tiling, {batch} pairs, D = {width}, errors against float64"
     out.table("table4", rows, title)
-
-
-def _row(
-    kind: str, level: str, ranks: int, figures: Mapping[str, float | None]
-) -> dict[str, object]:
-    keys = ("loss", "loss_error", "d_image_error", "d_text_error", "d_scale_error", "loss_MiB")
-    found = {key: figures[key] for key in (*keys, "recall@10", "top1")}
-    return {"kind": kind, "level": level, "ranks": ranks, **found}

@@ -19,7 +19,7 @@ from lightning_mp.contrastive._operator import loss_of
 from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.plan.formulas import DENSE, LOCAL, OURS
 
-__all__ = ["LEVELS", "METHODS", "DenseLoss", "LocalLoss", "NothingKept", "RanksInOne"]
+__all__ = ["LEVELS", "MANY_TILES", "METHODS", "DenseLoss", "LocalLoss", "NothingKept", "RanksInOne"]
 
 
 class _Gather(torch.autograd.Function):

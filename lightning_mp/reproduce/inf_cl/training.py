@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,9 @@ from lightning_mp import ContrastiveLoss, InfCLStrategy, ZeroShotAccuracy
 from lightning_mp.plan import paper
 from lightning_mp.reproduce._fit import train
 from lightning_mp.reproduce.inf_cl.losses import DenseLoss, RanksInOne
-from lightning_mp.reproduce.output import MEASURED, PRINTED, Output
+from lightning_mp.reproduce.output import MEASURED, PRINTED, Output, Row
 
-__all__ = [
-    "Recipe",
-    "figure5",
-    "render_glyphs",
-    "table3",
-    "trained_scores",
-    "zero_shot_top1",
-]
+__all__ = ["Recipe", "figure5", "render_glyphs", "table3", "trained_scores"]
 
 # One family in four styles: no name has more than four glyphs, so that a batch of 4,096 can hold
 # no name twice, which would be a false negative.
@@ -79,14 +72,11 @@ def model_with(loss: nn.Module, lr: float) -> Any:
 def trained_scores(
     recipe: Recipe, loss: nn.Module, *, cached: bool, ranks: int = 1
 ) -> dict[str, float]:
-    """Train the demo's model with another loss, and test it on a family that it has never seen.
-
-    Raises:
-        ModuleNotFoundError: The demo's `examples` are not there.
-    """
+    """Train the demo's model with another loss, and test it on a family that it has never seen."""
     from examples.glyph_clip.data import GlyphData
     from examples.glyph_clip.glyphs import TRAIN_FONTS
 
+    # `GlyphData` takes the fonts that are not for training, and `train` validates on none.
     left_out = [font for font in TRAIN_FONTS if font not in FONTS]
     pl.seed_everything(recipe.seed, verbose=False)
     data = GlyphData(
@@ -118,19 +108,15 @@ def _scores(model: Any, data: Any) -> dict[str, float]:
     image_ND, text_ND = encode(model, table)
     model.recall.reset()
     model.recall.update(image_ND, text_ND)
-    # Not `compute`, which would take the same glyphs from every rank.
-    scores = {name: float(value) for name, value in _computed(model.recall).items()}
-    scores["zero_shot_top1"] = zero_shot_top1(model, table, image_ND)
+    model.recall.sync_on_compute = False  # it would take the same glyphs from every rank
+    scores = {"top1": _zero_shot_top1(model, table, image_ND)}
+    for name, value in model.recall.compute().items():
+        score = name.replace("image_to_text_recall", "i2t_r")
+        scores[score.replace("text_to_image_recall", "t2i_r")] = float(value)
     return scores
 
 
-def _computed(recall: Any) -> dict[str, Tensor]:
-    recall.sync_on_compute = False
-    values: dict[str, Tensor] = recall.compute()
-    return values
-
-
-def zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
+def _zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
     """Return the share of glyphs whose script is told by prompts, as CLIP's zero-shot test does."""
     from examples.glyph_clip.glyphs import decode_name, encode_names
 
@@ -164,37 +150,25 @@ def table3(out: Output) -> None:
         make, cached, size = losses[name]
         recipe = Recipe(batch=size, samples=samples, seed=seed, micro_batch=batch // 2)
         found[name].append(trained_scores(recipe, make(), cached=cached))
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for name, scores in found.items():
-        row: dict[str, object] = {"kind": MEASURED, "loss": name, "data": "glyphs"}
-        for label, key in (
-            ("top1", "zero_shot_top1"),
-            ("i2t_r@1", "image_to_text_recall@1"),
-            ("t2i_r@1", "text_to_image_recall@1"),
-        ):
-            values = [each[key] for each in scores]
-            row |= {label: statistics.fmean(values), f"{label}_sd": statistics.stdev(values)}
+        row: Row = {"kind": MEASURED, "loss": name, "data": "glyphs"}
+        for score in ("top1", "i2t_r@1", "t2i_r@1"):
+            values = [each[score] for each in scores]
+            row |= {score: statistics.fmean(values), f"{score}_sd": statistics.stdev(values)}
         rows.append(row | {"seeds": seeds, "samples": samples})
-    rows += _printed(rows[0])
+    scores_of = paper.figures()["table3_acc_[INval,v2,ObjNet,OOD,COCO_I2T,COCO_T2I]"]
+    for name, (top1, *_, i2t, t2i) in scores_of.items():
+        row = {"kind": PRINTED, "loss": name, "data": "ImageNet, COCO"}
+        rows.append(row | {"top1": top1 / 100, "i2t_r@1": i2t / 100, "t2i_r@1": t2i / 100})
     out.table("table3", rows, "Table 3: zero-shot top-1 and recall by loss")
-
-
-def _printed(like: dict[str, object]) -> Iterator[dict[str, object]]:
-    scores = paper.figures()["table3_acc_[INval,v2,ObjNet,OOD,COCO_I2T,COCO_T2I]"]
-    for loss, values in scores.items():
-        row = dict.fromkeys(like) | {"kind": PRINTED, "loss": loss, "data": "ImageNet, COCO"}
-        for label, value in zip(
-            ("top1", "i2t_r@1", "t2i_r@1"), (values[0], *values[4:]), strict=True
-        ):
-            row[label] = value / 100
-        yield row
 
 
 def figure5(out: Output) -> None:
     """Recall by batch at a fixed number of samples, with the learning rate fixed and scaled."""
     batches = (64, 256) if out.fast else (64, 128, 256, 512, 1024, 2048, 4096)
     samples = 512 if out.fast else 32_768
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     work = [(batch, rule) for batch in batches for rule in ("fixed", "scaled")]
     for batch, rule in out.progress(work, "Figure 5, training"):
         factor = math.sqrt(batch / REFERENCE_BATCH) if rule == "scaled" else 1.0
@@ -205,6 +179,7 @@ def figure5(out: Output) -> None:
             rows.append({**same[0], "learning_rate": rule})
             continue
         scores = trained_scores(recipe, ContrastiveLoss(), cached=True)
+        shown = ("i2t_r@1", "i2t_r@10", "t2i_r@1", "t2i_r@10", "top1")
         rows.append(
             {
                 "kind": MEASURED,
@@ -213,33 +188,23 @@ def figure5(out: Output) -> None:
                 "batch": batch,
                 "steps": samples // batch,
                 "samples": samples,
-                "i2t_r@1": scores["image_to_text_recall@1"],
-                "i2t_r@10": scores["image_to_text_recall@10"],
-                "t2i_r@1": scores["text_to_image_recall@1"],
-                "t2i_r@10": scores["text_to_image_recall@10"],
-                "top1": scores["zero_shot_top1"],
+                **{score: scores[score] for score in shown},
             }
         )
     out.table("figure5", rows, "Figure 5: accuracy by batch, at a fixed number of samples")
-    with out.picture(
-        "figure5", 2, f"Figure 5: {samples:,} glyphs seen, by batch (measured)"
-    ) as axes:
-        for each, key, label in zip(
-            axes,
-            ("t2i_r@10", "top1"),
-            ("name to glyph, recall@10", "script, zero-shot top-1"),
-            strict=True,
+    title = f"Figure 5: {samples:,} glyphs seen, by batch (measured)"
+    with out.picture("figure5", 2, title) as (recall, top1):
+        for rule, words, color, marker in (
+            ("fixed", "fixed", "#d55e00", "o-"),
+            ("scaled", f"times sqrt(batch / {REFERENCE_BATCH})", "#00429d", "s--"),
         ):
-            for rule, color, marker in (("fixed", "#d55e00", "o-"), ("scaled", "#00429d", "s--")):
-                points = [row for row in rows if row["learning_rate"] == rule]
-                words = "fixed" if rule == "fixed" else f"times sqrt(batch / {REFERENCE_BATCH})"
-                each.plot(
-                    [row["batch"] for row in points],
-                    [row[key] for row in points],
-                    marker,
-                    color=color,
-                    label=f"learning rate {words}",
-                )
-            each.set_xscale("log", base=2)
-            each.set(xlabel="batch", ylabel=label)
-            each.legend(frameon=False)
+            points = [row for row in rows if row["learning_rate"] == rule]
+            x = [row["batch"] for row in points]
+            style = {"color": color, "label": f"learning rate {words}"}
+            recall.plot(x, [row["t2i_r@10"] for row in points], marker, **style)
+            top1.plot(x, [row["top1"] for row in points], marker, **style)
+        recall.set(xlabel="batch", ylabel="name to glyph, recall@10")
+        top1.set(xlabel="batch", ylabel="script, zero-shot top-1")
+        for axes in (recall, top1):
+            axes.set_xscale("log", base=2)
+            axes.legend(frameon=False)
