@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, normalize
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.backends import TileChoice, triton_problem
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
-from tests.contrastive.test_library import opcheck
+from tests.contrastive.test_operator import opcheck
 from tests.reference.contrastive import reference, relative_error
 
 # Some scales and features here are meant to be extreme.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss
 from tests.contrastive.pair_cases import CASES, Case
-from tests.contrastive.test_library import opcheck
+from tests.contrastive.test_operator import opcheck
 from tests.contrastive.test_targets_uses import leaves_of
 from tests.reference.contrastive import relative_error
 
