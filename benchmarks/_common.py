@@ -67,6 +67,7 @@ def take_turns(
         try:
             found[name].append(runs[name]())
         except Exception as error:
+            # Who fails is named in the end, and the others go on.
             failures[name] = error_words(error)
             continue
         if index == 0 and max_seconds is not None:
@@ -88,6 +89,7 @@ def time_in_turn(
     # The first round may compile; the second tells who is short enough to be repeated.
     warm, failures = take_turns(calls, rounds=2)
     for name, seconds in warm.items():
+        # The shorter of both, as the first one may have compiled.
         if device.type == "cuda" and min(seconds) < _LONG_ENOUGH:
             calls[name] = partial(_seconds_of_many, steps[name])
     spreads, later = take_turns({name: calls[name] for name in warm}, *limits)
@@ -122,6 +124,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     On CUDA the allocator knows it, on a CPU torch's profiler; of other devices nobody does.
     """
     if device.type == "cuda":
+        # A block left from before may be larger than what is asked of it, and counts in full.
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
@@ -159,6 +162,7 @@ def append_rows(
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")  # whoever is killed leaves the whole file or the old
     with part.open("w", newline="") as file:
+        # Not csv's own CRLF, as the files of results are kept in git.
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(by_key.values())
@@ -271,6 +275,7 @@ def error_words(error: Exception) -> str:
     """Return why something did not finish, in words for the eye."""
     if isinstance(error, LeftOut):
         return str(error)
+    # On a CPU it is a plain RuntimeError with these words.
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return OUT_OF_MEMORY
     return f"failed: {type(error).__name__}: {str(error).partition('. ')[0]}"

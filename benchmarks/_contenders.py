@@ -53,8 +53,10 @@ class Inputs(NamedTuple):
     def run(self, loss: LossFunction) -> Tensor:
         """Run forward and backward; the gradients stay on the inputs."""
         for leaf in self.leaves:
+            # Not zeros, to which gradients would be added.
             leaf.grad = None
         value = loss(*self.leaves)
+        # As the cotangent: an fp16 loss of 9, multiplied by 8192, would be inf.
         value.backward(torch.full_like(value, self.loss_scale))
         return value.detach()
 
@@ -81,6 +83,7 @@ class Case:
         image_bD, text_bD = F.normalize(image_bD, dim=1), F.normalize(text_bD, dim=1)
         text_bD.mul_((1 - POSITIVE_COSINE**2) ** 0.5).add_(image_bD, alpha=POSITIVE_COSINE)
         sides = (F.normalize(side_bD, dim=1).to(dtype) for side_bD in (image_bD, text_bD))
+        # Rounded to the case's dtype before, so that all contenders get the same values.
         image_bD, text_bD = (side_bD.to(storage or dtype).requires_grad_() for side_bD in sides)
         scale = torch.tensor(self.scale, device=self.device, requires_grad=True)
         return Inputs(image_bD, text_bD, scale, FP16_LOSS_SCALE if dtype == torch.float16 else 1.0)
@@ -182,9 +185,11 @@ def _inf_cl(case: Case) -> LossFunction:
     # on one process it calls this.
     from inf_cl import cal_flash_loss
 
+    # Its kernel cuts D into heads, whose width is a power of two.
     head_dim = next((dim for dim in (256, 128, 64, 32, 16) if case.width % dim == 0), None)
     if head_dim is None:
         raise common.LeftOut(f"needs a width that is a multiple of 16, not {case.width}")
+    # Its gradient of the texts is NaN there, not an error.
     if case.batch > 64 and case.batch % 64:
         raise common.LeftOut(f"reads out of bounds at {case.batch}, which is no multiple of 64")
 
@@ -212,6 +217,7 @@ def sigmoid_formula(
     loss = image_bD.new_zeros((), dtype=torch.float32)
     for text_cD in text_bD.chunk(blocks):
         logits_bc = scale * image_bD @ text_cD.T + bias
+        # In fp32, as a sum of b^2 terms in 16 bits would stop growing.
         loss = loss - F.logsigmoid(-logits_bc).sum(dtype=torch.float32)
     # A negative that is a pair's own: log sigmoid(x) - log sigmoid(-x) = x.
     own_b = scale * (image_bD * text_bD).sum(1) + bias

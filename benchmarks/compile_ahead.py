@@ -64,6 +64,7 @@ def pretend(arch: int) -> Iterator[list[bool]]:
     run = JITFunction.run
 
     def find(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        # A warm-up of Triton's finds or compiles a kernel, and launches none.
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     def note(*, cache_hit: bool, **_: Any) -> None:
@@ -84,6 +85,7 @@ def sweeps(arch: int) -> None:
     for dtype, width, loss in itertools.product((BF16, FP16, FP32), WIDTHS, losses):
         directions, *sides = loss
         # The gradient products are cuBLAS': they take no time here.
+        # Fakes have no address; this one is aligned, as what CUDA's allocator gives.
         with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
             inputs = rows, columns, torch.empty(()), None

@@ -113,6 +113,7 @@ def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
     memory = plan.memory_for_tiles(image_bD)
     found = negatives_sweep(image_bD, text_bD, scale, memory, plan, prepared)
     negatives = (found.row_lse_b, found.column_lse_Rn.logsumexp(0))
+    # Sweeps leave the positives out.
     return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in negatives]
 
 
@@ -167,6 +168,7 @@ def problems_of(errors: dict[str, float], dtype: str) -> list[str]:
 def weigh(contender: Contender, case: Case) -> int | None:
     """Return the peak of a call beyond inputs and gradients, in bytes."""
     inputs = case.inputs(contender.storage)
+    # It makes the gradients, too, each as large as its input: they are taken off below.
     peak = common.peak_bytes(lambda: inputs.run(contender.loss), case.device)
     return peak and peak - sum(leaf.nbytes for leaf in inputs.leaves)
 
@@ -182,6 +184,7 @@ def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]]
         options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": case.device}
         left, right = torch.randn(m, n, **options), torch.randn(n, k, **options)
         out, calls = left @ right, max(1, round(flop / 2 / (m * n * k)))
+        # Into one output, as a machine's rate has no allocations in it.
         return lambda: [torch.mm(left, right, out=out) for _ in range(calls)]
 
     return {f"gemm {shape}": product(*shape) for shape in shapes}, flop
@@ -189,6 +192,7 @@ def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]]
 
 def too_slow(contender: Contender, case: Case, limit: float | None) -> str | None:
     """Say what a call will take if that is too long, by one with an eighth of the batch."""
+    # Multiples of 64, as Inf-CL takes no others.
     rows = max(64, case.batch // _PROBE_SHARE // 64 * 64)
     if limit is None or rows >= case.batch:
         return None
@@ -203,6 +207,7 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     """Measure one problem."""
     print(f"\nb={case.batch:,} D={case.width:,} {case.dtype} scale={case.scale:g}", flush=True)
     asked, left_out = find_contenders(case, args.workspace)
+    # All but the first of ours, with which the others are compared.
     for contender in asked[1:]:
         if why := too_slow(contender, case, args.max_seconds):
             left_out[contender.name] = why
@@ -215,12 +220,14 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     peaks = {c.name: weigh(c, case) for c in contenders}
     square = 256 if args.quick else 8192 if case.device.type == "cuda" else 4096
     steps, flop = gemm_steps(case, square)
+    # One set of inputs for all that take its dtype, not one each in memory.
     gemms, inputs = list(steps), case.inputs()
     for contender in contenders:
         own = inputs if contender.storage is None else case.inputs(contender.storage)
         steps[contender.name] = partial(own.run, contender.loss)
     spreads, later = common.time_in_turn(steps, case.device, args.repeats, args.max_seconds)
     failures |= later
+    # The best of them: beside a slow product everybody looks fast.
     rate = max(flop / median(spreads.pop(name)) for name in gemms)
     ours = contenders[0].name
     if ours in later:
@@ -258,6 +265,7 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if on_cuda:
         rate = ours["gemm_fraction"]
         yield common.verdict(f"{rate:.0%} of GEMM", f"{GEMM_FRACTION:.0%}", rate >= GEMM_FRACTION)
+        # `weigh` took the gradients off, which the promise of 8 x 4bD has in it.
         peak = ours["peak_features"] + 2 * DTYPES[ours["dtype"]].itemsize / 4
         figure = f"{peak:.1f} x 4bD bytes with gradients"
         yield common.verdict(figure, f"{EXTRA_FEATURES:g}", peak <= EXTRA_FEATURES)

@@ -122,6 +122,7 @@ def count(
         with (
             mock.patch.object(KernelInterface, "__getitem__", return_value=counted("kernel")),
             mock.patch.object(block, "add_product", counted("product")),
+            # Fakes have no address, and launchers look at its alignment: this one is a page's.
             mock.patch.object(FakeTensor, "data_ptr", return_value=4096),
             FakeTensorMode(),
         ):
@@ -138,6 +139,7 @@ def count(
                 gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, none, none]
                 finish_gradients(torch.empty(()), *inputs, None, gradients)
     finally:
+        # The next case has another number of ranks.
         dist.destroy_process_group()
     return counts
 

@@ -58,6 +58,7 @@ class LanguageModel(_fit.Classifier):
 
     def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
         """Return the loss of tokens that name themselves."""
+        # On the device, as a loader's time would hide that of the monitors.
         tokens_BL = torch.randint(self.vocabulary, self.shape_BL, device=self.device)
         return F.cross_entropy(self.model(tokens_BL).float().flatten(0, 1), tokens_BL.flatten())
 
@@ -73,6 +74,7 @@ class Stopwatch(pl.Callback):
         """Start, or stop; `timer` waits for a GPU."""
         durations = trainer.profiler.recorded_durations
         if step == self.first:
+            # What the warm-up took, compilers and first allocations, does not count.
             durations.clear()
             self.seconds = -timer()
         elif step == self.last:
@@ -85,6 +87,7 @@ def monitors(**cadence: int) -> list[callbacks.InstabilityMonitor]:
     kinds = "GradientUnderflowMonitor", "ActivationRangeMonitor", "AdamStateMonitor"
     sampling = [getattr(callbacks, kind)(**cadence) for kind in kinds]
     for monitor in sampling:
+        # Before it is, they sample five times as often, which is no cost of a long run.
         monitor.load_state_dict({**monitor.state_dict(), "samples": monitor.baseline_samples})
     others = callbacks.SpikeGuard(), callbacks.NonFiniteLocator()
     return [callbacks.LossScaleMonitor(), *sampling, *others]
@@ -94,6 +97,7 @@ def train(args: argparse.Namespace, watching: Sequence[pl.Callback]) -> Stopwatc
     """Train once, and return what was timed."""
     stopwatch, profiler = Stopwatch(WARM_UP, args.steps), SimpleProfiler()
     torch.manual_seed(0)
+    # The same weights and tokens with monitors and without.
     model, is_cuda = LanguageModel(args), args.device.type == "cuda"
     add = OutputSampler._add
 
@@ -130,6 +134,7 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         for name in shares:
             shares[name] += (f"]{name}" in action) * seconds / len(on) / median(off)
     shares[INSIDE] = sum(shares.values())
+    # Within pairs that ran one after the other, which drift meets alike.
     shares[COMPARED] = common.median_ratio(on, off) - 1
     asked = {
         "batch": args.batch,

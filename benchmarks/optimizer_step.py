@@ -90,9 +90,11 @@ def shapes_of(size: str) -> list[torch.Size]:
 def error_of(contender: Contender, device: torch.device, steps: int = 3) -> float:
     """Return how far a contender is from AdamW in float64, relative to the largest change."""
     generator = torch.Generator().manual_seed(0)
+    # A prime, which no block of a kernel divides.
     weight, *gradients = torch.randn(1 + steps, 10_007, generator=generator).to(contender.dtype)
     mine = weight.to(device, copy=True).requires_grad_()
     exact = weight.double().requires_grad_()
+    # The plain loop in float64: no multi-tensor kernel is its own reference.
     optimizers = contender.make([mine]), torch.optim.AdamW([exact], foreach=False, **_OPTIONS)
     for gradient in gradients:
         mine.grad, exact.grad = gradient.to(device), gradient.double()
@@ -112,6 +114,7 @@ def prepare(
     if contender.needs_gpu and device.type != "cuda":
         raise common.LeftOut("needs a GPU")
     error = error_of(contender, device)
+    # Not `>`, which a NaN passes.
     if not error <= TOLERANCE:
         raise ValueError(f"differs from float64 by {error:.0%} of the change")
     params = []
@@ -148,6 +151,7 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
                 "speedup": common.median_ratio(base, seconds),
                 "gb_per_second": moved * count / median(seconds) / 1e9,
                 "copy_gb_per_second": 8 * count / median(copy) / 1e9,
+                # A copy moves 8 bytes a value: it reads 4 and writes 4.
                 "copy_fraction": moved / 8 * common.median_ratio(copy, seconds),
                 "error": error,
             }

@@ -74,6 +74,7 @@ def train(size: str, precision: str, optimizer: str, args: argparse.Namespace) -
     shape = args.batch, 3, args.image, args.image
     images = torch.randn(shape, generator=random, device=args.device)
     labels = torch.randint(_CLASSES, shape[:1], generator=random, device=args.device)
+    # The weights' seed, alike for all; the data have a generator of their own.
     torch.manual_seed(0)
     with args.device:
         kind = {"pool": args.pool, "layout": args.layout, "image": args.image}
@@ -115,6 +116,7 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
             seconds_of=lambda outcome: sum(outcome.step_seconds),
             max_seconds=args.max_seconds,
         )
+        # Any optimizer's will do, as long as it stayed finite.
         references = (fits[0].losses for name, fits in outcomes.items() if REFERENCE in name)
         reference = next((losses for losses in references if all(map(math.isfinite, losses))), None)
         judge = {name: partial(judged, fits, reference) for name, fits in outcomes.items()}
@@ -123,12 +125,14 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         rows = []
         for name, seconds in sorted(medians.items(), key=lambda item: median(item[1])):
             (precision, optimizer), fits = kinds[name], outcomes[name]
+            # With the same optimizer, whose kernel is no merit of a precision.
             base = medians.get(f"{BASE}, {optimizer}")
             figures = {
                 **common.time_columns(seconds),
                 "parameters": fits[-1].parameters,
                 "speedup": common.median_ratio(base, seconds),
                 "images_per_second": args.batch / median(seconds),
+                # On a CPU there is no figure, which is not a figure of 0.
                 "peak_bytes": max(fit.peak_bytes or 0 for fit in fits) or None,
                 "final_loss": fits[-1].losses[-1],
                 "loss_difference": gaps[name][0],
@@ -140,6 +144,7 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         left_out |= diverged
         ours = {why for name, why in left_out.items() if kinds[name][0] not in PEERS}
         said = [*verdict_of([what | figures for what, figures in rows])]
+        # To run out of memory is a finding; whatever else leaves ours out is a fault.
         yield common.Report(rows, TABLE, said, left_out, ours <= {common.OUT_OF_MEMORY})
 
 

@@ -41,6 +41,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file, with numbers where there are such, `None` where nothing is."""
 
     def value(text: str) -> Any:
+        # `int` first, so that a batch has no decimals.
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(text)
@@ -57,6 +58,7 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         name = NAMES.get(row["contender"], row["contender"])
         if row["objective"] == "sigmoid":
             name = name.replace("`Contr", "`SigmoidContr")
+        # Ours is held against itself.
         ratio = "" if row["time_ratio"] == 1 else f"{row['time_ratio']:.2f}x as fast"
         peak = row["peak_extra_bytes"]
         cells = [name, f"{row['ms_median']:,.0f}", ratio, f"{row['gemm_fraction']:.0%}"]
@@ -81,6 +83,7 @@ def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     def key(row: dict[str, Any]) -> list[tuple[str, str]]:
         return [(column, str(row[column])) for column in APART if row.get(column)]
 
+    # Sorted, as `groupby` joins neighbours only.
     for facts, group in groupby(sorted(rows, key=key), key):
         found = list(group)
         said = ", ".join(" ".join(fact) for fact in facts)
@@ -90,9 +93,11 @@ def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def plot(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw what the benchmark found by size, on logarithmic axes."""
+    # Here, as tables need no plots.
     from matplotlib.figure import Figure
 
     across, upwards, columns = PLOTS[name]
+    # What is the same in all rows tells lines apart from none.
     telling = [c for c in columns if c == columns[0] or len({row.get(c) for row in rows}) > 1]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()

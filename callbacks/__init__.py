@@ -1,5 +1,6 @@
 """Callbacks that watch for instability; imported as `lightning_mp.callbacks`."""
 
+# A clone's root has this folder under its bare name, where every class would be another one.
 if __name__ != "lightning_mp.callbacks":
     raise ImportError(
         f"Passed `import {__name__}`. This folder is installed as `lightning_mp.callbacks`: "

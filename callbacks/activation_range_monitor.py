@@ -70,6 +70,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
+        # A value of 1 has 16 bits of headroom in fp16.
         self._check("headroom", lambda v: 0 <= v < 16, min_headroom_bits=min_headroom_bits)
         self._check_positive(max_attention_logit=max_attention_logit)
         self._check_at_least(1, calls_per_step=calls_per_step)
@@ -122,8 +123,10 @@ class ActivationRangeMonitor(SamplingMonitor):
             keys, table = sampled
             state = self._state(trainer)
             if state:
+                # To one device, where parts of a model lie on several.
                 rows = pack_stats([each.detach().to(table.device) for each in state.values()])
                 keys, table = [*keys, *state], torch.cat([table, rows])
+            # Ranks see different data, and one of them may be near overflow alone.
             self.submit(trainer, table, gather=True, keys=keys)
         super().on_train_batch_end(trainer, *_)
 
@@ -146,6 +149,7 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        # Its hooks would stay on the model that the user goes on with.
         self._sampler.stop()
         super().on_exception(trainer, *_)
 
@@ -159,12 +163,14 @@ class ActivationRangeMonitor(SamplingMonitor):
                 metrics |= self._judge_kind(trainer, sample, kind, is_lost)
         metrics |= self._judge_clamped(trainer, sample)
         facts = sample.context["facts"]
+        # Outputs belong to no optimizer, so that their curves get no number.
         self.record(trainer, metrics, dataclasses.replace(facts, optimizer=0))
 
     def _judge_clamped(self, trainer: pl.Trainer, sample: Readback) -> dict[str, float]:
         rows = _rows(sample, "clamped", StatField.AMAX)
         totals = {name: float(counts_W.sum()) for name, counts_W in rows}
         for name, total in totals.items():
+            # Counters only grow: what is new is the difference to the last sample.
             new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
             if new > 0:
                 numbers = {"total": total}
@@ -187,6 +193,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         self.history.add_column(f"{kind}_headroom_bits", sample.step, left)
         self.history.add_column(f"{kind}_zero_share", sample.step, stats.zero_share)
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
+            # Where the loss is lost at the first sample, too, it is no mask.
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
                 self._growth.add(f"{kind}:{label}", sample.step, float(bits[at]))
@@ -208,6 +215,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         where = f"{key.kind}:{label}"
         numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
         found: Verdict | None = None
+        # bf16 has the range of fp32, so that its zeros have other causes.
         if key.dtype == torch.float16 and key.kind != "norm_input":
             found = self._rule.judge(where, stats.zero_share[label], stats.subnormal_share[label])
         # What is not finite while the loss is, at the first sample, is a mask of -inf. What goes

@@ -76,6 +76,7 @@ class AdamStateMonitor(SamplingMonitor):
             "max_ratio": max_ratio,
         }
         self._check_positive(**limits)
+        # Under their own names, of which `state_key` is made.
         vars(self).update(limits)
         self._first: list[str] = []  # tensors to name first
         self._unwatched: set[str] = set()  # classes of optimizers that were warned of
@@ -94,8 +95,10 @@ class AdamStateMonitor(SamplingMonitor):
             for path, module in pl_module.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
+        # Shared weights have one name for all their places.
         names = list(dict.fromkeys(parameter_names(pl_module).values()))
         self._until = 0
+        # In embeddings the RMS rises first, 1 to 8 steps before the loss (arXiv:2304.13013).
         self._first = [*embeddings, *names[:1], *names[-2:]]
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         if not any(map(_is_of_adam, groups)):
@@ -159,6 +162,7 @@ class AdamStateMonitor(SamplingMonitor):
             self._until, self._rule.wants_more = facts.step + 4, False
         is_bad = sums_NK[:, AdamField.BAD_STATE] > 0
         if is_bad.any():
+            # One alarm for all: the largest of them names the place.
             largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
             lost = Verdict("optimizer_state_non_finite", severity="error", tensor=largest)
             verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))

@@ -80,6 +80,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
         self.submit(
             trainer,
             packed,
+            # Under DDP all ranks hold the same gradients.
             gather=is_sharded(trainer),
             names=found.names,
             scale=scale if isinstance(scale, float) else None,
@@ -88,6 +89,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         facts: StepFacts = sample.context["facts"]
+        # The last row, as it was sent behind the gradients.
         losses = sample.array[:, -1]
         stats = merge_ranks(sample.context["names"], sample.array[:, :-1])
         numel = max(sum(stats.numels), 1)
@@ -146,4 +148,5 @@ class GradientUnderflowMonitor(SamplingMonitor):
 
 
 def _passes_through_fp16(trainer: pl.Trainer) -> bool:
+    # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
     return str(trainer.precision_plugin.precision).startswith("16")

@@ -123,6 +123,7 @@ class InstabilityReport(InstabilityMonitor):
     def _claim(self, wanted: Path) -> Path:
         """Return the path of the page; keep the alarms that only the run before has written."""
         start = self._starts[-1]["step"]
+        # A run from the start continues no other, though the callback may have seen one.
         earlier = self._earlier if start else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
         before = usage("before_resuming")
@@ -220,6 +221,7 @@ class InstabilityReport(InstabilityMonitor):
                 self._record_steps()
             path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
+            # Data first, of which `lightning-mp report` can make the page again.
             write_atomically(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
             write_atomically(path, report_page(data))
             return path
@@ -274,5 +276,6 @@ class _Pace:
         try:
             yield
         finally:
+            # Of a write that failed as well, which is not to be tried again at every step.
             self._ended = self._clock()
             self._took = self._ended - began

@@ -93,6 +93,7 @@ class LossScaleMonitor(InstabilityMonitor):
         self.steps += 1
         self.skipped_steps += is_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        # A dynamic scale finds its level by overflows, which are no failure.
         if self.steps > self.calibration_steps:
             self._window.append(is_skipped)
         self.history.add_point("skipped", facts.step, float(is_skipped))
@@ -113,6 +114,7 @@ class LossScaleMonitor(InstabilityMonitor):
             lowest = Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
             self.say(trainer, lowest, facts)
         elif is_dynamic and is_skipped and scale < self.min_scale:
+            # torch's scaler has no floor: 166 overflows in a row take it to 0.
             numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
             self.say(
                 trainer, Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers), facts

@@ -100,11 +100,13 @@ class InstabilityMonitor(Learning, pl.Callback):
 
     def _check_positive(self, **values: Any) -> None:
         def is_good(value: object) -> bool:
+            # `True` is an int; NaN is not above 0.
             return isinstance(value, int | float) and value is not True and value > 0
 
         self._check("positive", is_good, **values)
 
     def _check_one_of(self, *choices: object, **values: Any) -> None:
+        # With their types, as `1 == True`.
         known, names = [(type(each), each) for each in choices], str(choices)[1:-1]
         self._check("one_of", lambda v: (type(v), v) in known, {"names": names}, **values)
 
@@ -112,6 +114,7 @@ class InstabilityMonitor(Learning, pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)
         peers = self._peers(trainer)
+        # All but the last: who skips takes the step from those behind.
         if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
             passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
             raise MisconfigurationException(usage("peers", peers=passed))
@@ -209,6 +212,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         finite = {f"{k}{suffix}": v for k, v in metrics.items() if math.isfinite(v)}
         for name, value in finite.items():
             self.history.add_point(name, facts.step, value)
+        # With 1 added, as Lightning's loggers count: of every 50 steps the last one.
         if finite and every and (facts.step + 1) % every == 0:
             named = {f"instability/{name}": value for name, value in finite.items()}
             self.log_metrics(trainer, named, facts.step)
@@ -252,6 +256,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
         free = [k for k in states if k not in claimed and str(k).partition("{")[0] == name]
         if [peer for peer in peers if peer.state_key not in states] == [self] and len(free) == 1:
+            # A copy, as Lightning hands over one: others read the same checkpoint.
             self.load_state_dict(copy.deepcopy(states[free[0]]))
 
     @override

@@ -105,6 +105,7 @@ class NonFiniteLocator(InstabilityMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
+        # Once, as it walks through all modules.
         self._generators = own_generators(pl_module)
         if self.action == "stop":
             self._skipper.attach(trainer)
@@ -121,6 +122,7 @@ class NonFiniteLocator(InstabilityMonitor):
             scale = scale.clone() if isinstance(scale, Tensor) else scale
             self._step = _Step(facts, scale)
         rng = RngState(trainer.strategy.root_device, generators=self._generators)
+        # `training_step` may pop from its batch; a replay needs all of it.
         self._step.records.append(Record(copy_containers(batch), batch_idx, rng))
 
     @override
@@ -187,6 +189,7 @@ class NonFiniteLocator(InstabilityMonitor):
             is_bad, loss = arrived.array.tolist()
             step.records[arrived.step] = replace(step.records[arrived.step], loss=loss)
             step.bad += [arrived.step] * bool(is_bad)
+        # With a scale, ranks have not exchanged it: they agree in `_judge`, after the step.
         return bool(step.bad) and (step.scale is None or trainer.world_size == 1)
 
     def _has_bad_gradient(self, trainer: pl.Trainer, step: _Step, optimizer: Optimizer) -> bool:
@@ -245,7 +248,9 @@ class NonFiniteLocator(InstabilityMonitor):
         facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":
+            # `None` where the same was said a short while ago: that one stands for it.
             raise InstabilityError(alarm or self.alarms[-1])
+        # Not `=`: another callback may have asked for it.
         trainer.should_stop |= self.action == "stop"
 
 

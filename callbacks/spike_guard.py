@@ -181,6 +181,7 @@ class SpikeGuard(InstabilityMonitor):
         # On the device: to learn there whether to skip costs no host sync.
         verdict = window.judge(signals.values, signals.judged, self._spread(trainer))
         verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
+        # One fp32 tensor, which travels with the facts of the step.
         self.recorder.send_along(self, torch.cat([part.float() for part in verdict]))
         is_bad = verdict.is_spike | ~verdict.is_finite
         if self.action == "skip":
@@ -356,6 +357,7 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        # Lightning loads this before `on_train_start`, when the optimizers are not counted yet.
         self._add_windows(len(state_dict["windows"]))
         for window, state in zip(self._windows, state_dict["windows"], strict=False):
             window.load_state_dict(state)

@@ -245,6 +245,7 @@ class TensorCollector(SamplingMonitor):
             same = torch.tensor([not key.startswith("outputs/") for key in keys])
             merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
         arrays = reduced(merged_NK, self.reductions)
+        # A trial run leaves no files, as Lightning's loggers and checkpoints leave none.
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
             where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
@@ -264,9 +265,12 @@ class TensorCollector(SamplingMonitor):
             arrays["histogram"] = arrays["histogram"].astype(np.int64)
             arrays["exponents"] = EXPONENTS
         with forgiven("tensors_not_written", path=str(self._wanted)):
+            # `mkdir` fails where a folder is, so that it claims the one that it makes.
             self.folder = self.folder or claim(self._wanted, self._earlier, Path.mkdir)
+            # In memory first, as the file is to be there whole or not at all.
             content = io.BytesIO()
             np.savez_compressed(content, **arrays)
+            # Zeros in front, so that names sort by step.
             write_atomically(self.folder / f"{step:08d}.npz", content.getvalue())
 
     @override

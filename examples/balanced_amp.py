@@ -19,6 +19,7 @@ class Reader(pl.LightningModule):
         self.network = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(1152, 26))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        # In fp32: the gradient of an fp16 loss is the loss scale itself, inf in fp16 from 2^16 on.
         return F.cross_entropy(self.network(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -33,6 +34,7 @@ def main() -> float:
     trainer = pl.Trainer(plugins=plugin, callbacks=callbacks, max_epochs=3, logger=False)
     trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True))
     images, labels = letters((FONTS[5],))
+    # With the means that BatchNorm has gathered, not those of the test.
     share = float((model.eval().network(images).argmax(1) == labels).float().mean())
     print(f"{share:.1%} of the letters of {FONTS[5]}, which was not in training")
     return share

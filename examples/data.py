@@ -40,6 +40,7 @@ def letters(fonts: tuple[str, ...] = FONTS, shifts: int = 3) -> tuple[Tensor, Te
                 image = Image.new("L", (16, 16))
                 at = (2 + place % shifts, place // shifts)
                 ImageDraw.Draw(image).text(at, letter, font=font, fill=255)
+                # A bytearray, as torch warns of tensors over bytes that cannot be written to.
                 images.append(torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8))
                 labels.append(label)
     return torch.stack(images).reshape(-1, 1, 16, 16) / 255, torch.tensor(labels)
@@ -49,7 +50,9 @@ def text_windows(count: int, length: int = 33) -> Tensor:
     """Cut windows out of this repository's README and licence: ASCII codes of shape (N, T)."""
     root = Path(__file__).parents[1]
     text = "".join((root / name).read_text() for name in ("README.md", "LICENSE"))
+    # Below 128, which are the rows of an embedding.
     codes = torch.tensor(list(text.encode("ascii", "ignore")))
+    # Of its own, so that the seed of a run does not change the data.
     random = torch.Generator().manual_seed(0)
     starts = torch.randint(len(codes) - length, (count,), generator=random)
     return codes[starts[:, None] + torch.arange(length)]

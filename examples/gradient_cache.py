@@ -24,10 +24,13 @@ def main() -> tuple[float, float]:
         return loss_fn(*(F.normalize(model["tower"](x)) for x in (left, right)), 20.0)
 
     whole = torch.autograd.grad(loss(), list(model.parameters()))
+    # After the whole batch went through, as that one holds all rows.
     model["tower"].register_forward_hook(lambda _, x, __: rows.append(len(x[0])))
     with cache.serving(model, ["tower"]):
         value = loss()
+    # Outside of `serving`: a backward replays what was called within.
     value.backward()
+    # On a GPU replays are compared late, the last one here.
     cache.check()
     expected = torch.cat([gradient.flatten() for gradient in whole])
     cached = torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -21,6 +21,7 @@ class Matcher(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         left, right = F.normalize(self.left(batch[0])), F.normalize(self.right(batch[1]))
+        # Learned as a logarithm, a scale stays above 0.
         return self.loss(left, right, self.log_scale.exp())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -32,6 +33,7 @@ def main() -> float:
     pl.seed_everything(0)
     pairs = TensorDataset(letters(("DejaVuSans",))[0], letters(("DejaVuSerif",))[0])
     model = Matcher()
+    # A sixth of the batch at a time; the loss sees all 234 pairs.
     strategy = InfCLStrategy(towers=["left", "right"], micro_batch_size=39)
     trainer = pl.Trainer(strategy=strategy, max_epochs=100, logger=False, devices=1)
     trainer.fit(model, DataLoader(pairs, batch_size=234, shuffle=True))

@@ -27,6 +27,7 @@ def main() -> str:
     torch.manual_seed(0)
     model, locator = Reader(), NonFiniteLocator(action="stop")
     model.network.insert(3, Rooted())
+    # In bf16 there is no loss scale, which would skip the step like an overflow.
     plugin = BalancedAMP(half="bf16")
     trainer = pl.Trainer(plugins=plugin, callbacks=locator, max_epochs=1, logger=False)
     with warnings.catch_warnings():

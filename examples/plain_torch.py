@@ -40,6 +40,7 @@ def train(model: CLIP, steps: int) -> None:
 
 def batch(step: int, rows: int = 50) -> tuple[Tensor, Tensor]:
     """Return pairs that resemble each other."""
+    # Other pairs on each rank: two alike would be each other's negatives.
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     image = torch.randn(rows, 12, generator=generator)
     return image, image + 0.3 * torch.randn(rows, 12, generator=generator)
@@ -48,5 +49,6 @@ def batch(step: int, rows: int = 50) -> tuple[Tensor, Tensor]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train(CLIP(), steps=20)
+    # The first rank to leave may break the connections of the others.
     dist.barrier()
     dist.destroy_process_group()

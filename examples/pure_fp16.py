@@ -32,6 +32,7 @@ def main() -> float:
     """Train, and return the loss of text that was not in training."""
     pl.seed_everything(0)
     model, windows = Writer(), text_windows(12_000, length=9)
+    # Clips gradients in fp32 and unscaled, as the plugin hands them over.
     trainer = pl.Trainer(plugins=PureFP16(), max_epochs=3, logger=False, gradient_clip_val=1.0)
     trainer.fit(model, DataLoader(windows[:11_000], batch_size=100, shuffle=True))
     loss = float(model.float().training_step(windows[11_000:], 0).detach())  # fp32 from here on

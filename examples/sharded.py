@@ -28,6 +28,7 @@ class Reader(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.network(batch[0]).float(), batch[1])
+        # Each rank has the loss of its own batch.
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -48,6 +49,7 @@ def main() -> float:
     )  # fmt: skip
     trainer.fit(Reader(), DataLoader(TensorDataset(*letters()), batch_size=64, shuffle=True))
     loss = float(trainer.callback_metrics["loss"])
+    # Every rank runs this far, and would print.
     if trainer.is_global_zero:
         print(f"{loss:.3f} is the loss of {devices} ranks; a guess among 26 costs 3.26")
     return loss

@@ -26,6 +26,7 @@ def main() -> dict[str, float]:
     """Train with and without skipping; return the mean loss of the steps after the bad ones."""
     losses: dict[str, float] = {}
     for action in ("warn", "skip"):
+        # In the loop, so that both runs differ by the action alone.
         pl.seed_everything(0, verbose=False)
         guard = SpikeGuard(action=action, window_steps=64, judge_after_steps=32)
         monitors = [guard, AdamStateMonitor(every_n_steps=10), GradientUnderflowMonitor()]

@@ -24,6 +24,7 @@ def aliases() -> dict[str, list[str]]:
     found = {(code, name.rstrip(";")) for name, code in html.entities.html5.items()}
     found |= {(chr(code), name) for name, code in tex2uni.items()}
     table: dict[str, list[str]] = {}
+    # The order of a set of strings changes from process to process, and ranks must agree.
     for code, name in sorted(found):
         title = unicodedata.name(code, None) if len(code) == 1 else None
         if title is not None:
@@ -48,6 +49,7 @@ class Pairs(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches."""
         for rows in torch.randperm(len(self.names)).split(self.batch_size):
+            # A short batch would have fewer negatives; what is left out comes in another epoch.
             if len(rows) < self.batch_size:
                 return
             chosen = [self.codes[i][int(torch.randint(len(self.codes[i]), ()))] for i in rows]
@@ -64,6 +66,7 @@ class Names(pl.LightningDataModule):
     def __init__(self, batch_size: int = 512) -> None:
         super().__init__()
         self.batch_size = batch_size
+        # Not `hash`, which is salted anew in every process.
         kept = {name: zlib.crc32(name.encode()) % 10 > 0 for name in aliases()}
         self.seen, self.unseen = (
             {name: codes for name, codes in aliases().items() if kept[name] == is_seen}
@@ -93,6 +96,7 @@ class TextToText(pl.LightningModule):
         self.embedding = nn.Embedding(128, width, padding_idx=0)
         self.near, self.far = (nn.Conv1d(width, width, 3, padding=1) for _ in range(2))
         self.head = nn.Linear(width, width)
+        # CLIP's at the start, log(1 / 0.07).
         self.log_scale = nn.Parameter(torch.tensor(2.66))
         self.loss = ContrastiveLoss()
         self.recall = ContrastiveRecall(value="text_to_image_recall@1")
@@ -103,6 +107,7 @@ class TextToText(pl.LightningModule):
         letters = self.embedding(lower).transpose(1, 2)
         hidden = F.gelu(self.near(letters))
         hidden = hidden + F.gelu(self.far(hidden))
+        # Padding must not be the maximum.
         hidden = hidden.masked_fill((codes == 0)[:, None], -torch.inf).amax(2)
         return F.normalize(self.head(hidden), dim=1)
 

@@ -82,6 +82,7 @@ def _ends(alarms: list["Alarm"], count: int) -> list["Alarm"]:
 
 
 def _alarm(alarm: "Alarm") -> dict[str, Any]:
+    # A page has fields of their own for place and remedy.
     message = alarm.message.removeprefix(f"{alarm.place}: ")
     if alarm.remedy:
         message = message.removesuffix(alarm.remedy)
@@ -136,6 +137,7 @@ def _thin(points: _Points) -> _Points:
         return points
     kept: set[int] = {0, len(points) - 1}
     values = np.array([value for _, value in points])
+    # Two points of each bucket, and both ends.
     for bucket in np.array_split(np.arange(len(points)), _MAX_POINTS // 2 - 1):
         kept |= {int(bucket[values[bucket].argmin()]), int(bucket[values[bucket].argmax()])}
     return [points[index] for index in sorted(kept)]
@@ -156,10 +158,12 @@ def _plain_map(
         cells_RC[: len(column), at] = column  # rows that came later have no value yet
     interest_R = _interest(name, cells_RC)
     # Those that an alarm named come first.
+    # Rows may end on a dtype in brackets, which names in alarms do not have.
     interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
     # Stable, so that tensors alike stay in the order of the model.
     rows = np.argsort(-interest_R, kind="stable")[:max_tensors]
     most = max(_MAX_CELLS // max(len(rows), 1), 2)
+    # Evenly, with the first and the newest among them.
     columns = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
     return {
         "name": _cut(name, _MAX_NAME),
@@ -186,6 +190,7 @@ def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:
         interest = highest - np.where(np.isfinite(usual), usual, 0) + 0.01 * highest
     else:
         interest = np.where(np.isinf(cells_RC).any(axis=1), np.inf, highest)
+    # Below the 1e6 of an alarm, so that what is inf does not hide what was named.
     filled: _Cells = np.nan_to_num(interest, nan=-1e3, posinf=1e3, neginf=-1e3)
     return filled
 

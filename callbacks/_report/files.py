@@ -29,6 +29,7 @@ def rebuild_page(run_dir: str | Path) -> Path:
 def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     if not folder.is_dir():
         raise ValueError(usage("no_folder", path=str(folder)))
+    # The folder itself first: reports of other runs may lie below it.
     for pattern in ("*.json", "**/*.json"):
         read = {path: _read(path) for path in sorted(folder.glob(pattern))}
         found = {path: data for path, data in read.items() if data is not None}
@@ -63,8 +64,10 @@ def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> 
         return Path(earlier)
     path.parent.mkdir(parents=True, exist_ok=True)
     numbered = (path.with_name(f"{path.stem}-v{n}{path.suffix}") for n in itertools.count(1))
+    # Not `exists` and then `create`, between which another run may come.
     for mine in itertools.chain([path], numbered):
         with contextlib.suppress(FileExistsError):
+            # To create is to claim: of two runs that look at the same time, one finds it there.
             create(mine)
             break
     return mine
@@ -79,6 +82,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(data)
         os.replace(temporary, path)
     finally:
+        # It is left where writing failed, as on a full disk.
         temporary.unlink(missing_ok=True)
 
 

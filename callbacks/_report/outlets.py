@@ -56,7 +56,9 @@ class Alerts:
     def finish(self) -> None:
         """Wait a little for what is on its way, and give up the rest."""
         if self._threads is not None and self._last is not None:
+            # For the one that is being sent, and for one more.
             wait([self._last], timeout=2 * _TIMEOUT_S)
+            # Cancelled, as Python would send all of them before it ends.
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
         self.check()
@@ -64,6 +66,7 @@ class Alerts:
 
 def _plain(alarm: Alarm) -> dict[str, object]:
     fields = dataclasses.asdict(alarm).items()
+    # JSON has no NaN and no inf.
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}
 
 

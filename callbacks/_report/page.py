@@ -47,6 +47,7 @@ def report_page(data: dict[str, Any]) -> str:
     # as text. A content security policy forbids all other scripts and any request.
     script = "".join(_asset(f"{name}.js") for name in ("base", "lines", "heat"))
     return Template(_asset("page.html")).substitute(
+        # Of the very bytes that stand in the page: the policy lets in no other script.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=escape(data["run"]["title"]),
         style=_asset("page.css"),
@@ -118,6 +119,7 @@ def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     if end["how"] != "running":
         ended = f"{end['how'].capitalize()}, {end['time']}"
     times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
+    # A run that is preempted may be resumed hundreds of times.
     times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]
     return [*times, ("Ended", ended)]
 
@@ -149,6 +151,7 @@ def _alarm(index: int, alarm: dict[str, Any]) -> str:
     tensor = ""
     if alarm["tensor"]:
         name = escape(alarm["tensor"])
+        # `bdi`, as the style writes from right to left, to cut long names at their beginning.
         tensor = f'<code class="tensor" tabindex="0" title="{name}"><bdi>{name}</bdi></code>'
     fold = " later" if index >= _SHOWN_ALARMS else ""
     return (
@@ -191,6 +194,7 @@ def _chart_data(data: dict[str, Any]) -> dict[str, Any]:
         "absent": absent,
         "lines": lines,
         "more": more,
+        # Cut: these are for the marks in charts, and the list has them in full.
         "alarms": [[step, severity, text[:90]] for step, severity, text in alarms],
         "maps": [{**each, "title": _map_title(each["name"])} for each in data["maps"]],
     }
@@ -204,6 +208,7 @@ def _line(name: str, curve: Any, title: str, axis: str = "auto") -> dict[str, An
 def _map_title(name: str) -> str:
     """Return the title of a heat map, with its number where it is the second of a name."""
     base, _, number = name.rpartition("_")
+    # Both, as a name may end on a number of its own.
     if number.isdigit() and base in MAP_TITLES:
         return f"{MAP_TITLES[base]} ({number})"
     return MAP_TITLES.get(name, name)

@@ -33,6 +33,7 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
     root = trainer.strategy.root_device
     device = torch.cuda.get_device_name(root) if root.type == "cuda" else str(root)
     batches, clip_val = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    # Lightning makes an enum of the string that it was given.
     how = trainer.gradient_clip_algorithm or "norm"
     return [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
@@ -53,6 +54,7 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
 def _settings(plugin: object) -> str:
     """Return the public attributes of plain types, and how the loss scale is set."""
     found: dict[str, object] = {"precision": getattr(plugin, "precision", "unknown")}
+    # Private ones are state, and the texts of whole objects would fill the page.
     found |= {k: v for k, v in vars(plugin).items() if not k.startswith("_") and _is_plain(v)}
     text = _join(found.items())
     scaler = getattr(plugin, "scaler", None)

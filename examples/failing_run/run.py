@@ -80,6 +80,7 @@ class FailingRun(pl.LightningModule):
 
     def __init__(self, steps: int, is_safe: bool) -> None:
         super().__init__()
+        # The same weights with the plugins and without.
         torch.manual_seed(0)
         self.network = Network()
         self.steps, self.is_safe = steps, is_safe
@@ -87,6 +88,7 @@ class FailingRun(pl.LightningModule):
 
     def batch(self, index: int) -> list[Tensor]:
         """Return the batch of a step; `BAD` of them have targets in another unit."""
+        # By the step alone, so that both runs see the same data.
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(BATCH, 8, generator=generator)
         y = (x[:, 0] + x[:, 1] * x[:, 2]).tanh() + 0.1 * torch.randn(BATCH, generator=generator)
@@ -132,9 +134,11 @@ class Progress(pl.Callback):
 
 def train(steps: int, plugins: bool, folder: Path) -> list[float]:
     """Train once, with the plugins or without, write the page, and return every step's loss."""
+    # In a folder for each run, or the second page would be named with `-v1`.
     report = InstabilityReport(dirpath=str(folder))
     watching: list[pl.Callback] = [
         LossScaleMonitor(),
+        # The defaults, of 50 and 100 steps, are for runs of many thousands.
         GradientUnderflowMonitor(every_n_steps=10),
         ActivationRangeMonitor(every_n_steps=10),
         AdamStateMonitor(every_n_steps=10),
@@ -169,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, default=Path(__file__).parent / "output", help="folder to write to"
     )
     options = parser.parse_args(arguments)
+    # At 200 the bad batches come after 80; `SpikeGuard` calls no spike in the first 64.
     if options.steps < 200:
         parser.error(f"--steps must be at least 200, not {options.steps}")
     choices = ["off", "on"] if options.plugins == "both" else [options.plugins]

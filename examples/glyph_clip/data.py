@@ -92,6 +92,7 @@ class GlyphData(LightningDataModule):
         load_glyphs(self.cache_dir, progress=self.progress)
 
     def setup(self, stage: str = "fit") -> None:
+        # Lightning calls this for `fit` and once more for `test`.
         if self.tables:
             return
         glyphs = load_glyphs(self.cache_dir, progress=False)
@@ -108,6 +109,7 @@ class GlyphData(LightningDataModule):
         return BatchLoader(table, TwinFreeSampler(table.name_ids, **options, **self._ranks()))
 
     def val_dataloader(self) -> list[BatchLoader]:
+        # With an empty list Lightning skips validation.
         return [self._eval_loader("validation")] if self.validation_fonts else []
 
     def test_dataloader(self) -> BatchLoader:
@@ -118,6 +120,7 @@ class GlyphData(LightningDataModule):
         return BatchLoader(table, RowSampler(len(table), batch_size=size, **self._ranks()))
 
     def _ranks(self) -> dict[str, int]:
+        # Without a Trainer, as where the demo reports, there is one rank.
         if self.trainer is None:
             return {}
         return {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}

@@ -73,6 +73,7 @@ class GlyphTable:
         table = self.rows(np.isin(self.font_ids, [known.index(font) for font in fonts]))
         first: dict[tuple[int, bytes], int] = {}
         for row, (name_id, image) in enumerate(zip(table.name_ids, table.images, strict=True)):
+            # By its pixels: the same character of two styles may be drawn alike.
             first.setdefault((int(name_id), image.tobytes()), row)
         return table.rows(np.fromiter(first.values(), dtype=np.int64))
 
@@ -101,6 +102,7 @@ def named_code_points(font: Path) -> list[int]:
     Private-use characters have none, nor have control characters; marks and separators draw
     nothing of their own.
     """
+    # Lazy, as of the whole file only the character map is read.
     with TTFont(font, lazy=True) as face:
         code_points = face.getBestCmap()
     return sorted(
@@ -134,6 +136,7 @@ def _render_all(progress: bool) -> GlyphTable:
     total = sum(len(code_points) for _, _, code_points in work)
     with tqdm(total=total, desc="Rendering", unit="glyph", disable=not progress) as bar:
         for font_id, path, code_points in work:
+            # BASIC, as Pillow has its other engine, Raqm, on some machines only.
             font = ImageFont.truetype(path, EM_PIXELS, layout_engine=ImageFont.Layout.BASIC)
             for point in code_points:
                 image = _render(font, chr(point))

@@ -57,6 +57,7 @@ class GlyphCLIP(LightningModule):
         self.text = NameTower(feature_width=feature_width)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
         bias = None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias))
+        # Also as `None`, so that the attribute is there.
         self.register_parameter("logit_bias", bias)
         self.loss = ContrastiveLoss() if loss is None else loss
         self.recall = ContrastiveRecall(top_k=(1, 5, 10))
@@ -73,6 +74,7 @@ class GlyphCLIP(LightningModule):
         loss, statistics = self.loss(
             image_bD, text_bD, self.logit_scale.exp(), self.logit_bias, statistics=True
         )
+        # With its size, which Lightning would otherwise look for in the batch.
         self.log_dict(statistics._asdict(), batch_size=len(image_bD))
         self.log("loss", loss, prog_bar=True, batch_size=len(image_bD))
         self.log("logit_scale", self.logit_scale.exp(), batch_size=len(image_bD))
@@ -80,10 +82,12 @@ class GlyphCLIP(LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
+            # After the step: a clamp in the forward has no gradient beyond its limit.
             self.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         image_bD, text_bD = self(batch)
+        # With their names, as glyphs of one name are right answers to one another.
         self.recall.update(image_bD, text_bD, batch["name_id"], batch["name_id"])
 
     def on_validation_epoch_end(self) -> None:

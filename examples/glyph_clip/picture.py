@@ -38,6 +38,7 @@ def _tile(axes: Axes, image: npt.NDArray[np.uint8], x: float, y: float, color: s
 
 def _panel(axes: Axes, title: str, columns: float) -> None:
     axes.set_xlim(0, columns)
+    # Downwards, as rows are read.
     axes.set_ylim(QUERIES, -0.1)
     axes.set_aspect("equal")
     axes.axis("off")
@@ -93,4 +94,5 @@ def draw_retrieval(path: Path, table: GlyphTable, image_ND: Tensor, text_ND: Ten
     figure.text(0.13, 0.075, said, ha="left", fontsize=10, color=MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, facecolor="white", bbox_inches="tight")
+    # pyplot keeps every figure until it is closed.
     plt.close(figure)

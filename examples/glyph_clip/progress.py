@@ -24,6 +24,7 @@ class LineProgress(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         now, step = time.monotonic(), trainer.global_step
         is_last = step == trainer.estimated_stepping_batches
+        # A terminal has Lightning's own bar.
         if sys.stdout.isatty() or (now - self._last < self.every_n_seconds and not is_last):
             return
         self._last = now

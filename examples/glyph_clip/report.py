@@ -31,6 +31,7 @@ MICRO_BATCH = 256  # of the config
 @torch.no_grad()
 def encode(model: GlyphCLIP, table: GlyphTable) -> tuple[Tensor, Tensor]:
     """Encode every row of a table into unit vectors, ``(N, D)`` each."""
+    # Without the jitter, which is for training.
     model.eval()
     features = [model(b) for b in BatchLoader(table, RowSampler(len(table), batch_size=512))]
     image_ND, text_ND = (torch.cat(side) for side in zip(*features, strict=True))

@@ -54,6 +54,7 @@ def lightning_mp(*arguments: str) -> None:
 
 def trained(*arguments: str) -> GlyphCLIP:
     """Train by the command line, and return the model."""
+    # Beside an old checkpoint Lightning writes `-v1`, and the old one would be tested.
     shutil.rmtree(OUTPUT, ignore_errors=True)
     lightning_mp("fit", "--config", str(CONFIG), *arguments)
     return GlyphCLIP.load_from_checkpoint(CHECKPOINT, map_location="cpu")
@@ -67,6 +68,7 @@ def main() -> None:
     start = time.monotonic()
     model = trained(*(FAST if is_fast else ()))
     after_training = time.monotonic()
+    # Before the test, which is a child process as well.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     checkpoint = str(CHECKPOINT.relative_to(ROOT))
     lightning_mp("test", "--config", str(CONFIG), "--ckpt_path", checkpoint)

@@ -47,6 +47,7 @@ class TwinFreeSampler(DistributedSampler[Tensor]):
         rank: int = 0,
         seed: int = 0,
     ) -> None:
+        # Ranks are given, as torch would ask a process group for them, which one process has not.
         super().__init__(name_ids, num_replicas, rank, seed=seed)  # type: ignore[arg-type]
         if not num_replicas <= batch_size <= len(name_ids):
             raise ValueError(

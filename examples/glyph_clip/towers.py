@@ -124,6 +124,7 @@ class NameTower(nn.Module):
         # From a generator of its own: the reading of words must not depend on the run's seed.
         random = torch.Generator().manual_seed(0)
         integers = torch.randint(1, 2**31, (39, MAX_WORD_LENGTH), generator=random)
+        # A buffer, so that a checkpoint reads words as the training did.
         self.register_buffer("characters", integers)
         # The data has about 2,100 different words: few share a row.
         self.words = nn.EmbeddingBag(8192, feature_width, mode="sum", padding_idx=0)

@@ -50,6 +50,7 @@ class RecipeCLIP(pl.LightningModule):
         warmup_epochs: float = 0.5,
     ) -> None:
         super().__init__()
+        # By its name, so that only the library in use has to be installed.
         package = importlib.import_module(library)
         self.is_open_clip = library == "open_clip"
         if self.is_open_clip:
@@ -74,6 +75,7 @@ class RecipeCLIP(pl.LightningModule):
 
     def encode_image(self, images: Tensor) -> Tensor:
         """Return features of length one, of images as bytes."""
+        # Here, so that a batch is kept and sent as bytes, a quarter of fp32.
         images = images.to(self.dtype) / 127.5 - 1
         if self.is_open_clip:
             return F.normalize(self.model.encode_image(images), dim=-1)
@@ -90,6 +92,7 @@ class RecipeCLIP(pl.LightningModule):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         images, tokens = batch
         features = self.encode_image(images), self.encode_text(tokens)
+        # CLIP's limit of the scale.
         loss = self.loss(*features, self.model.logit_scale.exp().clamp(max=100))
         self.log("loss", loss, prog_bar=True)
         return loss
@@ -99,6 +102,7 @@ class RecipeCLIP(pl.LightningModule):
         shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
         if self.optimizer == "adafactor":
             adafactor = importlib.import_module("transformers.optimization").Adafactor
+            # By default it sets a learning rate of its own, and refuses one that is passed.
             fixed = {"scale_parameter": False, "relative_step": False}
             optimizer = adafactor(params, beta1=self.betas[0], **fixed, **shared)
         else:
@@ -108,11 +112,13 @@ class RecipeCLIP(pl.LightningModule):
 
         def factor(step: int) -> float:
             if step < warm:
+                # With 1 added, or the first step would have a rate of 0.
                 return (step + 1) / warm
             return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {
             "optimizer": optimizer,
+            # By default Lightning steps a schedule once an epoch.
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }

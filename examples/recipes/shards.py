@@ -29,7 +29,9 @@ def image_of(data: bytes, edge: int) -> Tensor:
     """Return the image of a file as bytes of shape (3, edge, edge): its middle, made smaller."""
     from PIL import Image, ImageOps
 
+    # Files may be grey, have a palette, or be transparent.
     picture = ImageOps.fit(Image.open(io.BytesIO(data)).convert("RGB"), (edge, edge))
+    # Bytes: numbers are made of them on the device.
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
@@ -67,7 +69,9 @@ class ImageTextShards(pl.LightningDataModule):
 
         ranks = self.trainer.world_size if self.trainer is not None else 1
         of_rank = self.pairs // ranks // self.batch_size
+        # Rounded up: Lightning ends the epoch after `with_length` batches, alike on all ranks.
         of_worker = -(-of_rank // max(1, self.workers))
+        # Drawn anew without end, so that every rank has as many, whatever its shards hold.
         splits = {"resampled": True, "shardshuffle": False, "nodesplitter": wds.split_by_node}
         pairs = wds.WebDataset(self.urls, **splits).shuffle(self.shuffle).map(self._pair)
         batches = pairs.batched(self.batch_size, partial=False)

@@ -83,6 +83,7 @@ def plan(
         asked = subject.batch if batch is None else pairs_of(batch)
         rate = _rate(subject, config, pairs_per_second, tflops, network)
         per_epoch = None if pairs is None else pairs_of(pairs)
+    # What was passed is at fault: a sentence in place of a traceback.
     except (ValueError, OSError) as error:
         raise SystemExit(f"lightning-mp plan: {error}") from None
     if asked is None:

@@ -163,6 +163,7 @@ def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimi
     if settings.get("optimizer"):
         described = _made(settings, "optimizer", instantiate=False, skip={"params"})
         return [instantiate_class(([*model.parameters()],), described)]
+    # What a Trainer says of devices would stand in the middle of the plan.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     # Schedules ask it for the steps of a run; states do not depend on them.
     model.trainer = Trainer(
@@ -179,6 +180,7 @@ def _data(settings: dict[str, Any]) -> tuple[LightningDataModule, Any]:
             "module that the run will have."
         )
     data = _made(settings, "data")
+    # There is no Trainer to call them.
     data.prepare_data()
     data.setup("fit")
     return data, next(iter(data.train_dataloader()))

@@ -128,6 +128,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
         + formulas.FP32 * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
+        # Without the cache the towers' graphs are alive while the loss is computed.
         loss=loss + (0 if method.cached else saved),
         backbone=backbone,
         host=formulas.host_bytes(

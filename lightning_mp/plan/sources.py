@@ -107,6 +107,7 @@ def _of_transformers(name: str) -> _Built:
     else:
         make = transformers.AutoModel.from_config
         try:
+            # Without `local_files_only` it would ask the hub, and a plan downloads nothing.
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except OSError as error:
             raise ValueError(

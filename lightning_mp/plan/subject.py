@@ -152,6 +152,7 @@ def _state_bytes_of_one(
     dtype: torch.dtype,
     mode: AbstractContextManager[object],
 ) -> int:
+    # Else the states of the shape before would be counted with this one's.
     optimizer.state.clear()
     with mode:
         param = nn.Parameter(torch.zeros(shape, dtype=dtype))

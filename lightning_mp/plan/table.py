@@ -49,6 +49,7 @@ def _size(bytes_: float) -> str:
 def _count(pairs: float) -> str:
     """Return a number of pairs as the papers write it: k is 1,024, M is 1,024 k."""
     for unit, letter in ((2**20, "M"), (2**10, "k")):
+        # From ten units on, as there are no decimals: 1.5k would read 2k.
         if pairs >= 10 * unit:
             return f"{pairs / unit:,.0f}{letter}"
     return f"{pairs:,.0f}"

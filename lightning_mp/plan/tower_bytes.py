@@ -100,6 +100,7 @@ class _Counter:
         counts.parameters = _trained_values(outputs)
         if features.requires_grad:
             with FlopCounterMode(display=False) as flops:
+                # Retained, as a step that optimizes by hand runs a backward of its own.
                 features.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
             counts.backward_flops += flops.get_total_flops()
         return outputs

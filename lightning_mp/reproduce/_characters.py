@@ -54,11 +54,13 @@ def _drawn() -> Tensor:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     pictures = []
     for name in _FONTS:
+        # Smaller than the frame, so that characters stay inside when they are moved and turned.
         font = ImageFont.truetype(str(folder / f"{name}.ttf"), int(0.7 * _DRAWN))
         for character in CHARACTERS:
             picture = Image.new("L", (_DRAWN, _DRAWN))
             middle = (_DRAWN / 2, _DRAWN / 2)
             ImageDraw.Draw(picture).text(middle, character, 255, font, anchor="mm")
+            # A bytearray, as torch warns of tensors over bytes that cannot be written to.
             pictures.append(torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8))
     shape = len(_FONTS), len(CHARACTERS), _DRAWN, _DRAWN
     return torch.stack(pictures).view(shape).float() / 255

@@ -76,6 +76,7 @@ class _Clock(pl.Callback):
         self._start = timer()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        # What this hook itself takes belongs to no step: the next one starts at its end.
         took = timer() - self._start  # waits for the device
         self.updates_before = self.steps - self.skipped_steps
         scale = scale_of(trainer.precision_plugin)
@@ -130,6 +131,7 @@ def fit(
     clock = _Clock(warm_up, device)
     train(
         classifier,
+        # They are batches already.
         DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
         accelerator="gpu" if device.type == "cuda" else device.type,
         devices=devices if device.index is None else [device.index],

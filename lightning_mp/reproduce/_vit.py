@@ -99,6 +99,7 @@ class ViT(nn.Module):
         self.blocks = nn.Sequential(
             *(_Block(size.width, size.heads, self.batch_first) for _ in range(size.depth))
         )
+        # 1e-6 is the eps of the published ViTs; torch's default is 1e-5.
         self.norm = nn.LayerNorm(size.width, eps=1e-6)
         self.head = nn.Linear(size.width, classes)
         nn.init.normal_(self.positions, std=0.02)
@@ -151,6 +152,7 @@ class _Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         order = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
         q_NHLd, k_NHLd, v_NHLd = qkv.permute(order).unbind(0)
+        # Fused where the device has a kernel for it, which keeps no L x L matrix.
         mixed_NHLd = F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd)
         back = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         mixed: Tensor = self.out(mixed_NHLd.permute(back).flatten(2))

@@ -53,6 +53,7 @@ def reproduce(
     for name in out.progress(chosen, "parts"):
         try:
             parts[name](out)
+        # Some parts need the demo's packages, or the clone's `examples`; the others run without.
         except ModuleNotFoundError as error:
             raise SystemExit(
                 f"lightning-mp reproduce: {name} needs `{error.name}`. {_HELP}"

@@ -155,6 +155,7 @@ def train(scene: Scene, rung: Rung, batches: Sequence[Batch], *, seed: int = 0) 
         plugin=_PRECISIONS[rung.precision](),
         strategy=strategy,
         devices=ranks,
+        # At least one step is left to be timed.
         warm_up=min(5, len(batches) - 1),
     )
     if not is_in_group:  # the strategy's own, which the next training would take for a launcher's
@@ -185,6 +186,7 @@ def ladder(out: Output) -> None:
     scene = Scene.here(fast=out.fast)
     on_cpu = scene.device == "cpu"
     seeds = [(rung, 0) for rung in LADDER]
+    # Another seed says how much of a difference between rungs is noise.
     seeds.insert(1, (replace(LADDER[0], name="the same from another seed"), 1))
     rows: list[Row] = []
     losses: dict[str, Sequence[float]] = {}
@@ -224,6 +226,7 @@ def ladder(out: Output) -> None:
     out.table("ladder", [*rows, *printed], title)
     with out.picture("ladder", 2, f"Meta's ladder: {sizes}; {verdict}") as (left, right):
         column = "peak_mib" if on_cpu else "images_a_second"
+        # `barh` draws upwards: reversed, the first rung is on top.
         bars = {row["rung"]: row[column] for row in rows[::-1]}
         left.barh([*bars], [*bars.values()])
         left.set(xlabel="peak MiB of a step" if on_cpu else "images a second")
@@ -264,9 +267,11 @@ def chips(out: Output) -> None:
     columns = "rung", "chips", "tflops_a_chip", "times_O1", "mib_sent_a_step", "kind"
     for rung in rungs:
         with torch.device("meta"):
+            # On shapes alone, so that a ViT-H is not made to be counted.
             weights = sum(p.numel() for p in scene.model(rung).parameters())
         for count in out.progress(counts, f"{rung.name}, chips"):
             steps = 2 if out.fast else 12
+            # The slowest rank, for which all others wait in the all-reduce.
             seconds = max(on_ranks(_seconds_on_rank, count, scene, rung, steps))
             tflops = scene.batch * flops_of(scene, rung) / seconds / 1e12
             figures = rung.name, count, tflops, None, None, MEASURED
@@ -306,6 +311,7 @@ def gpus(out: Output) -> None:
     """Hold Meta's printed gain of an A100 over a V100 against what the two chips' peaks explain."""
     columns = "chip", "tflops", "gb_a_second", "times_V100", "times_V100_by_memory", "kind"
     peaks = [(chip, t, gb, t / 125, gb / 900, COMPUTED) for chip, (t, gb) in _PEAKS.items()]
+    # Whichever of FLOPs and memory explains more of Meta's gain.
     explained = max(peaks[1][3:5])
     printed = [
         ("A100, Meta's ViT-H/16", None, None, _METAS_A100, None, PRINTED),

@@ -58,15 +58,18 @@ class _Regression(pl.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         hard = self.outliers and (self.global_step + 1) % self.outliers == 0
+        # In fp32: the square of an error of a thousand is inf in fp16.
         error = self.network(x).float() - y.float() * (1e3 if hard else 1.0)
         loss: Tensor = error.square().mean()
         self.losses.append(float(loss.detach()))
+        # Recorded without the weight, so that runs of different weights compare.
         return loss * self.weight
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         # Unscaled by now.
         flat = torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
         self.zero_shares.append(float((flat == 0).double().mean()))
+        # Of 0 it is -inf, which no histogram holds.
         self.logs.append(flat[flat != 0].abs().log2())
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -81,6 +84,7 @@ def _trained(model: _Regression, precision: Precision | None, steps: int) -> _Re
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, generator=generator)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=64)
+    # One batch is an epoch: only the steps end the run.
     train(model, data, accelerator="cpu", max_steps=steps, max_epochs=-1, plugins=precision)
     return model
 
@@ -187,6 +191,7 @@ def t5(out: Output) -> None:
     for exponent in exponents:
         for mode in ("fp16", "autocast"):
             for clamped in (False, True):
+                # Copies of one base: attempts differ by exponent, mode and clamp alone.
                 blocks = copy.deepcopy(base)
                 with torch.no_grad():
                     blocks.get_parameter("0.wo.weight").mul_(2.0**exponent)
@@ -227,6 +232,7 @@ def adam(out: Output) -> None:
     for name, make in makers.items():
         weight = torch.zeros(64, requires_grad=True)
         optimizer = make([weight])
+        # The first step makes the states that are overwritten below.
         _step(optimizer, weight, 1e-3)
         # As after a million steps with this gradient: bias correction is over.
         known = {"step": 1e6, "exp_avg": 1e-3, "exp_avg_sq": 1e-6}
@@ -237,9 +243,11 @@ def adam(out: Output) -> None:
             for _ in range(pause - taken):
                 _step(optimizer, weight, 0.0)
             taken = pause
+            # Deep, as `state_dict` holds the states themselves, which the probe writes to.
             weights, states = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
             moved = _step(optimizer, weight, 1e-3) / options["lr"]
             with torch.no_grad():
+                # The step was a probe: the zeros go on as if it had not been made.
                 weight.copy_(weights)
             optimizer.load_state_dict(states)
             rows.append({"optimizer": name, "zeros": pause, "update": moved, "kind": MEASURED})
@@ -271,6 +279,7 @@ def zeros(out: Output) -> None:
     scales: dict[str, Any] = {"loss scale 1": 1.0, "dynamic loss scale": "dynamic"}
     runs: dict[str, _Regression] = {}
     for name, loss_scale in out.progress(scales.items(), "zeros"):
+        # A loss weighted so low that fp16 holds few of its gradients without a scale.
         model = _Regression(lambda params: AdamW(params, lr=1e-3), depth=4, weight=1e-5)
         runs[name] = _trained(model, BalancedAMP(half="fp16", loss_scale=loss_scale), steps)
     rows: list[Row] = []

@@ -62,6 +62,7 @@ class Output:
     def __init__(self, folder: Path, *, fast: bool, title: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.fast, self.title = folder, fast, title
+        # Once, so that all files of a run have the same date.
         self.provenance = _provenance()
 
     def progress(self, items: Iterable[T], what: str) -> Iterator[T]:
@@ -81,6 +82,7 @@ class Output:
                 f"be {MEASURED!r}, {COMPUTED!r} or {PRINTED!r}. Say in `kind` how it came about."
             )
         path, columns = self.folder / f"{name}.csv", list(rows[0])
+        # The csv module writes line ends itself.
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*columns, *self.provenance])
             writer.writeheader()
@@ -92,6 +94,7 @@ class Output:
     @contextmanager
     def picture(self, name: str, panels: int, title: str) -> Iterator[Any]:
         """Yield the axes of a picture, and write it with its provenance below."""
+        # Not pyplot, which looks for a display and keeps every figure that it made.
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5.4 * panels, 4.6), layout="constrained")
@@ -108,5 +111,6 @@ class Output:
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
+        # From 1000 on three digits would be written with an exponent.
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "-" if value is None else str(value)

@@ -19,6 +19,7 @@ __all__ = ["on_ranks"]
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Call `function(rank, *args)` on all ranks in an initialised default group; return by rank."""
     with tempfile.TemporaryDirectory() as folder:
+        # Spawned: a forked child of a process with OpenMP threads may hang.
         mp.start_processes(  # type: ignore[attr-defined]
             _run, args=(function, ranks, folder, args), nprocs=ranks, start_method="spawn"
         )
@@ -28,11 +29,13 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
 def _run(
     rank: int, function: Callable[..., Any], ranks: int, folder: str, args: tuple[Any, ...]
 ) -> None:
+    # Ranks share the cores, and more threads would only take turns on them.
     torch.set_num_threads(1)
     # A Trainer takes the ranks as they are where a launcher has set these.
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "reproduce"}
+    # Through a file, as a port may be another run's.
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )

@@ -53,6 +53,7 @@ class Arguments:
         self._keywords = list(kwargs)
         names = _names(signature_of, len(args))
         values = dict(zip([*names, *kwargs], [*args, *kwargs.values()], strict=True))
+        # By identity, as `==` of tensors compares their values.
         self._constants = {id(tensor) for tensor in constants}
         self._rows, self._whole = rows, whole
         self.batch_size = self._find_batch_size(values, expected) or 0
@@ -103,6 +104,7 @@ class Arguments:
         ]
         if declared and lists:
             return lists[0]
+        # The step's own rows go before the first tensor, which may be a prompt or class weights.
         if expected is not None and expected in [*sizes, *lists]:
             return expected
         return sizes[0] if sizes else lists[0] if lists else None
@@ -111,6 +113,7 @@ class Arguments:
         """Return whether a list has one element for each row, and is no collection of batches."""
         if type(value) not in (list, tuple) or len(value) != self.batch_size:
             return False
+        # As many tensors as rows, each with as many rows, are a collection of batches.
         inside = [leaf.value for leaf in open_structure(value).leaves]
         return not any(
             isinstance(x, (Tensor, np.ndarray)) and x.ndim > 0 and x.shape[0] == self.batch_size
@@ -118,6 +121,7 @@ class Arguments:
         )
 
     def _decide(self, path: str, value: Any) -> bool:
+        # What was declared goes before all that is guessed.
         if is_named(path, self._whole):
             return False
         if isinstance(value, (list, tuple)):
@@ -147,6 +151,7 @@ class Arguments:
             and not self._is_constant(other)
             and (isinstance(other, (list, tuple)) or (isinstance(other, Tensor) and other.ndim > 1))
         ]
+        # Alone, it can only be the batch itself.
         if others:
             name = path.split(".")[-1]
             raise ValueError(
@@ -156,6 +161,7 @@ class Arguments:
             )
 
     def _is_constant(self, value: Any) -> bool:
+        # Its first dimension may happen to be that of the batch.
         return isinstance(value, nn.Parameter) or id(value) in self._constants
 
 
@@ -200,6 +206,7 @@ def _lists_in(values: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
 
     def note(value: Any) -> bool:
+        # No subclasses: a named tuple is a batch of fields, not a list of rows.
         return type(value) in (list, tuple) and not _holds_containers(value)
 
     for leaf in open_structure(values, "", note).leaves:

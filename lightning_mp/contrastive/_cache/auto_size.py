@@ -62,6 +62,7 @@ def find_micro_batch_size(
         # The sums of gradients are there whatever the rows are.
         gradients = sum(_bytes(x) for x in call.trained)
         rows = _by_budget(call, (activation_bytes or CPU_BYTES) + gradients)
+    # Ranks raise together, or those with memory would wait for those without.
     least = _least_of_ranks(rows, call.device)
     if least < 1:
         raise RuntimeError(
@@ -92,11 +93,13 @@ def _by_budget(call: "Call", limit: int) -> int:
     most, device = call.batch_size, call.device
     if call.is_sharded:  # in step, as layers are gathered from all ranks
         most = _least_of_ranks(most, device)
+    # Where the first probe is too large, the chord starts at no rows and no bytes.
     before, rows = (0, 0), min(_FIRST_ROWS, most)
     while True:
         peak = _peak_bytes(call, rows)
         fits = peak <= limit
         if call.is_sharded:
+            # A rank that stopped alone would leave the others waiting in their next probe.
             fits = bool(_least_of_ranks(fits, device))
         if not fits or rows == most:
             break
@@ -171,6 +174,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _peak_bytes(call: "Call", rows: int) -> int:
     if call.device.type == "cuda":
+        # Beyond what was there before: parameters and the batch do not grow with the rows.
         before = torch.accelerator.memory_allocated(call.device)
         torch.accelerator.reset_peak_memory_stats(call.device)
         call.probe(rows)
@@ -211,6 +215,7 @@ class _LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, size: int) -> None:
+        # By storage, which views share, and which lives as long as the last of them.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -221,6 +226,7 @@ class _LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
+        # Its address may be that of the next storage.
         self._known.discard(key)
         self.live -= size
 

@@ -49,6 +49,7 @@ def explore(roots: Iterable[Tensor], since: int) -> Graph:
     # The nodes are held until the end: Python may make new objects for those that it let go.
     seen: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
     nodes = list(seen)
+    # A tower may return a parameter as it is, which has no node.
     leaves = {id(root): root for root in roots if root.requires_grad and root.grad_fn is None}
     is_reentrant = goes_outside = False
     while nodes:
@@ -123,6 +124,7 @@ def gradients_aside(
     """
     with hooks_held(inputs):
         if not is_full:
+            # `inputs` are those of all micro-batches, and one of them may leave some out.
             return torch.autograd.grad(
                 roots, inputs, cotangents, retain_graph=retain_graph, allow_unused=True
             )
@@ -134,6 +136,7 @@ def gradients_aside(
             torch.autograd.backward(roots, cotangents, retain_graph=retain_graph)
             return [tensor.grad for tensor in inputs]
         finally:
+            # Also after an error, or what the user has accumulated would be lost.
             for tensor, gradient in zip(inputs, before, strict=True):
                 tensor.grad = gradient
 

@@ -58,6 +58,7 @@ class MicroBatches:
         self._device = device
         self._prefetch = prefetch
         self._is_cut = is_cut
+        # What all micro-batches share is copied once, not with each of them.
         self._leaves = [
             leaf.to(device) if isinstance(leaf, Tensor) and device and not is_cut else leaf
             for leaf, is_cut in zip(leaves, self._is_cut, strict=True)
@@ -98,12 +99,14 @@ class MicroBatches:
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
         """Iterate for the first time, and note what the function writes to."""
         for rows, leaves in self:
+            # Cloned before the function may write: a replay needs what the call was given.
             before = {i: self._leaves[i][rows].clone() for i in self._suspects}
             yield rows, leaves
             # Autograd counts what is written in place, also through views.
             now = self._count_writes()
             written = {i for i, version in enumerate(now) if version != self._versions[i]}
             self._versions = now
+            # Of shared leaves, and those that the first micro-batch left alone, there is no copy.
             if not written <= self._suspects:
                 raise WrittenError(min(written - self._suspects))
             # Later micro-batches are copied where the first one shows that it is needed.
@@ -112,6 +115,7 @@ class MicroBatches:
 
     def samples(self, rows: int) -> list[list[Any]]:
         """Return copies of the first rows: as many as an iteration has on the device at a time."""
+        # Copies, as a function may write to its rows, and a probe must leave no trace.
         count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
         return [[_copied(x) for x in self._take(slice(0, rows))] for _ in range(count)]
 
@@ -121,6 +125,7 @@ class MicroBatches:
         return [
             index
             for index, version in enumerate(self._versions)
+            # What the function itself writes to is replayed from copies.
             if version != now[index] and (index, 0) not in self._kept
         ]
 
@@ -171,6 +176,7 @@ class MicroBatches:
                         for i, leaf in enumerate(self._leaves)
                         if self._is_on_host(i)
                     }
+                    # An event each: to wait for the stream is to wait for the copies ahead, too.
                     copied.append((parts, copying.record_event()))
             started = last + 1
             yield rows, self._arrived(rows, *copied.popleft())
@@ -178,6 +184,7 @@ class MicroBatches:
     def _copy(self, part: Tensor) -> Tensor:
         # From pageable memory a copy would wait, whatever `non_blocking` says.
         if part.device.type == "cpu" and not part.is_pinned():
+            # torch's host allocator keeps the pinned block until the copy is done.
             part = part.pin_memory()
         return part.to(self._device, non_blocking=True)
 

@@ -39,12 +39,15 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, what: tuple[Any, Call, list[Tensor]], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.cache, ctx.call, outputs = what
+        # Zeros for outputs that the loss leaves out would be replayed for nothing.
         ctx.set_materialize_grads(False)
+        # As after a plain call: else a loss would send gradients to labels and masks.
         ctx.mark_non_differentiable(*ctx.call.without_grad(outputs))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        # With `create_graph=True` grad mode is on here; a replay turns it on where it needs it.
         with torch.no_grad():
             gradients = (None, *ctx.cache._replay(ctx.call, cotangents))
         given = [gradient for gradient in gradients if gradient is not None]

@@ -56,6 +56,7 @@ class Outputs:
         check_no_tangents(self._tower, tensors)
         return tensors
 
+    # With a graph, these copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
     def add(self, returned: Any, rows: slice) -> None:
         """Copy the outputs of a micro-batch to their rows."""
@@ -72,6 +73,7 @@ class Outputs:
             )
         # Copied at once: CUDA graphs write the next micro-batch over this one's outputs.
         for name, output, tensor in zip(names, self.tensors, tensors, strict=True):
+            # `copy_` would spread one value over a row without a word.
             if tensor.shape[1:] != output.shape[1:]:
                 self._refuse(name, tensor, f"{list(output[rows].shape)} was expected")
             output[rows].copy_(tensor)
@@ -112,6 +114,7 @@ class Outputs:
             self._wholes[index] = value
             return
         whole = self._wholes[index]
+        # As long as the rows so far; a list of another length is one thing that all rows share.
         is_a_row_each = isinstance(value, list) and isinstance(whole, list)
         if is_a_row_each and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._wholes[index] = whole + value
@@ -128,6 +131,7 @@ class Outputs:
 
     def _open(self, returned: Any) -> Structure:
         def has_no_tensor(value: Any) -> bool:
+            # Left closed, so that the lists of micro-batches can be joined.
             return type(value) is list and not any(
                 isinstance(leaf.value, Tensor) for leaf in open_structure(value).leaves
             )

@@ -27,6 +27,7 @@ def sharded_modules(module: nn.Module | None) -> list[Any]:
 
 def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the parameters that are not sharded."""
+    # Here, as only a sharded tower needs it.
     from torch.distributed.tensor import DTensor
 
     for part in sharded_modules(module):
@@ -51,9 +52,11 @@ def agree_on_parts(tower: str, batch_size: int, rows: int, device: torch.device)
     if not (dist.is_available() and dist.is_initialized()):
         return parts
     # The largest number of parts and the smallest batch, by one maximum.
+    # All ranks get the same two numbers, so all raise, and none waits for another in a gather.
     facts = torch.tensor([parts, -batch_size], device=device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     parts, least = int(facts[0]), -int(facts[1])
+    # A rank with fewer rows than parts would have an empty micro-batch.
     if parts > least:
         raise ValueError(
             f"Passed {least} rows to the tower `{tower}` on one rank, and on another so many that "

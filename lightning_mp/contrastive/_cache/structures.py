@@ -94,6 +94,7 @@ def _open(value: Any) -> _Opened | None:
     if isinstance(value, Mapping):
         return _open_mapping(value)
     if isinstance(value, (list, tuple)):
+        # A subclass: pytrees know `list` and `tuple` by their exact types.
         return _Opened(_keys(value, len(value)), list(value), kind)
     return None
 
@@ -103,6 +104,7 @@ def _open_mapping(value: Mapping[Any, Any]) -> _Opened:
 
     def close(children: list[Any]) -> Any:
         if not isinstance(value, (dict, UserDict)):
+            # A mapping of an unknown kind may refuse to be written to, so it is made anew.
             return type(value)(dict(zip(names, children, strict=True)))  # type: ignore[call-arg]
         copied = copy.copy(value)  # keeps the attributes of a `BatchEncoding`
         for name, child in zip(names, children, strict=True):

@@ -15,6 +15,7 @@ __all__ = ["Tower", "find_tower"]
 Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`handler(tower, original, args, kwargs)` answers a call in the tower's place."""
 
+# Not `None`, which an instance may hold under the name.
 _MISSING = object()
 
 
@@ -52,6 +53,7 @@ class Tower:
             yield
         finally:
             if before is _MISSING:
+                # Taken away, not set to `None`, so that the class's own attribute shows again.
                 attributes.pop(name, None)
             else:
                 attributes[name] = before
@@ -80,6 +82,7 @@ class _Interceptor:
         # `signature_of` finds this object in place of a method whose calls are taken over.
         self.__signature__ = inspect.signature(tower.signature_of)
 
+    # A compiled training step breaks its graph here: a handler keeps state between calls.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._handler(self._tower, self._original, args, kwargs)
@@ -90,6 +93,7 @@ class _Interceptor:
     def __reduce__(self) -> tuple[Any, ...]:
         owner = getattr(self._original, "__self__", None)
         if owner is self._tower.module:
+            # By its name, so that the plain method is found where the copy is loaded.
             return getattr, (owner, self._attribute)
         return _itself, (self._original,)
 

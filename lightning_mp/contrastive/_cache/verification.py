@@ -27,6 +27,7 @@ class Sketch:
             rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
             # The square of an fp16 value of 256 is no fp16 number.
             values_mF = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            # Random weights: with equal ones, changes that sum to 0 would go unseen.
             self._sum_m = (values_mF * _weights(values_mF)).sum(1)
             self._square_m = values_mF.square().sum(1)
 
@@ -63,6 +64,7 @@ def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
         torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
     )
     if is_tf32 and torch.float32 in dtypes:
+        # tf32 has 10 bits of mantissa.
         eps = max(eps, 2.0**-10)
     return (8 if eps > torch.finfo(torch.float32).eps else 128) * eps
 
@@ -84,6 +86,7 @@ def _weights(values_mF: Tensor) -> Tensor:
     return _normal(values_mF.shape[1], values_mF.device).to(values_mF.dtype)
 
 
+# Bounded, as outputs of ever new lengths would leave a vector each on the device.
 @functools.lru_cache(maxsize=32)
 def _normal(count: int, device: torch.device) -> Tensor:
     """Return the same random numbers every time, without moving a generator of the user's."""

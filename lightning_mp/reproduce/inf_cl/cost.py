@@ -82,6 +82,7 @@ class _Model(nn.Module):
 
     def _loss(self, image: Tensor, text: Tensor) -> Tensor:
         sides = (F.normalize(t(x), dim=-1) for t, x in ((self.visual, image), (self.text, text)))
+        # About CLIP's scale at the start, 1 / 0.07.
         loss: Tensor = self.loss(*sides, torch.tensor(14.0))
         return loss
 
@@ -94,6 +95,7 @@ def counted(run: Callable[[], object]) -> int:
 
 
 def _loss_alone(loss: nn.Module, batch: int) -> Callable[[], object]:
+    # Rows of a length of about 1: 8 is the square root of the width.
     sides = [torch.randn(batch, WIDTH).div_(8).requires_grad_() for _ in range(2)]
     return lambda: loss(*sides, torch.tensor(14.0)).backward()
 
@@ -105,7 +107,9 @@ def figure4(out: Output) -> None:
     rows: list[Row] = []
     for batch in out.progress(batches, "Figure 4"):
         for name, kind in KINDS.items():
+            # The same towers and inputs for all methods.
             torch.manual_seed(0)
+            # A model of its own for each: steps add to gradients that are there.
             model = _Model(kind.make(), kind.cached)
             step = partial(model.step, *torch.randn(2, batch, INPUTS))
             whole, loss = counted(step), counted(_loss_alone(kind.make(), batch))
@@ -127,6 +131,7 @@ def _row(name: str, batch: int, whole: int, loss: int, seconds: float) -> Row:
         "other_flops_a_pair": (whole - loss) / batch,
         "step_s": seconds,
         "ms_a_pair": 1e3 * seconds / batch,
+        # Empty here: `Output.table` takes its columns from the first row.
         "epoch_h": None,
         "formula_s": None,
     }
@@ -159,6 +164,7 @@ def _draw(out: Output, rows: list[Row]) -> None:
                 (units, "loss_flops_over_b2D"),
                 (seconds, "ms_a_pair"),
             ):
+                # Points alone where the computed line goes through them.
                 style = "o" if axes is flops and kind.units else "o-"
                 axes.plot(x, [row[column] for row in points], style, color=kind.color, label=name)
             if kind.units:
@@ -172,6 +178,7 @@ def _draw(out: Output, rows: list[Row]) -> None:
             points = [row for row in rows if row["method"] == f"{method}, 8 A800"]
             for wanted, style, label in ((PRINTED, marker, method), (COMPUTED, "--", "")):
                 cells = [(row["batch"], row["step_s"]) for row in points if row["kind"] == wanted]
+                # Hollow, as points of the three methods lie on one another.
                 options = {"fillstyle": "none", "markersize": 8, "color": color, "label": label}
                 printed.plot(*zip(*cells, strict=True), style, **options)
         flops.set(title="FLOPs of a step here (counted)", yscale="log", ylabel="FLOPs")

@@ -50,12 +50,14 @@ def _errors(level: str, rank: int, ranks: int, batch: int, width: int) -> dict[s
     allocated = torch.tensor(float(peak_allocated(step)))
     loss, *d_sides_bD, d_scale = results
     squares = [
+        # Each is W times the true one, for DDP's mean to divide.
         torch.stack([(d_bD / ranks - whole_BD[rows]).pow(2).sum(), whole_BD[rows].pow(2).sum()])
         for d_bD, whole_BD in zip(d_sides_bD, d_sides_64_BD, strict=True)
     ]
     # The mean over ranks is what DDP makes of losses and of gradients.
     for tensor in (loss, d_scale, *squares):
         dist.all_reduce(tensor)
+    # The fullest rank decides what fits.
     dist.all_reduce(allocated, dist.ReduceOp.MAX)
     return {
         "loss": loss.item() / ranks,
@@ -75,6 +77,7 @@ def _on_a_rank(
     for level, make in LEVELS.items():
         found[level], scores = _errors(level, rank, ranks, batch, width), {}
         if recipe is not None:
+            # The peers' losses train as they are used by their authors, with the towers at once.
             cached = level.startswith("cross-rank")
             scores = trained_scores(recipe, make(), cached=cached, ranks=ranks)
         found[level] |= {"recall@10": scores.get("t2i_r@10"), "top1": scores.get("top1")}
@@ -89,6 +92,7 @@ def table4(out: Output) -> None:
     rows: list[Row] = []
     for ranks in out.progress(RANKS, "Table 4, ranks"):
         trained = recipe if ranks == RANKS[-1] else None
+        # After the reductions all ranks have the same figures.
         by_level = on_ranks(_on_a_rank, ranks, ranks, batch, width, trained)[0]
         for level, found in by_level.items():
             rows.append({"kind": MEASURED, "level": level, "ranks": ranks, **found})

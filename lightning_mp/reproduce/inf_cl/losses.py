@@ -28,12 +28,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features_bD: Tensor) -> Tensor:
         parts = [torch.empty_like(features_bD) for _ in range(dist.get_world_size())]
+        # Collectives take contiguous tensors only.
         dist.all_gather(parts, features_bD.contiguous())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient_BD: Tensor) -> Tensor:  # type: ignore[override]
         gradient_BD = gradient_BD.contiguous()
+        # Other ranks' losses have gradients for these features, too.
         dist.all_reduce(gradient_BD)
         return gradient_BD.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -68,6 +70,7 @@ class DenseLoss(nn.Module):
     @staticmethod
     def of(image_BD: Tensor, text_BD: Tensor, scale: Tensor) -> Tensor:
         """Return the loss of features that are all here, in their own dtype."""
+        # The scale times features: times logits it would take one more B x B matrix.
         logits_BB = scale * image_BD @ text_BD.T
         target_B = torch.arange(len(logits_BB))
         return (F.cross_entropy(logits_BB, target_B) + F.cross_entropy(logits_BB.T, target_B)) / 2
@@ -80,6 +83,7 @@ class LocalLoss(nn.Module):
         """Return the mean of this rank's rows; the mean over ranks is the loss."""
         image_bD, text_bD = _as_many_on_all_ranks(image_bD, text_bD)
         rank = dist.get_rank() if _on_ranks() else 0
+        # Features are gathered in the order of ranks, so that own pairs begin here.
         target_b = torch.arange(len(image_bD)) + rank * len(image_bD)
         by_image_bB = scale * image_bD @ _gathered(text_bD).T
         by_text_bB = scale * text_bD @ _gathered(image_bD).T
@@ -100,6 +104,7 @@ class RanksInOne(nn.Module):
         for rows_b in target_B.chunk(self.ranks):
             for side_BD, other_BD in ((image_BD, text_BD), (text_BD, image_BD)):
                 logits_bB = scale * side_BD[rows_b] @ other_BD.T
+                # Summed: a mean of means would weigh the rows of a smaller last shard more.
                 total = total + F.cross_entropy(logits_bB, rows_b, reduction="sum")
         return total / (2 * len(image_BD))
 

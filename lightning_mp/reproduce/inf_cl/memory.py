@@ -33,12 +33,14 @@ def _peak(method: str, rows: int, width: int) -> int:
     """Return what loss and backward allocate on this rank."""
     random = torch.Generator().manual_seed(dist.get_rank())
     image_bD, text_bD = (
+        # Rows of a length of about 1, as features have.
         torch.randn(rows, width, generator=random).div_(width**0.5).requires_grad_()
         for _ in range(2)
     )
     scale = torch.tensor(14.0, requires_grad=True)
     loss_fn = METHODS[method]()
     loss_fn(image_bD[:64], text_bD[:64], scale).backward()  # threads and buffers of a first call
+    # Gradients that are there would be added to, and their memory not be counted.
     image_bD.grad = text_bD.grad = None
     return peak_allocated(lambda: loss_fn(image_bD, text_bD, scale).backward())
 
@@ -52,6 +54,7 @@ def _largest(rank: int, budget: int, width: int) -> dict[str, int]:
 
     def peak(method: str, batch: int) -> float:
         most = torch.tensor(_peak(method, batch // RANKS, width))
+        # By one number for all: ranks that search apart would part in their collectives.
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
 
@@ -74,12 +77,14 @@ def _measured(out: Output) -> list[Row]:
     ]
     peaks = zip(*on_ranks(_peaks, RANKS, cases, width), strict=True)
     return [
+        # The fullest rank decides what fits.
         _row(MEASURED, method, RANKS, batch, width, max(peak))
         for (method, batch), peak in zip(cases, peaks, strict=True)
     ]
 
 
 def _row(kind: str, method: str, ranks: int, batch: int, width: int, bytes_: float) -> Row:
+    # Measured with the least workspace; the paper's rows, none of 4 ranks, are of GPUs.
     workspace = MANY_TILES if ranks == RANKS else workspace_on("cuda")
     predicted = formulas.loss_bytes(method, batch, ranks, width, workspace)
     return {

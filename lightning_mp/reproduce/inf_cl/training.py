@@ -59,6 +59,7 @@ def model_with(loss: nn.Module, lr: float) -> Any:
     """
     from examples.glyph_clip.model import GlyphCLIP
 
+    # The demo's own step logs statistics, which the peers' losses do not give.
     class Trained(GlyphCLIP):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             value: Tensor = self.loss(*self(batch), self.logit_scale.exp())
@@ -92,6 +93,7 @@ def trained_scores(
         accelerator="cpu",
         devices=ranks,
         strategy=strategy,
+        # Steps end it, so that every batch size sees the same number of pairs.
         max_epochs=-1,
         max_steps=max(1, recipe.samples // recipe.batch),
         limit_val_batches=0,
@@ -106,6 +108,7 @@ def _scores(model: Any, data: Any) -> dict[str, float]:
 
     table = data.tables["test"]
     image_ND, text_ND = encode(model, table)
+    # It may hold glyphs of an evaluation before.
     model.recall.reset()
     model.recall.update(image_ND, text_ND)
     model.recall.sync_on_compute = False  # it would take the same glyphs from every rank
@@ -136,6 +139,7 @@ def _zero_shot_top1(model: Any, table: Any, image_ND: Tensor) -> float:
 
 def table3(out: Output) -> None:
     """Recall and zero-shot top-1 by loss, mean and spread over three seeds."""
+    # Two seeds at least, as there is no spread of one.
     batch, samples, seeds = (128, 512, 2) if out.fast else (512, 32_768, 3)
     large = 4 * batch
     losses: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
@@ -148,6 +152,7 @@ def table3(out: Output) -> None:
     work = [(name, seed) for name in losses for seed in range(seeds)]
     for name, seed in out.progress(work, "Table 3, training"):
         make, cached, size = losses[name]
+        # Micro-batches of half the batch, so that the cache is at work in every row that has it.
         recipe = Recipe(batch=size, samples=samples, seed=seed, micro_batch=batch // 2)
         found[name].append(trained_scores(recipe, make(), cached=cached))
     rows: list[Row] = []
@@ -171,6 +176,7 @@ def figure5(out: Output) -> None:
     rows: list[Row] = []
     work = [(batch, rule) for batch in batches for rule in ("fixed", "scaled")]
     for batch, rule in out.progress(work, "Figure 5, training"):
+        # The usual rule for Adam: the noise of a mean gradient falls by as much.
         factor = math.sqrt(batch / REFERENCE_BATCH) if rule == "scaled" else 1.0
         recipe = Recipe(batch=batch, samples=samples, lr=LEARNING_RATE * factor)
         # Where both are the same, there is nothing to train again.
