@@ -111,6 +111,7 @@ def measure(
     relative, absolute = tiles.rounding(image_bD.shape[1], image_bD.dtype)
     size_q = scale.abs() * norms_q[0] * norms_q[1] + shift.abs()
     rivals_2q = torch.stack([maxima.rows_b[:q], maxima.columns_m[:q]])
+    # Twice, for the positive and its rival may both be off.
     hits_2q = (pos_q - 2 * (relative * size_q + absolute) > rivals_2q) & ~probability_2q.isnan()
     sums_5 = torch.cat(
         [hits_2q.to(state) @ weight_q, probability_2q @ weight_q, weight_q.sum()[None]]
