@@ -229,6 +229,7 @@ class GradientCache:
             gradients = self._replay_now(call, cotangents, last if reduce else ())
             for leaf, gradient in zip(call.leaves.values(), gradients, strict=True):
                 if gradient is not None:
+                    # Not into `.grad`: a backward runs the hooks of the leaf.
                     torch.autograd.backward([leaf], [gradient])
 
     def check(self) -> None:

@@ -82,6 +82,7 @@ class MaximaSweep:
 
 def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Tensor:
     """Return the probabilities of positives among negatives of given log-sum-exps, (2, q)."""
+    # The log-sum-exps have no positive in them: this is its share of both.
     return torch.stack([(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses])
 
 

@@ -156,6 +156,7 @@ class PairOptions:
     @property
     def rules_checksum(self) -> int:
         """A number that is another one where ranks have another loss or other arguments of it."""
+        # The class of the loss as well: ranks with different ones would wait for each other.
         rules = [*(getattr(self, name) for name in RULES), self.prefixes, self.is_softmax]
         if self.guide_text is not None:
             rules += [self.guide_text.shape[1], self.guide_text.dtype]

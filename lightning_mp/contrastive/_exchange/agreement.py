@@ -92,6 +92,7 @@ def plan_for(
         rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
         # What one rank wants, all work out.
         *any_needs, statistics = [any(need) for need in by_need]
+        # The least workspace of all, for all have to cut the same slices.
         plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
         plan = dataclasses.replace(plan, pairs=sum(rows), statistics=statistics)
     return dataclasses.replace(

@@ -162,6 +162,7 @@ class FollowingSum:
 
     def result(self) -> Tensor:
         """Return the sum over all ranks about this rank's own shard."""
+        # The last send brings every sum home.
         if self._sending is not None:
             (self._total,) = self._sending.wait()
             self._sending = None

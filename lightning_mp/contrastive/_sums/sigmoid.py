@@ -54,6 +54,7 @@ def sigmoid_pairs(
     if maxima is not None:
         # Triton's maxima pass over a NaN, and the loss does not.
         sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
+        # Maxima come without the bias.
         statistics_5 = measure(
             image_bD, text_nD, scale, bias, pos_b - bias, torch.stack([sound_b, sound_b]), maxima,
             plan.exchange, plan.tiles,

@@ -137,6 +137,7 @@ class Task(NamedTuple):
         if not self.smoothing and isinstance(self.match, Own):
             return terms
         own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
+        # Counted by the same product, which goes over all ranks.
         ones = others.new_ones(len(others), 1)
         # What has no positive gets a target of zeros, and its term is masked by its share.
         target = product(self.match, others) / product(self.match, ones).clamp_min(1)

@@ -155,6 +155,7 @@ def lse_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(powers, 1), tile, row)
         store_of_columns(column_maxima, tl.max(powers, 0), tile, column)
+    # Past the edges sums are 0, which is no failure.
     row_fails = _is_outside(row_sum) & (row < num_rows)
     column_fails = _is_outside(column_sum) & (column < num_columns)
     fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))

@@ -215,6 +215,7 @@ def terms_kernel(
         negative = tl.load(row_neg + index, is_pair, 0.0)
         margin = negative - positive + lost
         losses += _softplus(margin)
+        # Where the exponential is infinite, 1 / inf is the 0 that is meant.
         weights += 1.0 / (1.0 + tl.exp(-margin))
         rows = _log_add_exp(negative, positive)
     if BY_COLUMN:
