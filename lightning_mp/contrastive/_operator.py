@@ -63,13 +63,17 @@ def loss_of(
     """
     prefixes = pairs.prefixes
     inputs = (image_bD, text_nD, scale, bias, pairs.negatives)
+    # Where no backward can come, one product of four is enough.
     trains = torch.is_grad_enabled()
+    # Two names of one operator: only what asks the host is kept out of CUDA graphs.
     loss, statistics, *_ = (_on_host if _asks_host(pairs, group) else contrastive_loss)(
         *inputs, pairs.ids, pairs.weights, pairs.positives, pairs.guide_image, pairs.guide_text,
         *(getattr(pairs, name) for name in RULES), pairs.is_softmax, pairs.statistics,
         [prefix.width for prefix in prefixes], [prefix.weight for prefix in prefixes],
         any(prefix.is_normalized for prefix in prefixes), *tiles, exchange,
+        # A schema has no type for groups; torch knows them by name.
         "" if group is None else group.group_name,
+        # Said by the caller: inside a compiled graph no tensor tells.
         [trains and x is not None and x.requires_grad for x in inputs],
     )  # fmt: skip
     return loss, statistics
@@ -135,7 +139,9 @@ def _run(
     # What other ranks want is worked out with them, and of no use here.
     wanted = [x if need else None for x, need in zip(gradients, needs_grad, strict=True)]
     statistics_5 = found.statistics_5 if pairs.statistics else None
+    # A copy: it and the scale's gradient are views of one sum, and outputs may not share memory.
     loss = loss.to(accumulation_dtype(image_bD.dtype), copy=True)
+    # An operator returns tensors only: an empty one, of one dimension, stands for none.
     given = (loss.new_empty(0) if x is None else x.contiguous() for x in (statistics_5, *wanted))
     return loss, *given
 
@@ -223,12 +229,14 @@ def finish_gradients(
 def _fake_finish(cotangent: Tensor, *arguments: Any) -> list[Tensor]:
     *inputs, gradients = arguments
     return [
+        # As `finish_gradients` makes them, whatever the strides of the inputs.
         torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, gradient in zip(inputs, gradients, strict=True)
         if x is not None and gradient.dim() != 1
     ]
 
 
+# An operator of its own: as a plain product it would have second derivatives, and wrong ones.
 finish = torch.library.custom_op(
     "lightning_mp::contrastive_loss_backward",
     finish_gradients,
@@ -270,12 +278,14 @@ _on_host = _define("contrastive_loss_on_host", torch.Tag.cudagraph_unsafe)
 
 def _group_of(name: str) -> dist.ProcessGroup | None:
     """Return the process group of a name; the default one has none here."""
+    # Private to torch, whose own modules find groups by it.
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     return resolve(name) if name else None
 
 
 @register_flop_formula(
     [torch.ops.lightning_mp.contrastive_loss, torch.ops.lightning_mp.contrastive_loss_on_host],
+    # Else shapes would come in place of tensors, without dtype and device.
     get_raw=True,
 )
 def _flops(image_bD: Tensor, text_nD: Tensor, *options: Any, **_: Any) -> int:

@@ -117,6 +117,7 @@ class GradientCache:
         check_count("GradientCache", "prefetch", prefetch, 0)
         for name, names in (("rows", rows), ("whole", whole), ("leave_out", leave_out)):
             _check_names(name, names)
+        # Not `<`: a NaN is refused as well.
         if replay_tolerance is not None and not replay_tolerance >= 0:
             raise ValueError(
                 f"Passed `GradientCache(replay_tolerance={replay_tolerance!r})`. "
@@ -194,6 +195,7 @@ class GradientCache:
             function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         )
         module = module if isinstance(module, nn.Module) else None
+        # A module's `__call__` takes anything; its `forward` names what it takes.
         signature_of = function.forward if isinstance(function, nn.Module) else function
         name = getattr(function, "__name__", type(function).__name__)
         return self._run(name, signature_of, function, module, args, kwargs)
@@ -220,12 +222,14 @@ class GradientCache:
         # Taken out first: an error in a replay must not leave them for the next step.
         pending, self._pending = self._pending, []
         for index, (call, cotangents) in enumerate(pending):
+            # What a later call shares is reduced there, once and with all gradients in it.
             following = {id(part) for other, _ in pending[index + 1 :] for part in other.sharded}
             set_reduction(call.sharded, False)
             last = [part for part in call.sharded if id(part) not in following]
             gradients = self._replay_now(call, cotangents, last if reduce else ())
             for leaf, gradient in zip(call.leaves.values(), gradients, strict=True):
                 if gradient is not None:
+                    # Not into `.grad`: a backward runs the hooks of the leaf.
                     torch.autograd.backward([leaf], [gradient])
 
     def check(self) -> None:
@@ -253,6 +257,7 @@ class GradientCache:
         kwargs: dict[str, Any],
     ) -> Any:
         _check_no_transform(name)
+        # Of earlier replays, whose numbers may have come by now: on CUDA none is waited for.
         self._judge(self._differences.ready())
         self.calls += 1
 
@@ -291,6 +296,7 @@ class GradientCache:
         return self.micro_batch_sizes[name]
 
     def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        # FSDP's hooks do not run in a backward inside of another: left to `finish`.
         if call.is_sharded:
             self._pending.append((call, cotangents))
             return [None] * (len(call.leaves) + 1)
@@ -311,6 +317,7 @@ class GradientCache:
 
     def _judge(self, arrived: Sequence[Any]) -> None:
         for _, difference, context in arrived:
+            # Not `>`: a NaN is a difference as well.
             if not float(difference) <= context["tolerance"]:
                 raise difference_error(context["tower"], float(difference), context["tolerance"])
 

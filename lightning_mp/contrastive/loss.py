@@ -324,7 +324,9 @@ class ContrastiveLoss(nn.Module):
         # Weight averaging copies whole modules, and a process group cannot be copied.
         memo[id(self.process_group)] = self.process_group
         copied = type(self).__new__(type(self))
+        # Before the state, in which it may stand again.
         memo[id(self)] = copied
+        # The parent's state: this class's own refuses a group, since a pickle cannot hold one.
         copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
         return copied
 
@@ -373,6 +375,7 @@ class ContrastiveLoss(nn.Module):
             check_derivatives(name, image, text, logit_scale)
         # Before the checks: what is no tensor is left for them to refuse, on all ranks.
         image, text = in_one_dtype(image, text)
+        # Not in the constructor: models are mostly made before ranks are known.
         check_ranks(name, self.rank, self.world_size, self.process_group)
         problem = self.problem(image, text, logit_scale, logit_bias, pairs)
         if problem is not None:

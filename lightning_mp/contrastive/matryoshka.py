@@ -133,9 +133,11 @@ class MatryoshkaLoss(nn.Module):
         inputs = (image_features, text_features, logit_scale, logit_bias)
         rules: Any = {name: getattr(self.loss, name) for name in RULES}
         options = PairOptions(**pairs, **rules)
+        # Before anything is cut, so that errors name what was passed.
         problem = self.loss.problem(*inputs, options) or self._width_problem(image_features)
         if problem is not None:
             refuse(problem, image_features, self.loss.process_group)
+        # Not `isinstance`: subclasses, such as the sigmoid loss, compute something else.
         is_nested = type(self.loss) is ContrastiveLoss and options.is_swept
         if is_nested:
             prefixes = tuple(
@@ -196,6 +198,7 @@ def _check(widths: object, weights: object, loss: object) -> None:
             "`SigmoidContrastiveLoss`. Leave it out to get `ContrastiveLoss()`."
         )
     is_list = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) > 0
+    # `True` is an instance of int, and no width.
     if not is_list or any(type(width) is not int or width < 1 for width in widths):  # type: ignore[attr-defined]
         raise ValueError(
             f"Passed `MatryoshkaLoss(widths={widths!r})`. `widths` must be positive integers. Pass "

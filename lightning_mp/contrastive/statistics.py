@@ -82,6 +82,7 @@ class MaximaSweep:
 
 def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Tensor:
     """Return the probabilities of positives among negatives of given log-sum-exps, (2, q)."""
+    # The log-sum-exps have no positive in them: this is its share of both.
     return torch.stack([(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses])
 
 
@@ -111,6 +112,7 @@ def measure(
     relative, absolute = tiles.rounding(image_bD.shape[1], image_bD.dtype)
     size_q = scale.abs() * norms_q[0] * norms_q[1] + shift.abs()
     rivals_2q = torch.stack([maxima.rows_b[:q], maxima.columns_m[:q]])
+    # Twice, for the positive and its rival may both be off.
     hits_2q = (pos_q - 2 * (relative * size_q + absolute) > rivals_2q) & ~probability_2q.isnan()
     sums_5 = torch.cat(
         [hits_2q.to(state) @ weight_q, probability_2q @ weight_q, weight_q.sum()[None]]

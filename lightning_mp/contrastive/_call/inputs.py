@@ -29,6 +29,7 @@ def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like.device)
     if isinstance(value, np.ndarray):
+        # numpy deprecates `float()` of an array of shape (1,).
         value = value.item()
     # A fill: `torch.tensor` would copy pageable memory, which waits, and which no graph can hold.
     return torch.full((), float(value), dtype=accumulation_dtype(like.dtype), device=like.device)
@@ -43,6 +44,7 @@ def as_tensors(
 
 def in_one_dtype(image_bD: Tensor, text_bD: Tensor) -> tuple[Tensor, Tensor]:
     """Return features in the wider of their dtypes; each gets its gradient in its own."""
+    # What is no float is left to the checks, which refuse it on all ranks.
     are_floats = all(isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES for x in (image_bD, text_bD))
     if not are_floats or image_bD.dtype == text_bD.dtype:
         return image_bD, text_bD
@@ -76,6 +78,7 @@ class InputChecks:
         self._readback = AsyncReadback()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "InputChecks":
+        # What is under way to the host cannot be copied; a copy looks at its own first inputs.
         return InputChecks()
 
     def __reduce__(self) -> Any:
@@ -94,6 +97,7 @@ class InputChecks:
 
         With `is_normalizing` the loss brings features to norm 1 itself, so that any norm will do.
         """
+        # CUDA refuses to be asked for an event while a graph is made, as `ready` does.
         if image_bD.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         # Of an earlier call: this one's numbers are still on their way from a GPU.
@@ -104,6 +108,7 @@ class InputChecks:
             return
         seen = (*image_bD.shape, is_normalizing)
         self._readback.submit(self._calls, _numbers(image_bD, text_bD, scale), seen=seen)
+        # There the copy is made at once, so that the call that is wrong can warn.
         if image_bD.device.type == "cpu":
             for _, numbers, _ in self._readback.drain():
                 self._judge(numbers.tolist(), *seen)

@@ -70,6 +70,7 @@ class Pairing(NamedTuple):
         )
 
 
+# Not a named tuple: under `torch.compile`, torch 2.10 traces no property of one.
 @dataclasses.dataclass(frozen=True)
 class PairOptions:
     """The arguments of a call and of the constructor that say what belongs to what, and how much.
@@ -107,6 +108,7 @@ class PairOptions:
 
     @property
     def _ids(self) -> Tensor | None:
+        # They travel, and ranks do not tell each other in which dtype theirs came.
         return None if self.ids is None else self.ids.long().contiguous()
 
     @property
@@ -141,6 +143,7 @@ class PairOptions:
 
     def given(self) -> dict[str, bool]:
         """Return which arguments there are; all ranks have the same."""
+        # In one order: ranks compare them as bits, by place.
         return {
             "ids": self.ids is not None,
             "weights": self.weights is not None,
@@ -153,9 +156,11 @@ class PairOptions:
     @property
     def rules_checksum(self) -> int:
         """A number that is another one where ranks have another loss or other arguments of it."""
+        # The class of the loss as well: ranks with different ones would wait for each other.
         rules = [*(getattr(self, name) for name in RULES), self.prefixes, self.is_softmax]
         if self.guide_text is not None:
             rules += [self.guide_text.shape[1], self.guide_text.dtype]
+        # Not `hash`, which Python salts for strings: every process would have another.
         return zlib.crc32(repr(rules).encode())
 
     def paired(
@@ -167,6 +172,7 @@ class PairOptions:
         """
         if self.positives is None:
             return self._pairing_problem(len(image_bD)), self, image_bD, text_nD
+        # First: the pairing takes them for places in arrays.
         problem = _range_problem(self.positives, len(text_nD))
         if problem is not None:
             return problem, self, image_bD, text_nD
@@ -231,10 +237,12 @@ def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
         n: Texts.
         device: Of the features.
     """
+    # 64 bits, as pairs are numbered in what follows.
     named_bk = positives.cpu().numpy().reshape(len(positives), -1).astype(np.int64)
     b = len(named_bk)
     # On the host: which text is free depends on all images before, and a GPU has no such loop.
     own, is_taken = np.full(b, -1), np.zeros(n, dtype=bool)
+    # Choice by choice: k steps of numpy, not one of Python for each image.
     for named in named_bk.T:
         rows = np.flatnonzero((own < 0) & (named >= 0))
         rows = rows[~is_taken[named[rows]]]
@@ -245,12 +253,14 @@ def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
     text_order = np.concatenate([own[own >= 0], np.flatnonzero(~is_taken)])
     images_e, places = np.nonzero(named_bk >= 0)
     pairs_e = np.unique(images_e * n + named_bk[images_e, places])  # a text named twice counts once
+    # The inverse of an order says where each has gone.
     places_b, places_n = np.argsort(image_order), np.argsort(text_order)
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
     def order(places: np.ndarray) -> Tensor | None:
+        # What is in order as it came takes no copy of the features.
         return None if np.array_equal(places, np.arange(len(places))) else on_device(places)
 
     return Pairing(

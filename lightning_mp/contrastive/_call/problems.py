@@ -26,6 +26,7 @@ def find_problem(
     pairs: PairOptions,
 ) -> str | None:
     """Return what was passed, what is accepted and the fix; `None` if all is well."""
+    # In this order: each takes for granted what those before it have looked at.
     return (
         _features_problem("image_features", image_features)
         or _features_problem("text_features", text_features)
@@ -144,6 +145,7 @@ def check_pair_rules(
             f"{passed} A margin is for negatives that are left out. Pass "
             "`false_negatives='absolute'` or `'relative'`, or leave `margin` out."
         )
+    # `passed` without its end, to name two arguments more.
     if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
         raise ValueError(
             f"{passed[:-3]}, duplicates={duplicates!r}, label_smoothing={label_smoothing!r})`. "
@@ -208,6 +210,7 @@ def _positives_problem(options: PairOptions, image: Tensor) -> str | None:
             "`ids` say what they are. Pass one of the two."
         )
     is_integer = not positives.is_floating_point() and not positives.is_complex()
+    # A mask is no list of rows, though it is no float either.
     is_integer = is_integer and positives.dtype != torch.bool
     if positives.ndim not in (1, 2) or len(positives) != len(image) or not is_integer:
         return (

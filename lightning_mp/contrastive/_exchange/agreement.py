@@ -76,6 +76,7 @@ def plan_for(
     # Texts may be more than images, which are what is counted as pairs.
     backend, b = tiles_of(tiles.workspace_bytes), len(image_bD)
     if group_size(group) == 1:
+        # A ring of one has nobody to tell or to wait for.
         plan = Plan(
             Ring([len(text_nD)]), backend, *needs_grad, pairs=b, statistics=pairs.statistics
         )
@@ -83,6 +84,7 @@ def plan_for(
         budget, dtype = backend.budget(image_bD.device), FLOAT_DTYPES.index(image_bD.dtype)
         # What one rank alone passes would leave the others waiting for what travels with it.
         given = sum(is_given << place for place, is_given in enumerate(pairs.given().values()))
+        # In this order: `_refuse_what_differs` knows them by their places.
         facts = [*image_bD.shape, dtype, _NAMES.index(exchange), budget, given, len(text_nD)]
         facts += [pairs.rules_checksum, *needs_grad, pairs.statistics]
         by_rank = _gather(facts, image_bD.device, group)
@@ -90,6 +92,7 @@ def plan_for(
         rows, _, _, _, budgets, _, sizes, _, *by_need = zip(*by_rank, strict=True)
         # What one rank wants, all work out.
         *any_needs, statistics = [any(need) for need in by_need]
+        # The least workspace of all, for all have to cut the same slices.
         plan = make_plan(sizes, image_bD, exchange, any_needs, tiles_of, min(budgets), group)
         plan = dataclasses.replace(plan, pairs=sum(rows), statistics=statistics)
     return dataclasses.replace(
@@ -155,6 +158,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     size = dist.get_world_size(group)
+    # torch says -1 to a rank that is no member.
     if size < 1:
         raise ValueError(
             "This rank is not a member of the `process_group` passed to `ContrastiveLoss`. "
@@ -170,18 +174,22 @@ def refuse(problem: str, image_features: object, group: dist.ProcessGroup | None
     Raises:
         ValueError: Always.
     """
+    # The others are waiting for this rank's numbers: without them, they would hang.
     if group_size(group) > 1:
         if isinstance(image_features, Tensor):
             device = image_features.device
         else:
+            # NCCL takes memory of GPUs only.
             device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
         _gather([_UNUSABLE] * _FACTS, device, group)
     raise ValueError(problem)
 
 
 def _refuse_what_differs(by_rank: Sequence[Sequence[int]]) -> None:
+    # All ranks have the same numbers, so that each of them raises or none.
     world_size = len(by_rank)
     sizes, widths, dtypes = list(zip(*by_rank, strict=True))[:3]
+    # First: all numbers of such a rank are -1, which would read as a width and a dtype.
     if _UNUSABLE in sizes:
         raise ValueError(
             f"Rank {sizes.index(_UNUSABLE)} of {world_size} passed arguments that "
@@ -245,4 +253,5 @@ def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    # One a device for good: the allocator keeps the memory of each stream apart.
     return torch.cuda.Stream(device)

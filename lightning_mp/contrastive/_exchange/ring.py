@@ -35,6 +35,7 @@ class Sending:
     def __init__(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ring: "Ring"
     ) -> None:
+        # Sends take contiguous memory only.
         self._outgoing = [tensor.contiguous() for tensor in outgoing]
         self._incoming = list(incoming)
         # Sends and receives go into one batch: two ranks that both send first would wait for each
@@ -153,6 +154,7 @@ class FollowingSum:
             total = _COMBINED[self._combine](so_far, part)
         self._step += 1
         if self._ring.world_size > 1:
+            # What arrives is about the next shard, which may be of another size.
             incoming = self._ring.empty_like([total], self._step)
             self._sending = Sending([total], incoming, self._ring)
         else:
@@ -160,6 +162,7 @@ class FollowingSum:
 
     def result(self) -> Tensor:
         """Return the sum over all ranks about this rank's own shard."""
+        # The last send brings every sum home.
         if self._sending is not None:
             (self._total,) = self._sending.wait()
             self._sending = None

@@ -89,6 +89,7 @@ class Slices:
     def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
         """Yield every slice of all ranks, see `Exchange.visit`."""
         # The second sweep finds the texts here that came at once for the first.
+        # By identity, for to compare values would wait for the device.
         here = [self._block] if self._block is not None and self._of is shard[0] else []
         travelling = self._send(shard[len(here) :], 0)
         for index in range(self.count):
@@ -104,6 +105,7 @@ class Slices:
 
     def publish(self, values: Tensor) -> Tensor:
         """Bring the values of all ranks here, see `Exchange.publish`."""
+        # All at once, whatever the slices: a number a column makes one small gather.
         most = max(self.batch_sizes)
         by_rank = values.new_empty(self.world_size, most)
         all_gather(by_rank.view(-1), _padded(values, [len(values)], most), group=self.group)
@@ -180,6 +182,7 @@ class SlicedSum:
         index = len(self._home) + (self._sent is not None)
         if index == self._slices.count:
             raise RuntimeError(f"`SlicedSum.add()` came more than {index} times, once a slice.")
+        # One on its way at a time, as `block_bytes` counts.
         self._arrive()
         sizes, group = self._slices.sizes(index), self._slices.group
         own = sizes[self._slices.rank]
@@ -188,10 +191,12 @@ class SlicedSum:
             part = _padded(part, sizes, max(sizes))
             home = part.new_empty(max(sizes), *part.shape[1:])
             work = _reduce_scatter(home, part, group=group, async_op=True)
+            # Held until it has arrived: the collective reads `part` where it lies.
             self._sent = (home[:own], part, work)
         else:
             home = part.new_empty(len(sizes), own, *part.shape[1:])
             outgoing = part.contiguous()
+            # Into a view: what arrives has to be in `home`.
             work = dist.all_to_all_single(
                 home.flatten(0, 1), outgoing, [own] * len(sizes), sizes, group=group, async_op=True
             )
@@ -211,6 +216,7 @@ class SlicedSum:
         """Return what the ranks have sent, if one slice is all; or the sum as the only part."""
         if self._slices.count > 1 or self._sent is None or self._combine == "sum":
             return self.result()[None]
+        # Not added up: `pair_terms` does that on its way.
         home, _, work = self._sent
         work.wait()
         return home

@@ -43,8 +43,10 @@ def limits_of(
         limit_b = limit_b - pairs.margin
     else:
         limit_b = limit_b * (1 - pairs.margin)
+    # The constant is that of maxima, which no limit is compared with.
     rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
+    # The positive's own norms are also those of its copies.
     limit_b = limit_b + rounding * math.prod(norms_b)
     # No similarity is above infinity: texts without an image leave nothing out.
     limit_n = limit_b.new_full((len(text_nD),), torch.inf)

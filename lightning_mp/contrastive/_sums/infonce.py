@@ -110,6 +110,7 @@ def negatives_sweep(
     # A function, so that what a block takes is free before the next one arrives.
     def sweep_block(visit: Visit, is_first: bool) -> None:
         text_mD = visit.columns[0]
+        # Not filled: by `Logits.fresh` it is overwritten.
         part_m = row_neg_b.new_empty(text_mD.shape[:1])
         maxima = None if largest is None else largest.block(text_mD)
         logits = plan.logits(visit, image_bD, text_mD, scale, kept, is_first=is_first)
@@ -137,8 +138,10 @@ def negatives_gradients(
     `memory` is what the first sweep left.
     """
     dtype, (use_image, use_text) = accumulation_dtype(image_bD.dtype), plan.sides
+    # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
     d_image_bD = image_bD.new_empty(image_bD.shape, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if use_text else None
+    # Counted from its start: tiles take their places in the order of the first sweep.
     kept = Kept(memory)
 
     def sweep_block(visit: Visit, is_first: bool) -> None:

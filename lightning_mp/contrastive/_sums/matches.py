@@ -136,6 +136,7 @@ class Unmasked(NamedTuple):
     def to_rows(self, x_nD: Tensor) -> Tensor:
         """Return `M @ x`, see `Match`."""
         every, group, own = (match.to_rows(x_nD) for match in self)
+        # The own one is in its group as well, and is to stay.
         return every - group + own
 
     def to_columns(self, x_bD: Tensor) -> Tensor:
@@ -166,6 +167,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        # A collective, where M spans ranks: all have to come here, in the same order.
         back = ctx.match.to_columns if ctx.is_to_rows else ctx.match.to_rows
         return back(cotangent.contiguous()), None, None
 

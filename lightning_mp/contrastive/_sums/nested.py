@@ -77,6 +77,7 @@ def nested_infonce(
     totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
     losses_k, found = lses[0].new_empty(len(prefixes)), []
     for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
+        # Kernels go by vectors without strides.
         row_b, column_n = (x[:, index].contiguous() for x in lses)
         found.append(
             plan.tiles.pair_terms(
@@ -84,6 +85,7 @@ def nested_infonce(
             )
         )
         totals[1] += prefix.weight * loss
+    # All ranks return here, or none: needs are agreed.
     if not plan.trains:
         return Found(plan.exchange.all_reduce(totals)[1])
 
@@ -98,12 +100,14 @@ def nested_infonce(
     d_image_bD = torch.zeros_like(image_bD, dtype=dtype) if plan.image_needs_grad else None
     for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
         weight_b1 = found[index].weight_b.to(dtype)[:, None]
+        # Cut once more: to keep it would take a copy of the texts for each prefix.
         text = prefix.of(text_nD[: len(weight_b1)])
         if d_text_nD is not None:
             own_bd = image.features_nd.to(dtype) * -weight_b1
             text.add_gradient(d_text_nD[: len(own_bd)], own_bd, prefix.weight)
         if d_images is not None:
             grad_bd = d_images[index].addcmul_(text.features_nd, weight_b1, value=-1.0)
+            # Of what is not projected yet: the projection takes just this out.
             along_b = row_dots(image.features_nd, grad_bd, totals.dtype)
             totals[0] += prefix.weight * along_b.sum() / plan.terms
             if d_image_bD is not None:
@@ -139,6 +143,7 @@ def _sweep(
             image_bd, text_md = images[index].features_nd, prefix.of(text_mD).features_nd
             logits = plan.logits(visit, image_bd, text_md, scale, kept, is_first=is_first)
             plan.tiles.lse_sweep(logits, row_neg_kb[index], part_km[index], prepared[index])
+        # The batch comes first in all that travels.
         column_neg.add(part_km.T.contiguous())
 
     for index, visit in enumerate(plan.exchange.visit([text_nD, *plan.travelling])):
@@ -159,6 +164,7 @@ def _gradient_sweep(
     """Add the negatives' part to the images' gradients; return that of the texts, full width."""
     dtype = accumulation_dtype(text_nD.dtype)
     d_text = plan.exchange.home("sum") if plan.text_needs_grad else None
+    # Counted from its start: tiles take their places in the order of the first sweep.
     kept = Kept(memory)
 
     def sweep_block(visit: Visit, is_first: bool) -> None:

@@ -135,12 +135,14 @@ class Plan:
             kept: Memory for tiles.
             is_first: Whether sums about the rows hold nothing yet; those about columns never do.
         """
+        # They come in the order of `travelling`.
         others = visit.columns[1:]
         ids = None if self.ids_b is None else Ids(self.ids_b[: len(image_bD)], others.pop(0))
         limits = None if self.limits is None else self.limits.at(others)
         # Texts beyond the images' own have no row.
         own, matched = visit.positive_rows, len(image_bD) if self.matched is None else self.matched
         rows = slice(min(own.start, matched), min(own.stop, matched))
+        # Sums about columns go home after each visit, so that each starts with new ones.
         fresh = (is_first, True)
         return Logits(image_bD, text_mD, scale, visit.diagonal, rows, ids, limits, kept, fresh)
 

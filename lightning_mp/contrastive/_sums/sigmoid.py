@@ -38,8 +38,10 @@ def sigmoid_pairs(
     pos_b = row_dots(image_bD, text_nD[: len(image_bD)], state).mul_(scale).add_(bias)
     # A positive of +inf is an overflow, not a loss of 0.
     pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
+    # Not `1 - sigmoid(pos_b)`, which loses the digits of a converged pair.
     weight_b = torch.sigmoid(-pos_b)
     loss = torch.logaddexp(-pos_b, pos_b.new_zeros(())).sum()
+    # One tensor, which one collective adds up; `finish` fills the last place.
     sums = torch.stack([totals[0] + loss, totals[1] - weight_b.sum(), loss.new_zeros(())])
     sums /= plan.global_pairs
     if plan.trains:
@@ -52,6 +54,7 @@ def sigmoid_pairs(
     if maxima is not None:
         # Triton's maxima pass over a NaN, and the loss does not.
         sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
+        # Maxima come without the bias.
         statistics_5 = measure(
             image_bD, text_nD, scale, bias, pos_b - bias, torch.stack([sound_b, sound_b]), maxima,
             plan.exchange, plan.tiles,
@@ -66,8 +69,10 @@ def _negatives_sweep(
     """Return what the negatives add to loss and bias, and to `B dL/dS` times features; maxima."""
     dtype = accumulation_dtype(image_bD.dtype)
     use_image, use_text = plan.sides
+    # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
     d_image_bD = image_bD.new_empty(image_bD.shape, dtype=dtype) if use_image else None
     d_text = plan.exchange.home("sum") if use_text else None
+    # In the state dtype, as the scale is by now: terms are as many as pairs.
     totals_2 = scale.new_zeros(2)
     largest = MaximaSweep(image_bD, plan.exchange) if plan.statistics else None
 

@@ -53,7 +53,9 @@ def targeted_infonce(
             plan.exchange, plan.tiles, weights,
         )  # fmt: skip
     task = make_task(options, image_bD, text_nD, plan)
+    # Widened, because autograd adds gradients up in the dtype of its leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
+    # As all ranks agreed: in the task's graph there may be collectives, which need all of them.
     needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
     needs += [plan.trains] * 2
     if options.negatives is not None:
@@ -69,14 +71,18 @@ def targeted_infonce(
         sides = zip((image_bD, text_nD), found, strict=True)
         features, grad = next((x, grad) for x, grad in sides if grad is not None)
         d_scale = d_scale + row_dots(features, grad, state).sum()
+    # In one tensor, for one collective.
     parts = [part] if d_scale is None else [d_scale, part]
     *d_scales, loss = plan.exchange.all_reduce(torch.stack(parts) * task.shares.unit)
+    # W for features alone: the scale's parts were added up over ranks.
     unit = task.shares.unit * plan.exchange.world_size
     for of_task, of_sweep in zip((d_image_bD, d_text_nD), found, strict=True):
         if of_task is not None and of_sweep is not None:
+            # The task's part has the scale in it, as autograd went through it; the sweep's has not.
             of_task.addcmul_(of_sweep, scale.to(dtype).reshape(())).mul_(unit)
     return Found(
         loss, d_image_bD, d_text_nD,
+        # Widened first: times the unit, of about 1 / 2B, fp16 would flush them.
         next((x.to(dtype).mul_(unit) for x in d_negatives if x is not None), None),
         next(iter(d_scales), None), statistics_5=statistics_5,
     )  # fmt: skip
@@ -104,4 +110,5 @@ def _shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
     """Return `lse - log(cotangent)`, infinite where there is no gradient at all."""
     if cotangent is None:
         return lse
+    # Without negatives it is -inf, and -inf less log(0) would be NaN.
     return (lse - cotangent.log()).masked_fill_(cotangent == 0, torch.inf)

@@ -137,7 +137,9 @@ class Task(NamedTuple):
         if not self.smoothing and isinstance(self.match, Own):
             return terms
         own = torch.cat([others[:q], others.new_zeros(len(neg) - q, others.shape[1])])
+        # Counted by the same product, which goes over all ranks.
         ones = others.new_ones(len(others), 1)
+        # What has no positive gets a target of zeros, and its term is masked by its share.
         target = product(self.match, others) / product(self.match, ones).clamp_min(1)
         if self.smoothing:
             # None are left for a text beyond the images' own whose id all images have.
@@ -191,6 +193,7 @@ def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:
     # Where all weigh nothing, the loss is 0.
     sums = numbers[:, 0].masked_fill(numbers[:, 0] == 0, 1)
     factors = torch.stack([way / sum(ways) / total for way, total in zip(ways, sums, strict=True)])
+    # Shares of up to 1 stay: in fp16, gradients of `negatives` at 1 / 2B would be flushed.
     unit = (factors * numbers[:, 1:].amax(1)).amax()
     factors = factors / unit.masked_fill(unit == 0, 1)
     return Shares(rows_b * factors[0], columns_n * factors[1], unit)

@@ -116,6 +116,7 @@ def _is_interpreted() -> bool:
 
     from lightning_mp.contrastive._tiles.triton_tiles.device_functions import tile_dots
 
+    # By what a kernel is: `TRITON_INTERPRET` was read when it was decorated, and may have changed.
     return not isinstance(tile_dots, JITFunction)
 
 

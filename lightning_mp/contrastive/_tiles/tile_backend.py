@@ -83,6 +83,8 @@ class Maxima(NamedTuple):
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
         """Put larger values, times `unit`, in place of the smaller ones that are here."""
         for mine, other in zip(self, (row_n, column_c), strict=True):
+            # Widened before the change of unit, which in fp32 would round once more. Not `fmax`:
+            # it drops a NaN, and no positive may be larger than that.
             torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)
 
 
@@ -99,6 +101,7 @@ class Kept:
 
     def take(self, size: int) -> Tensor | None:
         """Return the next `size` values, aligned to 64 bytes; `None` if they do not fit."""
+        # A smaller tile after it may still fit; both sweeps meet the same tiles, and so agree.
         if self._used + size > self._values.numel():
             return None
         taken = self._values[self._used : self._used + size]
@@ -244,10 +247,12 @@ class TileBackend(ABC):
             loss: Gets the part, one value in the state dtype.
         """
         b = len(pos_b)
+        # A single part is the sum: another logarithm would only round it.
         column_neg_n = column_neg_Rn[0] if len(column_neg_Rn) == 1 else column_neg_Rn.logsumexp(0)
         margin_2b = torch.stack([row_neg_b - pos_b, column_neg_n[:b] - pos_b])
         # A positive of +inf is an overflow, not a loss of 0.
         margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
+        # Not `softplus`, which is the identity above 20: that is 2e-9 off, and this is float64.
         softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
         if False in wanted:  # what does not count weighs nothing
             unwanted = wanted.index(False)
@@ -257,6 +262,7 @@ class TileBackend(ABC):
         column_lse_n = torch.full_like(column_neg_n, torch.inf)
         if wanted[1]:
             column_lse_n[:b] = torch.logaddexp(column_neg_n[:b], pos_b)
+        # Put where its caller wants it, beside the scale's gradient: one collective adds up both.
         torch.div(softplus_2b.sum(), terms, out=loss)
         return PairTerms(
             row_lse_b if wanted[0] else torch.full_like(row_lse_b, torch.inf),
@@ -298,6 +304,7 @@ class TileBackend(ABC):
             grad_D[:b].addcmul_(other_D[:b], weight_b.to(grad_D.dtype)[:, None], value=-1.0)
             if d_scale is not None and (own_D is rows_bD or d_rows_bD is None):
                 # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
+                # Before the factor, which has a scale too many and W: ranks add up their parts.
                 torch.div(row_dots(own_D, grad_D, weight_b.dtype).sum(), terms, out=d_scale)
             grad_D.mul_(factor)
 

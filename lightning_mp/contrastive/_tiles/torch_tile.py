@@ -70,6 +70,7 @@ class KeptTile:
         """Say what the values refer to; without a reference, keep the logits."""
         if reference is None:
             self.values_rc.copy_(logits_rc)
+            # No reference is NaN: the sums of a tile with one have failed their comparison.
             self._header.fill_(math.nan)
         else:
             self._header.copy_(reference)
@@ -192,6 +193,7 @@ def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
         by_row_rc.clamp_(min=least).exp2_()
         return by_row_rc.add_(by_column_rc.clamp_(min=least).exp2_())
     row_r, column_c = (
+        # In the state dtype up to here: a logarithm in fp32 would be off for its whole row.
         (reference - power).clamp_(min=least).exp2_().to(tile.spare_rc.dtype)
         for power in (row_r, column_c)
     )
@@ -209,6 +211,7 @@ def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
     both = torch.stack([*row_r.aminmax(), *column_c.aminmax()])
     least = both.amin()
     is_near = bool(both.amax() - least <= _LARGEST_SPREAD)  # NaN and infinities fail this
+    # Rounded for both: fp32 logits would subtract it rounded, rows and columns as it is.
     return least.float() if is_near else None
 
 
@@ -236,6 +239,7 @@ def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor)
     row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
     column_rc = logits_rc.sub_(column_c.to(dtype))
     for powers_rc, left_out_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
+        # After the exponential: a -inf before it would be lifted to the least exponent.
         powers_rc.clamp_(min=least).exp2_().masked_fill_(left_out_rc, 0)
     return row_rc.add_(column_rc)
 

@@ -157,6 +157,7 @@ class TorchTiles(TileBackend):
         room = self.budget(device) - self._tile_budget(device)
         # A tile of 128 x 64 or more has a header and a gap of 32 values at most.
         everything = b * m + b * m // 256 + b + m + 32
+        # `min` would branch on sizes that may be symbolic.
         size: int = torch.sym_min(everything, room // accumulation_dtype(dtype).itemsize)
         return size
 
@@ -205,6 +206,7 @@ class TorchTiles(TileBackend):
         scale_low = (log2_scale - scale_high).to(dtype)
         scaled_rD = rows_bD[:0].to(dtype)
         for rows, columns in places:
+            # Places go through all columns of some rows first: one scaled copy serves them.
             if columns.start == 0:
                 # The scale goes into the O(b D) operand, not into the b x b product; in two parts,
                 # for its rounding would move all logits alike and not cancel against the positives.
@@ -246,6 +248,7 @@ class TorchTiles(TileBackend):
             if d_rows_bD is not None:
                 d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
             if d_columns_mD is not None:
+                # Not the tile's scaled rows: gradients get their scale after the sweep.
                 rows_rD = logits.rows_bD[tile.rows].to(weights_rc.dtype)
                 d_columns_mD[tile.columns].addmm_(weights_rc.T, rows_rD)
 

@@ -126,6 +126,7 @@ class Weights:
         self, block: Block, d_rows_bD: Tensor | None, d_columns_mD: Tensor | None
     ) -> None:
         """Add `weights @ columns` and `weights.T @ rows` to the gradients that are wanted."""
+        # Taken off by the product itself, which costs no pass over the gradients.
         factor = 2.0**-self.exponent
         for total, place, operand, is_fresh, is_turned in (
             (d_rows_bD, block.rows, block.column_operand, block.fresh[0], False),
@@ -180,6 +181,7 @@ def add_product(
     if left_mk.dtype == total_mn.dtype:
         total_mn.addmm_(left_mk, right_kn, beta=beta, alpha=factor)
     else:
+        # `addmm_` takes one dtype: the sum would be of 16 bits as well.
         torch.addmm(
             total_mn, left_mk, right_kn, beta=beta, alpha=factor, out_dtype=total_mn.dtype,
             out=total_mn,

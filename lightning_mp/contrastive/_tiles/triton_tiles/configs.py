@@ -156,6 +156,7 @@ def fastest(
         except Exception as error:  # a shape may need more shared memory than this chip has
             failures.append(f"{config.tile}: {error}")
             continue
+        # The least of them: what disturbs a run only makes it longer.
         seconds[config] = min(measure(run, config) for _ in range(_ROUNDS))
     if not seconds:
         raise RuntimeError(

@@ -60,6 +60,7 @@ __all__ = [
     "tile_dots",
 ]
 
+# With a row, which is below 2^30, it is still a number of 32 bits.
 NO_DIAGONAL = 2**30
 """The offset that puts the diagonal outside every block: no positives here."""
 
@@ -276,12 +277,14 @@ def finite_or_zero(values):
 
 def make_peaks(like: Tensor) -> Tensor:
     """Return three peaks that nothing has raised, and a count of programs."""
+    # The count starts there too, so that one fill makes all four.
     return like.new_full((4,), _NONE.value, dtype=torch.int32)
 
 
 @triton.jit
 def _order(bits):
     """Return bits of fp32 numbers as integers of their order, or the bits of such integers."""
+    # As integers, negative numbers stand the other way round.
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
@@ -296,6 +299,7 @@ def raise_peak(peak, values):
 @triton.jit
 def peak_of(peak):
     """Return a peak that all programs have raised."""
+    # An atomic that raises nothing: a load might find an older value in its own cache.
     return _order(tl.atomic_max(peak, _NONE, sem="relaxed")).to(tl.float32, bitcast=True)
 
 

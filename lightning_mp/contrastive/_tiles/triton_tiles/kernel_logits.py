@@ -19,8 +19,8 @@ from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Pro
 
 __all__ = ["KernelLogits", "block_shape", "whole_waves"]
 
-_ROW_MULTIPLE = 128
-_COLUMN_MULTIPLE = 64
+_ROW_MULTIPLE = 128  # as rows are kept, and as cuBLAS cuts its results
+_COLUMN_MULTIPLE = 64  # rows of weights are padded to it
 _LARGEST = 2**30  # kernels count rows and columns in 32 bits, sums of two included
 _TUNED_ROWS = 8192  # as many as fill any device several times over
 _LOG2_E = math.log2(math.e)
@@ -103,6 +103,7 @@ class KernelLogits:
                     None if ids is None else ids.block(rows, columns),
                     None if limits is None else self._limits(limits.block(rows, columns)),
                     self.kept_rm[rows, columns] if rows.start < most_kept else None,
+                    # Rows are first met at the first columns, and columns at the first rows.
                     (fresh[0] and left == 0, fresh[1] and rows.start == 0),
                 )  # fmt: skip
 
@@ -122,6 +123,7 @@ class KernelLogits:
             products, (left, right) = self.guides, limits.guides
             left, right = products.rows(left).tiles_nk, products.columns(right).tiles_nk
             guides = left.contiguous(), right.contiguous()  # kernels take their width for a stride
+        # Kernels compare limits with products, which are times the units of both operands.
         if products.unit is not None:
             row_n, column_c = row_n * products.unit, column_c * products.unit
         return Limits(row_n.float(), column_c.float(), guides)

@@ -155,6 +155,7 @@ def lse_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(powers, 1), tile, row)
         store_of_columns(column_maxima, tl.max(powers, 0), tile, column)
+    # Past the edges sums are 0, which is no failure.
     row_fails = _is_outside(row_sum) & (row < num_rows)
     column_fails = _is_outside(column_sum) & (column < num_columns)
     fails = tl.maximum(tl.max(row_fails.to(tl.int32), 0), tl.max(column_fails.to(tl.int32), 0))
@@ -270,6 +271,7 @@ def _merge(
         mask = (part < parts)[:, None] & here[None, :]
         at = part.to(tl.int64)[:, None] * length + index[None, :]
         value = tl.load(sums + at, mask=mask, other=0.0).to(tl.float64)
+        # Of a redone tile these are logarithms.
         total += tl.sum(tl.where(redone[:, None], 0.0, value), 0)
         if tl.max(redone.to(tl.int32), 0) != 0:
             power = tl.where(redone[:, None] & mask, value, float("-inf"))
@@ -282,6 +284,7 @@ def _merge(
             power = tl.where(redone[:, None], power, tl.log2(power) + tl.load(reference))
             largest = tl.maximum(largest, tl.max(tl.where(mask, power, float("-inf")), 0))
     base = finite_or_zero(peak)
+    # What is fresh is not read: its memory may hold NaN.
     old = tl.load(lse + index, mask=here & (fresh == 0), other=float("-inf"))
     new = tl.log2(total) + tl.load(reference).to(tl.float64)
     both = _log2_add_exp2(new, base + tl.log2(rest))

@@ -102,6 +102,7 @@ class Precision:
         """
         if not self.is_split:
             return None
+        # On the device all along: the host would have to wait for a number it has no use for.
         extremes = torch.stack(features_nD.aminmax())
         exponent = torch.frexp(extremes.abs().amax()).exponent
         # Features below 2^-118 leave fp32 no unit that is large enough.
@@ -136,6 +137,7 @@ class Operand:
         tiles[:, :, :width] = values_nD[:, None]
         if unit is not None:  # high everywhere; what it lacks takes one of the places
             low = 1 if self.is_columns else 2
+            # In place: times a unit, the values are a copy already.
             tiles[:, low, :width] = values_nD.sub_(tiles[:, 0, :width])
         return tiles.flatten(1)
 
@@ -184,6 +186,7 @@ def _is_aligned(tensor_nD: Tensor) -> bool:
     return (
         column_stride == 1
         and tensor_nD.shape[1] % WIDTH_MULTIPLE == 0
+        # Hopper's copy engine wants rows apart, which those of `expand` are not.
         and row_stride >= tensor_nD.shape[1]
         and row_stride % _ROW_MULTIPLE == 0
         and tensor_nD.data_ptr() % _ALIGNMENT_BYTES == 0

@@ -166,6 +166,7 @@ def _log_sum_exp(values, index, here, length, parts, PARTS: tl.constexpr):
         old = base
         peak = tl.maximum(peak, tl.max(value, 0))
         base = finite_or_zero(peak)
+        # Before the first term `old` is 0: far above a base of -1000, and 0 times infinity is NaN.
         total = tl.where(total == 0.0, 0.0, total * tl.exp(old - base))
         total += tl.sum(tl.exp(value - base[None, :]), 0)
     return base + tl.log(total)
@@ -214,6 +215,7 @@ def terms_kernel(
         negative = tl.load(row_neg + index, is_pair, 0.0)
         margin = negative - positive + lost
         losses += _softplus(margin)
+        # Where the exponential is infinite, 1 / inf is the 0 that is meant.
         weights += 1.0 / (1.0 + tl.exp(-margin))
         rows = _log_add_exp(negative, positive)
     if BY_COLUMN:
@@ -243,6 +245,7 @@ def pair_terms(
     b, (parts, n) = len(row_neg_b), column_neg_Rn.shape
     row_lse_b, weight_b = torch.empty_like(row_neg_b), torch.empty_like(row_neg_b)
     column_lse_n = column_neg_Rn.new_empty(n)
+    # There are no fewer texts than images: what covers them covers all pairs.
     programs = triton.cdiv(n, _TERMS)
     sums = column_lse_n.new_empty(programs)
     with launching_on(pos_b.device):
@@ -307,6 +310,7 @@ def finish_kernel(
         at = row[:, None] * width + first + inner[None, :]
         if d_rows is not None:
             gradient = tl.load(d_rows + at, row_here, 0.0) - weights * y.to(tl.float32)
+            # Before the factor, which has a scale too many and W: ranks add up their parts.
             sums += x.to(tl.float64) * gradient.to(tl.float64)
             tl.store(d_rows + at, gradient * factor, row_here)
         if d_columns is not None:

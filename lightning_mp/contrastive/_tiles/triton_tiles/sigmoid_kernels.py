@@ -101,6 +101,7 @@ def sigmoid_kernel(
     if row_maxima is not None:
         store_of_rows(row_maxima, tl.max(x, 1), tile, row)
         store_of_columns(column_maxima, tl.max(x, 0), tile, column)
+    # What is no negative is -inf, and adds 0 to both sums.
     u = tl.exp2(-tl.abs(x))
     losses = tl.maximum(x, 0.0) + _log2_1p(u)
     values = tl.where(x >= 0.0, 1.0, u) / (1.0 + u)
@@ -137,6 +138,7 @@ def add_sigmoid(
         column_maxima=peaks[1],
     )  # fmt: skip
     if maxima is not None:
+        # The kernel's are of `x`, which has the bias in it.
         row_n, column_m = (peak.amax(0).double() - log2_bias for peak in peaks if peak is not None)
         maxima.raise_to(row_n, column_m, _LN_2)
     # In a fixed order, which atomics would not have.

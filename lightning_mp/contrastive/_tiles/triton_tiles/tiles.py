@@ -164,6 +164,7 @@ class TritonTiles(TileBackend):
             )  # fmt: skip
             log2_scale = cut.log2_scale() if cut.precision.is_split else factors.log2_scale
             shape = self._softmax_block(cut)
+            # One for all blocks: a stream writes each after the products of the one before.
             workspace = Workspace(shape, cut.precision, row_lse_b.device)
             configs = [] if is_wide else [self._choose("softmax", cut, write, shape)]
             configs.append(self._choose("softmax_wide", cut))
@@ -218,6 +219,7 @@ class TritonTiles(TileBackend):
             return 0
         budget, everything = self.budget(device), b * (-(-m // 16) * 16)
         room = torch.sym_max(0, budget - torch.sym_max(budget // 2, _BLOCK_BYTES)) // 4
+        # `min` and `if` would branch on sizes that may be symbolic.
         size: int = torch.sym_min(everything, room) * torch.sym_min(1, 4 * room // everything)
         return size
 
@@ -232,6 +234,7 @@ class TritonTiles(TileBackend):
     def _block(self, cut: KernelLogits, bytes_per_value: float) -> tuple[int, int]:
         """Return the shape of blocks that fit the budget with their operands."""
         rows_bD, columns_mD = cut.logits[:2]
+        # What is kept was taken from the same workspace.
         kept = 0 if cut.logits.kept is None else cut.logits.kept.bytes
         values = int((self.budget(rows_bD.device) - kept) / bytes_per_value)
         edge = int(cut.edge_bytes / bytes_per_value)
