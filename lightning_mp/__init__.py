@@ -12,6 +12,7 @@ from lightning_mp._lazy import lazy_names
 from lightning_mp._registration import register_strategies
 
 if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
+    # By `as`, since `mypy --strict` takes no other import for a re-export.
     from lightning_mp import callbacks as callbacks
     from lightning_mp import cli as cli
     from lightning_mp import contrastive as contrastive
@@ -74,6 +75,7 @@ _NAMES_OF = {
         "TensorCollector",
     ),
     "cli": (),
+    # Not from `cli`, whose commands run without loading Lightning.
     "cli.lightning_cli": ("LightningMPCLI",),
     "contrastive": (
         "ContrastiveLoss",

@@ -87,6 +87,7 @@ def explains_arguments(
         @functools.wraps(init)
         def explained(self: Any, *args: Any, **kwargs: Any) -> None:
             problem = (
+                # In this order, as a misspelt argument is a missing one too.
                 _unknown_name(parameters, kwargs, also, hints or {})
                 or _without_name(parameters, args)
                 or _missing(parameters, args, kwargs)
@@ -121,6 +122,7 @@ def _unknown_name(
         if near is None and takes_more and also is None:
             continue  # whatever takes the rest will say what it does not know
         said = f"It takes no `{name}`. "
+        # Before what is near: a hint knows what the name stands for elsewhere.
         if name in hints:
             return said + hints[name]
         if near is not None:
@@ -160,6 +162,7 @@ def _choices(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
         return
+    # Choices stand inside of unions and sequences too, as in `Literal[...] | None`.
     for part in get_args(annotation):
         yield from _choices(part)
 

@@ -17,6 +17,7 @@ def refuse(name: str) -> NoReturn:
 
 def check_trainer(trainer: object, component: object) -> None:
     """Refuse a Trainer of `pytorch_lightning`, which `component` was passed to."""
+    # By names, since `pytorch_lightning` need not be installed.
     if any(base.__module__.startswith("pytorch_lightning.") for base in type(trainer).__mro__):
         refuse(type(component).__name__)
 

@@ -21,6 +21,7 @@ def lazy_names(
 
     def get(name: str) -> object:
         module = home_of.get(name, name if name in names_of else None)
+        # An AttributeError: `hasattr` and `from ... import` of a missing name rely on it.
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = importlib.import_module(f"{package}.{module}")

@@ -38,6 +38,7 @@ def register_strategies() -> None:
         if hasattr(module, "StrategyRegistry"):
             _register(module, make)
         else:
+            # In front, since the standard finder would find the module first.
             sys.meta_path.insert(0, _AfterImport(f"{name}.strategies", make))
 
 
@@ -55,6 +56,7 @@ class _AfterImport:
             return None
         sys.meta_path.remove(self)  # or the search below would come here again
         spec = importlib.util.find_spec(fullname)
+        # Where it is not installed, its import fails as it would have.
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -80,6 +82,7 @@ def _register(module: Any, make: Callable[..., Any]) -> None:
 
 
 def _make(class_name: str) -> Any:
+    # Through the lazy package: a strategy is imported when a Trainer asks for it by name.
     return getattr(importlib.import_module("lightning_mp"), class_name)()
 
 

@@ -28,6 +28,7 @@ _DDP = {
     name
     for base in (DDPStrategy, DistributedDataParallel)
     for name in inspect.signature(base.__init__).parameters
+    # Lightning passes `module` and `device_ids` itself; given twice they are a TypeError at set-up.
 } - {"self", "kwargs", "module", "device_ids"}
 
 
@@ -111,6 +112,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        # Under DDPStrategy's own, DDP's forward would prepare to reduce before towers are replayed.
         self._forward_redirection = _NoSyncForwardRedirection()
         super().setup(trainer)
 
@@ -123,6 +125,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        # Before the backward: it would run with the activations of the whole batch.
         self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         # Not under `no_sync`, as Lightning holds it while it accumulates batches.
@@ -177,6 +180,7 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
 def _reduce_gradients(model: DistributedDataParallel) -> None:
     """All-reduce complete gradients, a bucket at a time; users' hooks have had theirs before."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    # All may be frozen after DDP has wrapped them, and a graph of none has no backward.
     if not trained:
         return
     touched: Tensor = _Touch.apply(*trained)

@@ -120,6 +120,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     ) -> Tensor:
         cache = self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        # Gathered parameters get gradients through FSDP2's hooks alone: replays follow the
+        # backward.
         cache.finish(reduce=self._reduces)
         if self._reduces:
             _average_gradients(self._own)
@@ -128,6 +130,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep gradients on each rank, as Lightning does while it accumulates batches."""
+        # FSDP2 has no `no_sync`, which is what Lightning enters here for DDP.
         others = sharded_modules(self.lightning_module)
         self._reduces = False
         for part in others:
@@ -160,6 +163,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         large = [
             name
             for name, parameter in trainer.lightning_module.named_parameters()
+            # A single number, such as a logit scale, passes torch's norm beside shards.
             if parameter.numel() > 1 and any(parameter is own for own in self._own)
         ]
         if trainer.gradient_clip_val and not by_value and large:
@@ -178,6 +182,7 @@ def _average_gradients(parameters: list[Tensor]) -> None:
         group = [p for p in parameters if p.dtype == dtype]
         # A rank that did not train a parameter takes part all the same.
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        # One message: each all-reduce of a scalar would cost a round trip of its own.
         total = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(total)
         total /= dist.get_world_size()

@@ -28,6 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
     import lightning_mp
     from lightning_mp.cli.lightning_cli import LightningMPCLI
 
+    # A console script has its own folder on the path in the place of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     jsonargparse.set_parsing_settings(add_print_completion_argument=True)

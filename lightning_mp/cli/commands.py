@@ -49,6 +49,7 @@ def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
         # Both ways to write an option are in use; that of the shell comes first.
         hyphened = [name.replace("_", "-") for name in action.option_strings if "_" in name]
         action.option_strings = [*hyphened, *action.option_strings]
+        # argparse prints `option_strings`, and parses by this table.
         parser._option_string_actions.update(dict.fromkeys(hyphened, action))
     return parser
 

@@ -17,11 +17,13 @@ class _Parser(LightningArgumentParser):
 
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        # LightningCLI keeps the action that takes further commands to itself.
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        # The parsers of nested classes do not exit: their messages become part of the outer one.
         reason = reason_of(message) if self.exit_on_error else None
         super().error(message if reason is None else f"{message.strip()}\nReason: {reason}", ex)
 
@@ -56,6 +58,7 @@ class LightningMPCLI(LightningCLI):
     @override
     def setup_parser(self, add_subcommands: bool, *args: Any, **kwargs: Any) -> None:
         """Load what is to be known by name, and add the commands that need no Trainer."""
+        # jsonargparse resolves bare class names among the subclasses that are loaded.
         for name in lightning_mp.__all__:
             getattr(lightning_mp, name)
         super().setup_parser(add_subcommands, *args, **kwargs)

@@ -15,6 +15,7 @@ _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def check_top_k(metric: str, top_k: object) -> None:
     """Refuse what is not a sequence of positive integers."""
     is_list = isinstance(top_k, Sequence) and len(top_k) > 0
+    # By `type`, as `True` is an integer to `isinstance`.
     if not is_list or any(type(k) is not int or k < 1 for k in top_k):  # type: ignore[attr-defined]
         raise ValueError(
             f"Passed `{metric}(top_k={top_k!r})`. `top_k` must be a non-empty sequence of "

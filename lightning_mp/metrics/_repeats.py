@@ -22,13 +22,16 @@ def without_repeats(values_N: Tensor, ids_and_keys_N2: Tensor) -> tuple[Tensor, 
     """Return the rows and their ids, without those whose key was seen before."""
     ids_N, keys_N = ids_and_keys_N2.unbind(1)
     first = first_rows(keys_N)
+    # Indexing copies all features: not where nothing is left out, as on one rank.
     return (values_N, ids_N) if len(first) == len(ids_N) else (values_N[first], ids_N[first])
 
 
 def first_rows(keys_N: Tensor) -> Tensor:
     """Return the indices of the rows whose key no row before them has, in order."""
+    # Stable, so that of equal keys the first row seen stays the first.
     order_N = keys_N.argsort(stable=True)
     sorted_N = keys_N[order_N]
     is_first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     is_first_N[1:] = (sorted_N[1:] != sorted_N[:-1]) | (sorted_N[1:] == _NO_KEY)
+    # In the order of rows again: ids and features are indexed by it side by side.
     return order_N[is_first_N].sort().values

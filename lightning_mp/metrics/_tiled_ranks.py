@@ -20,9 +20,11 @@ __all__ = ["retrieval_ranks", "unit_rows"]
 
 def unit_rows(features_RD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns rows of norm 1 and their norms; a row with inf or NaN becomes NaN throughout."""
+    # A copy also where the dtype fits: the divisions in place would write to stored features.
     unit_RD = features_RD.detach().to(accumulation_dtype(features_RD.dtype), copy=True)
     # Dividing by the largest entry first keeps squares of 1e20 or 1e-30 inside fp32.
     peak_R1 = unit_RD.abs().amax(dim=1, keepdim=True)
+    # 0 / 0 would make NaN of a row of zeros, whose score is 0.
     peak_R1 = torch.where(peak_R1 == 0, 1, peak_R1)
     unit_RD /= peak_R1
     norm_R1 = torch.linalg.vector_norm(unit_RD, dim=1, keepdim=True)
@@ -36,6 +38,7 @@ def _weighted(score_nm: Tensor, norm: Tensor | None) -> Tensor:
 
 def _best(score_nm: Tensor, match_nm: Tensor, dim: int) -> Tensor:
     """Returns each query's best finite score among its matches, -inf where there is none."""
+    # NaN and inf must not be a best score: `max` would take either, and hide all finite ones.
     lowest = -math.inf
     masked_nm = score_nm.masked_fill(~match_nm, lowest)
     return masked_nm.nan_to_num_(nan=lowest, posinf=lowest, neginf=lowest).amax(dim)
@@ -102,6 +105,7 @@ def retrieval_ranks(
     text_rank_N = torch.ones_like(best_text_N, dtype=torch.int64)
     image_rank_M = torch.ones_like(best_image_M, dtype=torch.int64)
     for images, texts, cosine_nm, norm_n1, norm_m, match_nm in tiles():
+        # The other side of the margin: with both, scores closer than twice the rounding tie.
         cosine_nm += rounding
         text_rank_N[images] += _count_ahead(
             _weighted(cosine_nm, norm_m), best_text_N[images, None], match_nm, dim=1

@@ -106,6 +106,7 @@ class ContrastiveRecall(Metric):
     """
 
     is_differentiable = False
+    # No batch depends on those before it: torchmetrics then updates once a `forward`, not twice.
     full_state_update = False
 
     image_features: list[Tensor]
@@ -210,9 +211,12 @@ class ContrastiveRecall(Metric):
         else:
             image_ids_N = text_ids_M = torch.arange(len(image_ND), device=image_ND.device)
         device_type = image_ND.device.type
+        # Autocast would round cosines to half, in which near scores are equal.
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             options: Any = {"normalize": self.normalize, "workspace_bytes": self.workspace_bytes}
             ranks = retrieval_ranks(image_ND, text_MD, image_ids_N, text_ids_M, **options)
+        # Images alone tell: a match counts in both directions, so that neither has one without the
+        # other.
         if not len(ranks[0]):
             raise ValueError(
                 f"Passed ids of {len(image_ND)} images and {len(text_MD)} texts that have none in "
@@ -313,6 +317,7 @@ class ContrastiveRecall(Metric):
         group = process_group or self.process_group
         layouts = dist_sync_fn(torch.tensor(own, device=self.device), group=group)
         by_rank = [tuple(layout.tolist()) for layout in layouts]
+        # Width 0 stands for a rank without data: `check_rows` refuses features of no width.
         present = {layout for layout in by_rank if layout[0]}
         if len(present) > 1:
             named = "; ".join(
@@ -348,6 +353,7 @@ def _summary(ranks: Tensor, n_candidates: int, top_k: tuple[int, ...]) -> dict[s
     n_queries = len(ranks)
     # k may exceed the number of candidates; rank n_candidates + 1 is still no hit.
     values = {f"recall@{k}": (ranks <= min(k, n_candidates)).sum().float() for k in top_k}
+    # Summed as integers: a running sum in fp32 rounds from 2^24 on.
     values["mean_rank"] = ranks.sum().float()
     # In fp32 by name: integers divide into the default dtype, fp16 under Lightning's "16-true".
     values = {name: value / n_queries for name, value in values.items()}

@@ -107,6 +107,7 @@ class ZeroShotAccuracy(Metric):
         self.top_k = tuple(top_k)
         self.value = value
         self.workspace_bytes = workspace_bytes
+        # No states: every rank has the prompts of all classes, and a sync would gather them again.
         self._sums_CD: Tensor | None = None
         self._counts_C: Tensor | None = None
         self._classes_CD: Tensor | None = None
@@ -139,6 +140,7 @@ class ZeroShotAccuracy(Metric):
         classes_CD = self._classes()
         target = target.to(image_features.device, torch.int64)
         rows = max(1, self.workspace_bytes // (4 * self.num_classes * classes_CD.itemsize))
+        # Autocast would round scores to half, in which near classes tie.
         with torch.autocast(image_features.device.type, enabled=False):
             batches = zip(image_features.split(rows), target.split(rows), strict=True)
             parts = [_ranks(image_nD, classes_CD, target_n) for image_nD, target_n in batches]
@@ -170,6 +172,7 @@ class ZeroShotAccuracy(Metric):
                 "`update(image_features, target)` first."
             )
         ranks_N, target_N = without_repeats(ranks_N, dim_zero_cat(self.keys))
+        # Looked at here: in `update` it would be a host sync for every batch.
         wrong_N = target_N[(target_N < 0) | (target_N >= self.num_classes)]
         if len(wrong_N):
             raise ValueError(
@@ -202,6 +205,7 @@ class ZeroShotAccuracy(Metric):
                     "Call `update_prompts(text_features, class_ids)` for all "
                     f"{self.num_classes} classes on every rank, after each `reset()`."
                 )
+            # Of sums, not means: the number of prompts drops out with the length.
             self._classes_CD = unit_rows(self._sums_CD)[0]
         return self._classes_CD
 

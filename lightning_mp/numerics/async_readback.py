@@ -83,6 +83,7 @@ class AsyncReadback:
 
     def _start_copy(self, packed: Tensor) -> tuple[Tensor, Any]:
         """Return the host's copy, and the event after which it may be read."""
+        # A copy on the CPU too: the caller's buffer changes before the host looks at it.
         if packed.device.type != "cuda":
             return packed.to("cpu", copy=True), None
         host = self._buffer(packed)

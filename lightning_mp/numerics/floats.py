@@ -38,6 +38,7 @@ HALF_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 def rounded(value: float, dtype: torch.dtype) -> float:
     """Return a number as `dtype` stores it: 1e-8 is 0 in fp16, and 1e-7 is 1.19e-7."""
+    # From float64, which is Python's own: torch's default would round to fp32 first, and so twice.
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 

@@ -46,6 +46,7 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     # One in 8000 is rounded up to half a step. Both together may then be nearer to the weight's
     # neighbour, which a run resumed from them would compute with: it gets the value below.
     is_neighbour = (plain + residual * unit).to(half) != weight
+    # 0.6 eps is 0.6 to 1.2 steps wherever in its binade a residual lies: rounding makes it one.
     below = residual * (1 - 0.6 * torch.finfo(half).eps)
     residual = torch.where(is_neighbour, below, residual)
     return weight, torch.where(weight.isfinite(), residual, 0).to(half)

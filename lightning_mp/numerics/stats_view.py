@@ -109,6 +109,7 @@ class TensorStats:
             scale: The loss scale at which values are held.
         """
         with np.errstate(divide="ignore"):
+            # log2(0) is meant: it gives a tensor of zeros its inf, without a warning.
             bits = np.log2(_FP16_LARGEST / scale) - np.log2(self.column(StatField.AMAX))
         return self._named(bits)
 

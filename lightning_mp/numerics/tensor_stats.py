@@ -114,6 +114,7 @@ def tensor_stats(
     for index, tensor in enumerate(tensors):
         flat = _flat(_checked(stored_values(local_shard(tensor)), index))
         values.append(flat)
+        # By the dtype of the sums: fp16, bf16 and fp32 share batches, and float64 keeps its digits.
         groups.setdefault((flat.device, accumulation_dtype(flat.dtype)), []).append(index)
     if not values:
         return torch.zeros(0, len(StatField), dtype=torch.float64)
@@ -150,6 +151,7 @@ def _group_stats(
     else:
         stats_NK = row_stats(values, subnormal, look=device.type == "cpu")
     if isinstance(unscale, Tensor) or unscale != 1:
+        # Two columns in the place of all values; the bound of subnormals has the factor already.
         stats_NK[:, StatField.AMAX] *= factor.abs()
         stats_NK[:, StatField.SUM_OF_SQUARES] *= factor.square()
     return stats_NK

@@ -188,6 +188,7 @@ def _judge(
         return
     pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
     for group, parameter in pairs:
+        # Frozen ones get no gradient, and are not stepped.
         is_half = parameter.dtype in HALF_DTYPES and parameter.requires_grad
         if is_half and parameter not in ignore and is_number(group.get("eps")):
             report = _report_on(optimizer, group, parameter)

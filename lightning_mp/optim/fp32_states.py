@@ -59,6 +59,7 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
         widen_state(state)
         return True
     where = parameter.device if group["capturable"] else None
+    # torch makes states only where there are none: what it would make must all be here.
     state["step"] = torch.zeros((), dtype=torch.float32, device=where)
     state.update({name: torch.zeros_like(parameter, dtype=torch.float32) for name in names})
     return True

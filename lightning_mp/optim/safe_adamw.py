@@ -220,6 +220,7 @@ class SafeAdamW(Optimizer):
             at_once = group["fused"] or group["foreach"]
             if group["foreach"] is None:
                 at_once = at_once or parameter.is_cuda
+            # A foreach op takes its fast path for tensors of one device and dtype.
             dtypes = (parameter.device, parameter.dtype, parameter.grad.dtype)
             batch = batches.setdefault(dtypes if at_once else index, AdamWBatch())
             for collected, tensor in (
@@ -241,6 +242,8 @@ class SafeAdamW(Optimizer):
         dtype = accumulation_dtype(parameter.dtype)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            # In the weight's layout, as `zeros_like` keeps it: the fused kernel copies any other
+            # one.
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         # `write_back` may change in the middle of training, as when `PureFP16` takes over.
@@ -372,5 +375,6 @@ def _unshielded(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
             dtype = value.value.dtype
             if name in ("exp_avg", "exp_avg_sq"):
                 dtype = accumulation_dtype(parameter.dtype)
+            # A copy, or steps would write into the checkpoint that the caller holds.
             loaded[name] = value.value.to(parameter.device, dtype, copy=True)
     return loaded

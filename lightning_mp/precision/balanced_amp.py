@@ -170,12 +170,15 @@ class BalancedAMP(ScaledPrecision):
             ):
                 yield
         finally:
+            # Back to what it was: contexts nest where a tower is called inside of a step.
             self._is_inside = is_inner
 
     def _prepare(self) -> None:
         """Bring the model up to date with all that was written since the last step."""
         for optimizer in self._optimizers:  # a callback may have unfrozen what was in half
             widen(self.main_params(optimizer), "unfrozen")
+        # After widening, as only fp32 weights have copies; all of them, as writes to `p.data` go
+        # unseen.
         self._working.refresh()
 
     @override
@@ -213,9 +216,12 @@ def widen(parameters: Iterable[Tensor], whose: str, owners: Iterable[nn.Module] 
         if not half.isdisjoint(owner.parameters(recurse=False)):
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.dtype in HALF_DTYPES:
+                    # Batch norm's kernels take weights and statistics of one dtype.
                     owner._buffers[name] = buffer.float()
     for parameter in half:
+        # torch would keep a half gradient beside fp32 data, and go on adding to it in half.
         parameter.grad = None
+        # In place: optimizers and tied modules hold this very parameter.
         parameter.data = parameter.data.float()
     if half:
         rank_zero_info(

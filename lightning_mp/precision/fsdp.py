@@ -91,6 +91,7 @@ class _KeepsFP32(type):
     """Lets FSDP, which asks for classes, find the very modules that a plugin chose."""
 
     def __instancecheck__(cls, instance: object) -> bool:
+        # Not by `hasattr`: FSDP hands what it lacks on to what it wraps, and would be marked too.
         return "_keeps_fp32" in getattr(instance, "__dict__", ())
 
 
@@ -169,6 +170,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         """Mark the modules that FSDP is to keep in fp32."""
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
+        # Without `super()`, which attaches half copies: here the sharding gathers in half.
         widen(module.parameters(), "the model's", module.modules())
         for kept in self._fp32_modules_of(module).values():
             kept.__dict__["_keeps_fp32"] = True
@@ -179,6 +181,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Check what was wrapped, and hold step-wise schedules while steps are skipped."""
+        # Checked here, as FSDPStrategy wraps the model after `convert_module`.
         if not any(True for _ in _roots(model)):
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}`, but no module is wrapped in FSDP. It works with "
@@ -193,6 +196,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
             )
         self._model = model
         result = super().connect(model, optimizers, lr_schedulers)
+        # Errors then name parameters as the user's model does.
         self._names = {key: name.replace(_WRAPPED, "") for key, name in self._names.items()}
         return result
 
@@ -248,6 +252,7 @@ def _roots(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
 def _rounded(module: nn.Module, path: str, is_half: bool) -> Iterator[str]:
     """Yield the names of modules that should be in fp32 and are not."""
     if isinstance(module, FullyShardedDataParallel):
+        # The innermost unit around a module decides, whatever those outside of it say.
         is_half = module.mixed_precision.param_dtype not in (None, torch.float32)
     elif is_half and isinstance(module, _FP32Module):
         yield path.replace(_WRAPPED, "").rstrip(".")

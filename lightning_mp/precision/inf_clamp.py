@@ -136,6 +136,8 @@ class InfClamp:
                 hook = module.register_forward_pre_hook(clamp.clamp_inputs, with_kwargs=True)
                 self._handles.append(hook)
             if module in named or module in returning:
+                # Of a module that the user names all outputs are meant; of one that was found, the
+                # first.
                 dropout = stream.writers.get(module, 0.0)
                 clamp = dataclasses.replace(clamp, dropout=dropout, first_only=module not in named)
                 self._handles.append(module.register_forward_hook(clamp.clamp_outputs))
@@ -219,6 +221,7 @@ class _Counters:
     def set(self, values: list[int]) -> None:
         for counts in self.on.values():
             counts.zero_()
+        # Loaded counts are sums over all devices: they stand on one, and the others start at zero.
         first = next(iter(self.on.values()))
         first.copy_(torch.tensor(values, dtype=torch.int64))
 
@@ -264,6 +267,7 @@ class _Clamp:
         is_over = values.abs() > top  # False for NaN
         if self.counters is not None and not _is_repeated():
             self.counters.add(self.index, is_over)
+        # What takes the place of inf must survive the dropout that follows, too.
         limited = values.clamp(-min(self.value, top), min(self.value, top))
         if self.gradient == "straight_through":
             replaced: Tensor = _StraightThrough.apply(tensor, is_over, limited)

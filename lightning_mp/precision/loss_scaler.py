@@ -68,6 +68,8 @@ class LossScaler:
         """Whether the next good step makes the scale grow."""
         state, config = self._state, self.config
         interval = (state.warming_up and config.warmup_interval) or config.growth_interval
+        # By the remainder, as a growth does not end the count: it says how long ago the last skip
+        # was.
         return config.dynamic and (state.good_steps_in_a_row + 1) % interval == 0
 
     @property
@@ -146,6 +148,7 @@ class LossScaler:
         places = [place for place, _ in groups] or [torch.device("cpu")]
         target = device or places[0]
         found = [_divide_group_(tensors, scale).to(target) for tensors in groups.values()]
+        # The zero keeps an optimizer without gradients from an empty stack.
         return torch.stack([torch.zeros((), dtype=torch.float32, device=target), *found]).amax()
 
     def record(
@@ -213,8 +216,10 @@ class LossScaler:
     def _count_skip(self) -> None:
         state, config = self._state, self.config
         state.skipped_steps += 1
+        # By the scale that overflowed: the skip that lowers it to the floor is not yet one there.
         state.skips_at_floor = state.skips_at_floor + 1 if self._is_at_floor else 0
         state.good_steps_in_a_row = 0
+        # The first overflow has found the limit: fast doubling would only run into it again.
         state.warming_up = False
         state.hysteresis_left = max(state.hysteresis_left - 1, 0)
         if config.dynamic and state.hysteresis_left == 0:
@@ -227,11 +232,13 @@ class LossScaler:
         state.good_steps_in_a_row += 1
         if is_growing:
             state.scale = min(state.scale * config.growth_factor, config.max_scale)
+            # By a growth alone, as in Megatron: good steps in between do not refill it.
             state.hysteresis_left = config.hysteresis
 
     def _give_up(self, named_gradients: _Named | None) -> str:
         config, where = self.config, ""
         if named_gradients is not None:
+            # With shards the value may be another rank's, since all ranks agree on `found_inf`.
             first = first_non_finite(named_gradients()) or "that of another rank"
             where = f" The first bad gradient is {first}."
         kind, fix = "the lowest loss scale", "lower `LossScaleConfig(min_scale=...)`"
@@ -276,6 +283,7 @@ class LossScaler:
         for name in names:
             key, value = name.replace("_growth_tracker", "good_steps_in_a_row"), state[name]
             kinds = (int, float) if key == "scale" else (type(fresh[key]),)
+            # By `type`, as `True` is an integer to `isinstance`.
             if type(value) not in kinds or not 0 <= value < math.inf:
                 raise ValueError(
                     f"Passed a state with `{name}={value!r}` to `LossScaler.load_state_dict`. It "

@@ -81,12 +81,14 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
         """
         # Without `param_dtype` they are gathered as they rest.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        # Before the rest: `fully_shard` of a parent takes all parameters that no unit has yet.
         for kept in self._fp32_modules_of(module).values():
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Check how the model sharded itself, and leave it so."""
+        # Without `super()`, which attaches half copies: here the sharding gathers in half.
         half = [
             n for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES
         ]

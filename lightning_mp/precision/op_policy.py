@@ -220,6 +220,7 @@ class _PolicyMode(TorchFunctionMode):
             # Another kind of tensor may have an answer for the composite as a whole.
             if opened is None or any(kind not in (Tensor, nn.Parameter) for kind in types):
                 return func(*args, **kwargs)
+            # torch turns a mode off while it answers: the ops inside must meet it again.
             with self:
                 return opened(*args, **kwargs)
         is_on = torch.is_autocast_enabled(self.device_type) and not self.muted

@@ -146,6 +146,7 @@ class PureFP16(ScaledPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Turn the model's weights into half, in place; its buffers stay as they are."""
+        # Also for evaluation: a weight that is not there yet cannot be made half.
         check_lazy(module)
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
@@ -224,6 +225,7 @@ class PureFP16(ScaledPrecision):
     def _safe_halves(self) -> Container[Tensor]:
         return self._weights
 
+    # Stand-ins take their gradients before the step: a closure inside of it would come too late.
     _steps_in_place = False
 
     @override
@@ -255,6 +257,7 @@ class PureFP16(ScaledPrecision):
 
     @override
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
+        # A checkpointed forward must see the dtypes of the first one, or its outputs differ.
         return self.forward_context()
 
     @override

@@ -26,6 +26,7 @@ def gather_batches(loader: Any, count: int, *, pin: bool) -> Any:
         pin: Whether to gather in pinned memory.
     """
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    # Not one class with both methods: Lightning would ask every loader for a state it lacks.
     return (_StatefulGathered if is_stateful else _Gathered)(loader, count, pin)
 
 
@@ -52,6 +53,7 @@ class _Gathered:
         if name in self._OWN:
             object.__setattr__(self, name, value)
         else:
+            # Set here alone, it would not reach the loader's own iterator.
             setattr(self._loader, name, value)
 
     def _gather(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -94,6 +96,7 @@ class _Batch:
         self._rows = rows_of(first) or 0
         self._structure = _open(first)
         self._pin = pin
+        # Room for all at once: batches joined at the end would be in memory twice.
         self._memory = [
             self._allocate(leaf.value, count * self._rows) if self._has_rows(leaf.value) else None
             for leaf in self._structure.leaves
@@ -103,6 +106,7 @@ class _Batch:
 
     def add(self, batch: Any) -> None:
         structure = _open(batch)
+        # By paths, not by number: parts in another order would be joined crosswise.
         if [leaf.path for leaf in structure.leaves] != [x.path for x in self._structure.leaves]:
             raise ValueError(
                 f"Gathered loader batches of {[leaf.path for leaf in structure.leaves]} and of "
@@ -121,8 +125,10 @@ class _Batch:
                     f"{memory.dtype} {list(memory.shape[1:])} into one batch. All rows must have "
                     "one shape. Pad to a fixed length in the data set or `collate_fn`."
                 )
+            # Twice what is needed, so that not every further batch copies all that is there.
             if filled > len(memory):  # batches of a sampler of its own may grow
                 memory = self._memory[index] = self._allocate(value, 2 * filled, memory)
+            # Copied at once, so that the loader's batch is freed before the next one is asked for.
             memory[self._filled : filled] = value
         self._filled = filled
 
@@ -137,6 +143,7 @@ class _Batch:
         return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self._rows
 
     def _allocate(self, like: Tensor, rows: int, old: Tensor | None = None) -> Tensor:
+        # Only memory of the host can be pinned; a loader may yield tensors of the device.
         pin = self._pin and like.device.type == "cpu"
         memory = torch.empty(
             rows, *like.shape[1:], dtype=like.dtype, device=like.device, pin_memory=pin

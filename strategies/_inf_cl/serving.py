@@ -52,6 +52,7 @@ class ServesTowers(ForLightning, _Strategy):
         **kwargs: Any,
     ) -> None:
         strategy = type(self).__name__
+        # All checks come before `super()`, so that errors name this strategy and its arguments.
         _check_towers(strategy, towers)
         check_count(strategy, "loader_batches_per_step", loader_batches_per_step)
         check_count(strategy, "prefetch", prefetch, least=0)
@@ -79,6 +80,7 @@ class ServesTowers(ForLightning, _Strategy):
         self._cache: GradientCache | None = None
         self._micro_batch_sizes: dict[str, int] = {}
 
+    # Only the setter differs, but a property is overridden as a whole.
     @property
     @override
     def precision_plugin(self) -> Precision:
@@ -116,9 +118,11 @@ class ServesTowers(ForLightning, _Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._cache is not None
         assert self.lightning_module is not None
+        # Lightning passes the batch first; what follows is its index and that of its loader.
         batch = args[0] if args else next(iter(kwargs.values()), None)
         with self._cache.serving(self.lightning_module, self.towers, batch):
             output = super().training_step(*args, **kwargs)
+        # "auto" finds the size of a tower in its first call: logged once, not every step.
         if self._micro_batch_sizes != self._cache.micro_batch_sizes:
             self._note_sizes(self._cache.micro_batch_sizes)
         return output
@@ -127,12 +131,14 @@ class ServesTowers(ForLightning, _Strategy):
     def teardown(self) -> None:
         cache, self._cache = self._cache, None
         super().teardown()
+        # Last, since it may raise: the strategy is torn down by then.
         if cache is not None:
             cache.check()  # a GPU's last replays have not been compared yet
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._micro_batch_sizes:
+            # A resumed run must cut the same micro-batches, or its dropout masks would be others.
             checkpoint[_KEY] = dict(self._micro_batch_sizes)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
@@ -160,6 +166,7 @@ class ServesTowers(ForLightning, _Strategy):
     ) -> Any:
         module = self.lightning_module
         if self.offload == "host" and module is not None and module.trainer.training:
+            # The cache copies micro-batches to the device itself, as towers ask for them.
             device = torch.device("cpu")
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -225,6 +232,7 @@ def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
 
 
 def _check_towers(strategy: str, towers: Sequence[str]) -> None:
+    # A string is a sequence of names too: "visual" would be six towers.
     is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
     if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
         raise ValueError(

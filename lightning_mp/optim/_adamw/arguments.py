@@ -67,6 +67,7 @@ def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
             f"Passed a parameter of {parameter.dtype} to `SafeAdamW`. Parameters must be"
             " fp16, bf16, fp32 or float64. Pass complex ones as `torch.view_as_real(parameter)`."
         )
+    # Triton's interpreter runs the kernel on the CPU, as the tests do.
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if group["fused"] and not parameter.is_cuda and not is_interpreted:
         raise ValueError(

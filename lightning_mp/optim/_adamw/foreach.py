@@ -115,6 +115,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
     rates = _rates(options.lr, correction1)
+    # Before epsilon is added to the roots, in place, below.
     if options.clip_update_rms is not None:
         rms = _update_rms(gradients, roots, options.eps).to(rates.dtype)
         rates = rates / (rms / options.clip_update_rms).clamp_min(1)
@@ -160,6 +161,7 @@ def mix_seed(seed: int, index: int) -> int:
 def _unscaled(
     grads: list[Tensor], dtype: torch.dtype, grad_scale: Tensor | None, maximize: bool
 ) -> list[Tensor]:
+    # `to` copies nothing that is fp32: what follows must not write in place to `p.grad`.
     gradients = [gradient.to(dtype) for gradient in grads]
     if grad_scale is not None:
         gradients = list(torch._foreach_div(gradients, grad_scale.reshape(()).to(dtype)))

@@ -53,11 +53,13 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
             "found_inf": options.found_inf,
             "num_tensors": len(batch.params),
             "beta2": float(options.beta2),
+            # In Python's float64: fp32 has lost digits of 1 - 0.999 by the time a kernel subtracts.
             "weight2": 1.0 - options.beta2,
             "log_beta2": log_of(options.beta2),
             "sign": -1.0 if options.maximize else 1.0,
             "GRAD": _FORMATS[batch.grads[0].dtype],
             "num_warps": NUM_WARPS,
+            # By name, as its default is not the same in all versions of Triton.
             "enable_fp_fusion": True,
         }
         partials = None

@@ -90,6 +90,7 @@ class _Plan:
         # Without residuals their row is never read; any addresses do.
         kept = [*lists[:4], lists[-1]]
         addresses = torch.tensor([[tensor.data_ptr() for tensor in each] for each in kept])
+        # The row of gradients is judged with each table, as their addresses change.
         is_aligned = (addresses % 16 == 0).logical_or(torch.arange(5)[:, None] == _GRADS).all(0)
         rest = [
             torch.tensor([step.data_ptr() for step in steps]),
@@ -178,6 +179,7 @@ def _numbered(counts: Tensor) -> Tensor:
 def _odd_ones(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
     """Find what does not have the elements of its weight in the same order, without gaps."""
     for index, param in enumerate(lists[0]):
+        # On meta: only its strides are asked for.
         dense = _strides(torch.empty_like(param, device="meta"))
         for row, each in enumerate(lists):
             if param.numel() > 0 and _strides(each[index]) != dense:

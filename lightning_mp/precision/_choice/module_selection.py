@@ -75,6 +75,7 @@ def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
     if name == "norm":
         return [module for module in root.modules() if _is_norm(module)]
     found = [module for module in root.modules() if name in class_names(module)]
+    # With duplicates, so that a shared module is found under each of its paths.
     paths = [(as_written(path), m) for path, m in root.named_modules(remove_duplicate=False)]
     found += [module for path, module in paths if path == name and name][:1]
     if not found:

@@ -92,6 +92,7 @@ def _dropout_of(block: nn.Module) -> float:
         if "drop" in name and not any(other in name for other in _OTHER_DROPOUTS)
         if isinstance(value, float) and 0 < value < 1
     ]
+    # Of several rates the largest scales up most: the bound then holds for each.
     return max(numbers, default=0.0)
 
 

@@ -24,6 +24,7 @@ class HeldSchedule(LRSchedulerConfig):
     def __init__(self, config: LRSchedulerConfig, is_held: Callable[[], bool]) -> None:
         self._is_held = is_held
         super().__init__(
+            # By its fields, whichever the installed version of Lightning has.
             **{f.name: getattr(config, f.name) for f in dataclasses.fields(LRSchedulerConfig)}
         )
 

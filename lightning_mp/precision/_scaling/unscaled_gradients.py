@@ -57,6 +57,7 @@ class UnscaledGradients:
         """Move scaled gradients that wait for a later step to a scale `ratio` times the old one."""
         if ratio == 1:
             return
+        # What is unscaled is in no scale, and must not move with it.
         gradients = _gradients(set(parameters) - self._parameters)
         if gradients:
             torch._foreach_mul_(gradients, ratio)

@@ -59,6 +59,7 @@ def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device = next((t.device for t in tensors), None) or next(module.parameters()).device
     with torch.autocast(device.type, enabled=False):
         args, kwargs = cast_floats((args, kwargs), torch.float32)
+        # By the class: a bound method kept from before would give a deep copy this one's weights.
         return type(module).forward(module, *args, **kwargs)
 
 

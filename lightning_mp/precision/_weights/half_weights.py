@@ -83,6 +83,7 @@ class HalfWeights:
         One that a module of `keep_fp32` shares stays in fp32. Checkpoints of the model hold fp32
         values, and loading one writes weights and residuals.
         """
+        # By identity of parameters, not by module: a tied weight stands in several modules.
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
         for owner in module.modules():
             own = [
@@ -142,6 +143,7 @@ class HalfWeights:
             yield
         finally:
             for owner, name, parameter in places:
+                # Who has put another parameter there inside of the context keeps it.
                 if owner._parameters.get(name) is shown[parameter]:
                     owner._parameters[name] = parameter
             for parameter, value in shown.items():
