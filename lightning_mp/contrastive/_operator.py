@@ -104,7 +104,7 @@ def _options(values: Sequence[Any]) -> tuple[PairOptions, TileChoice, Any, str, 
 def _run(
     image_bD: Tensor, text_nD: Tensor, scale: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
-    """Return the members of `Found` in the order of `_shapes`; empty is what is not needed here.
+    """Return the loss, its statistics and gradients, as `_fake` has them; empty is what is not due.
 
     Raises:
         ValueError: Something cannot be used; on all ranks.

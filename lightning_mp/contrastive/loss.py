@@ -18,7 +18,7 @@ from lightning_mp.contrastive._call.inputs import (
     check_derivatives,
     in_one_dtype,
 )
-from lightning_mp.contrastive._call.open_clip_arguments import check_ranks, take_open_clip
+from lightning_mp.contrastive._call.open_clip_arguments import ranks_problem, take_open_clip
 from lightning_mp.contrastive._call.pair_options import (
     RULES,
     Duplicates,
@@ -376,12 +376,15 @@ class ContrastiveLoss(nn.Module):
         # Before the checks: what is no tensor is left for them to refuse, on all ranks.
         image, text = in_one_dtype(image, text)
         # Not in the constructor: models are mostly made before ranks are known.
-        check_ranks(name, self.rank, self.world_size, self.process_group)
-        problem = self.problem(image, text, logit_scale, logit_bias, pairs)
+        group = self.process_group
+        # Not raised here: one rank may be right where another is wrong, and would wait for it.
+        problem = ranks_problem(name, self.rank, self.world_size, group) or self.problem(
+            image, text, logit_scale, logit_bias, pairs
+        )
         if problem is not None:
-            refuse(problem, image, self.process_group)
+            refuse(problem, image, group)
         scale, bias = as_tensors(logit_scale, logit_bias, image)
-        where = (self.tiles, self.exchange, self.process_group)
+        where = (self.tiles, self.exchange, group)
         loss, found = loss_of(image, text, scale, bias, pairs, *where)
         if not is_compiling:
             is_normalizing = any(prefix.is_normalized for prefix in pairs.prefixes)

@@ -251,3 +251,12 @@ def test_outputs_left_out_are_not_kept() -> None:
 def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GradientCache(**{"micro_batch_size": 3, **settings})
+
+
+def test_array_that_differs_between_micro_batches_is_refused_by_name() -> None:
+    def tower(x: Tensor) -> dict[str, Any]:
+        return {"features": 2 * x, "lengths": x.detach().numpy()[:, 0]}
+
+    cache = GradientCache(micro_batch_size=2)
+    with pytest.raises(ValueError, match="`lengths` of type ndarray.*leave_out"):
+        cache.call(tower, torch.randn(4, 3, requires_grad=True))

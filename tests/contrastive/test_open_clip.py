@@ -93,6 +93,19 @@ def test_ranks_give_the_loss_of_the_whole_batch_and_its_gradients() -> None:
         assert f"rank={rank}, world_size=3" in results["messages"][0]
 
 
+def _with_the_rank_of_the_first(rank: int) -> str:
+    with pytest.raises(ValueError, match=".") as error:  # noqa: PT011
+        ContrastiveLoss(rank=0, world_size=2)(*(torch.randn(4, 8) for _ in range(2)), 1.0)
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_rank_of_another_process_is_refused_on_all() -> None:
+    first, second = run_ranks(_with_the_rank_of_the_first, 2)
+    assert "Rank 1 of 2 passed arguments" in first
+    assert "rank=0, world_size=2" in second
+
+
 def test_ranks_without_a_group_are_refused() -> None:
     with pytest.raises(ValueError, match="Call `torch.distributed.init_process_group` first"):
         factory(0, 8, gather_with_grad=True)(*features(), 14.3)

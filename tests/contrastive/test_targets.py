@@ -89,6 +89,15 @@ def test_false_negatives_are_the_nearest_with_a_negative_scale_too() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Passed .*negative scale")
+@pytest.mark.parametrize("scale", [5.0, -5.0])
+def test_nan_is_no_false_negative(scale: float) -> None:
+    image, text = torch.randn(8, 4), torch.randn(10, 4)
+    text[9] = torch.nan
+    loss_fn = ContrastiveLoss(false_negatives="absolute")
+    assert loss_fn(image, text, scale).isnan()
+
+
 def test_text_as_near_as_the_positive_is_no_negative() -> None:
     image = torch.eye(6)[[0, 0, 1, 2, 3, 4]]  # the first two are the same
     loss_fn = ContrastiveLoss(false_negatives="relative", margin=0.1)

@@ -108,7 +108,8 @@ def _by_budget(call: "Call", limit: int) -> int:
         fitting, peak_then = before
         # On the chord between the two probes, which lies above the peak.
         share = min(1.0, max(0, limit - peak_then) / max(1, peak - peak_then))
-        rows = max(1, fitting + int(share * (rows - fitting)))
+        # Without anything left, not even one fits; else one is tried.
+        rows = max(int(limit > 0), fitting + int(share * (rows - fitting)))
     # Tensor cores take rows in eights.
     return rows if rows < 16 or rows == most else rows // 8 * 8
 

@@ -196,7 +196,7 @@ class Call:
         try:
             for rows, leaves in self._batches.first_run():
                 self._buffers.restore(keep_grown=True)
-                rng = self._rng()
+                rng = RngState(self.device, self._module)
                 since = sequence_number()
                 returned, inputs = self._run(leaves)
                 self._buffers.collect(rows.stop - rows.start)
@@ -344,9 +344,6 @@ class Call:
             if not self.sharded or key in self._own or not isinstance(leaf, nn.Parameter)
         }
 
-    def _rng(self) -> RngState:
-        return RngState(self.device, self._module)
-
     def _check_unchanged(self) -> None:
         if any(version_of(x) != self._versions[key] for key, x in self.leaves.items()):
             raise RuntimeError(
@@ -395,7 +392,7 @@ class Call:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Leave generators and buffers as they are found, whatever a replay does."""
-        rng, buffers = self._rng(), BufferState(self._module)
+        rng, buffers = RngState(self.device, self._module), BufferState(self._module)
         try:
             yield
         finally:

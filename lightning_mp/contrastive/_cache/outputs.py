@@ -7,6 +7,7 @@ Shapes:
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -118,8 +119,8 @@ class Outputs:
         is_a_row_each = isinstance(value, list) and isinstance(whole, list)
         if is_a_row_each and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._wholes[index] = whole + value
-        # The same object is equal whatever `==` says of it, as of NaN.
-        elif whole is not value and not bool(whole == value):
+        # The same object is equal whatever `==` says of it, as of NaN; of arrays it says several.
+        elif whole is not value and not bool(np.all(whole == value)):
             assert self._structure is not None
             path = self._structure.leaves[index].path
             raise ValueError(

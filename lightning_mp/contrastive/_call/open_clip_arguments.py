@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_mp._arguments import check_count
 
-__all__ = ["SigLipExchange", "check_ranks", "take_open_clip", "take_siglip"]
+__all__ = ["SigLipExchange", "ranks_problem", "take_open_clip", "take_siglip"]
 
 SigLipExchange = Literal["bidir", "shift", "reduce", "gather"]
 
@@ -54,19 +54,18 @@ def take_siglip(dist_impl: str | None, chunk_size: int) -> None:
     check_count("SigmoidContrastiveLoss", "chunk_size", chunk_size, 0, fix=fix)
 
 
-def check_ranks(owner: str, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
-    """Refuse a rank and a number of ranks that are not those of the group.
-
-    Raises:
-        ValueError: They differ, such as where `torch.distributed` is not initialised.
-    """
+def ranks_problem(
+    owner: str, rank: int, world_size: int, group: dist.ProcessGroup | None
+) -> str | None:
+    """Return what is wrong with a rank and a number of ranks: they are not those of the group."""
     if world_size == 1:  # open_clip's default
-        return
+        return None
     is_initialized = dist.is_available() and dist.is_initialized()
     found = (dist.get_rank(group), dist.get_world_size(group)) if is_initialized else (0, 1)
-    if (rank, world_size) != found:
-        raise ValueError(
-            f"Passed `{owner}(rank={rank}, world_size={world_size})`, but the process "
-            f"group has rank {found[0]} of {found[1]}, so the negatives would be others. "
-            "Call `torch.distributed.init_process_group` first, or leave both out."
-        )
+    if (rank, world_size) == found:
+        return None
+    return (
+        f"Passed `{owner}(rank={rank}, world_size={world_size})`, but the process "
+        f"group has rank {found[0]} of {found[1]}, so the negatives would be others. "
+        "Call `torch.distributed.init_process_group` first, or leave both out."
+    )

@@ -251,10 +251,12 @@ def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
         left, right = (guides.to(dtype) for guides in limits.guides)
         guided_rc = torch.mm(left, right.T, out=tile.spare_rc)
         return guided_rc > limits.rows_b[:, None].to(dtype), guided_rc > limits.columns_m.to(dtype)
-    # Logits of a negative scale have the other order.
-    row_r1, column_c = ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
-    is_turned = scale < 0
-    return (tile.logits_rc > row_r1) ^ is_turned, (tile.logits_rc > column_c) ^ is_turned
+    by_row_rc, by_column_rc = (
+        # Logits of a negative scale have the other order. NaN is in none, and stays.
+        torch.where(scale < 0, tile.logits_rc < limit, tile.logits_rc > limit)
+        for limit in ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
+    )
+    return by_row_rc, by_column_rc
 
 
 def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:

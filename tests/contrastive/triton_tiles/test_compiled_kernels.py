@@ -83,7 +83,8 @@ def requests_of(row: TileConfig) -> list[Request]:
     by_scale = dict.fromkeys(Precision(p.operand, p.operand, False, p.is_split) for p in precisions)
     return [
         Request("lse_kernel", config, p, maxima=maxima)
-        for maxima in (False, True)
+        # With maxima or ids nothing is timed against the rows that are used.
+        for maxima in ((False,) if is_alternative else (False, True))
         for p in by_scale
     ]
 
@@ -167,11 +168,10 @@ DEFAULTS = [
     for row in rows_of(kernel, arch, dtype)
 ]
 # The codes of ids take registers beside all that a tile has without them.
-# With maxima as well, 128 x 256 of 9.0, which is only timed against others, would spill.
 IDS = [
     dataclasses.replace(request, ids=True)
     for request in TILES + SIGMOIDS
-    if not request.maxima or request.config.tile != (128, 256, 64)
+    if request.config.kernel != "lse" or request.config in DEFAULTS
 ]
 GUIDED = [
     bare(find_configs("softmax_wide", arch, dtype, WIDTHS[1])[-1])

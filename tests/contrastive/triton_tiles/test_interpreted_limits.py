@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
@@ -122,3 +123,12 @@ def test_gradients_are_those_of_what_is_kept(
     bound = GRADIENT_ERROR[dtype] + abs(scale) * 3 * 2.0**-24
     assert gradient_error(gradients[0], softmax, shard.columns) < bound
     assert gradient_error(gradients[1], softmax.T, shard.rows) < bound
+
+
+@pytest.mark.filterwarnings("ignore:Passed .*negative scale")
+@pytest.mark.parametrize("scale", [5.0, -5.0])
+def test_nan_is_no_false_negative(scale: float) -> None:
+    image, text = torch.randn(8, 16), torch.randn(10, 16)
+    text[9] = torch.nan
+    loss_fn = ContrastiveLoss(false_negatives="absolute", backend="triton")
+    assert loss_fn(image, text, scale).isnan()

@@ -143,9 +143,10 @@ def lse_kernel(
         column_limit = load_some(column_limits, column, num_columns) * high
         row_limit = tl.exp2(row_limit - tl.load(reference))
         column_limit = tl.exp2(column_limit - tl.load(reference))
-        # Powers of a negative scale have the other order.
-        by_row = (powers > row_limit[:, None]) != (high < 0)
-        by_column = (powers > column_limit[None, :]) != (high < 0)
+        # Powers of a negative scale have the other order. NaN is in none, and stays.
+        row_limit, column_limit = row_limit[:, None], column_limit[None, :]
+        by_row = tl.where(high < 0, powers < row_limit, powers > row_limit)
+        by_column = tl.where(high < 0, powers < column_limit, powers > column_limit)
     if row_limits is not None:
         row_powers = tl.where(by_row, 0.0, powers)
         column_powers = tl.where(by_column, 0.0, powers)

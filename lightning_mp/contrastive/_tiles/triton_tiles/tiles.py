@@ -125,7 +125,9 @@ class TritonTiles(TileBackend):
             if len(cut.kept_rm) > 0:
                 config = self._kept_configs(cut)[0]
             elif logits.limits is None:
-                config = self._choose("lse", cut, try_out)
+                # With maxima or ids some shapes that are timed against the first would spill.
+                is_bare = maxima is None and logits.ids is None
+                config = self._choose("lse", cut, try_out if is_bare else None)
             else:  # 128 x 256 tiles with limits spill, and guides have a second product
                 config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
             # No block of logits is ever written here: only what tiles leave of it.
