@@ -108,7 +108,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
                 f"Passed `{type(self).__name__}`, but no module is sharded. Call `fully_shard` in "
                 "`configure_model`, or pass `InfCLStrategy`, which is DDP."
             )
-        self._own = [p for p in own_parameters(module) if p.requires_grad]
+        # Frozen ones too: a callback may let them train later on, and they start as rank 0's.
+        self._own = own_parameters(module)
         for parameter in self._own:
             dist.broadcast(parameter.detach(), 0)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -124,7 +125,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # backward.
         cache.finish(reduce=self._reduces)
         if self._reduces:
-            _average_gradients(self._own)
+            _average_gradients([p for p in self._own if p.requires_grad])
         return closure_loss
 
     @contextmanager
@@ -164,7 +165,9 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
             name
             for name, parameter in trainer.lightning_module.named_parameters()
             # A single number, such as a logit scale, passes torch's norm beside shards.
-            if parameter.numel() > 1 and any(parameter is own for own in self._own)
+            if parameter.numel() > 1
+            and parameter.requires_grad
+            and any(parameter is own for own in self._own)
         ]
         if trainer.gradient_clip_val and not by_value and large:
             raise MisconfigurationException(
@@ -178,7 +181,8 @@ def _average_gradients(parameters: list[Tensor]) -> None:
     """Average the gradients of what is not sharded, in one all-reduce a dtype."""
     if not parameters or dist.get_world_size() == 1:
         return
-    for dtype in {p.dtype for p in parameters}:
+    # In the order of the parameters, which is that of all ranks; a set has one of each process.
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
         group = [p for p in parameters if p.dtype == dtype]
         # A rank that did not train a parameter takes part all the same.
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]

@@ -101,6 +101,29 @@ def test_run_resumes_from_its_checkpoint(tmp_path: Path, distributed: bool) -> N
     assert set(found) == {"visual", "text"}
 
 
+class Thawing(Model):
+    """Trains its scale, which no shard holds, from the second step on."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.log_scale.requires_grad_(False).add_(self.global_rank)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log_scale.requires_grad_(batch_idx > 0)
+
+
+def _thaw(rank: int) -> list[float]:
+    model = Thawing()
+    start = float(model.log_scale)
+    fit(rank, model)
+    return [start, float(model.log_scale)]
+
+
+def test_whole_parameter_that_is_trained_later_stays_the_same_on_all_ranks() -> None:
+    (start, first), (_, second) = run_ranks(_thaw, RANKS)
+    assert first == second != start
+
+
 class Dropping(nn.Sequential):
     """Leaves a layer out of the third micro-batch, which is the last."""
 
