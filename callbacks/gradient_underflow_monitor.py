@@ -1,12 +1,14 @@
 """`GradientUnderflowMonitor`: sees gradients vanish hours before training stops to learn."""
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -76,22 +78,22 @@ class GradientUnderflowMonitor(SamplingMonitor):
         # The loss is sent as a tensor of one value: one copy for both.
         last = torch.full((), torch.nan) if loss is None else loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
-        # A scale on the host is that of this step; one on the device is not read, to save the sync.
-        self.submit(
-            trainer,
-            packed,
-            # Under DDP all ranks hold the same gradients.
-            gather=is_sharded(trainer),
-            names=found.names,
-            scale=scale if isinstance(scale, float) else None,
-        )
+        # And the scale behind it: torch's scaler keeps its own on the device, and will change it.
+        row = packed.new_empty(1, packed.shape[1])
+        if isinstance(scale, Tensor):
+            row.copy_(scale.reshape(1, 1))
+        else:
+            row.fill_(torch.nan if scale is None else scale)
+        # Under DDP all ranks hold the same gradients.
+        packed = torch.cat([packed, row])
+        self.submit(trainer, packed, gather=is_sharded(trainer), names=found.names)
 
     @override
     def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
         facts: StepFacts = sample.context["facts"]
-        # The last row, as it was sent behind the gradients.
-        losses = sample.array[:, -1]
-        stats = merge_ranks(sample.context["names"], sample.array[:, :-1])
+        # The last rows, as they were sent behind the gradients.
+        losses, scale = sample.array[:, -2], _scale_of(sample)
+        stats = merge_ranks(sample.context["names"], sample.array[:, :-2])
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
@@ -102,7 +104,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             "gradient_norm": float(np.sqrt(stats.column(StatField.SUM_OF_SQUARES).sum())),
         }
         if _passes_through_fp16(trainer):
-            headroom = stats.headroom_bits(sample.context["scale"] or 1.0)
+            headroom = stats.headroom_bits(scale or 1.0)
             metrics["gradient_headroom_bits"] = min(headroom.values())
             columns["gradient_headroom_bits"] = headroom
         for name, column in columns.items():
@@ -129,7 +131,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
             self._say(trainer, sample, underflow, len(found))
 
     def _say(self, trainer: pl.Trainer, sample: Readback, found: Verdict, count: int) -> None:
-        name, scale = str(found.tensor).partition(":")[2], sample.context["scale"]
+        name, scale = str(found.tensor).partition(":")[2], _scale_of(sample)
         # 64 times the scale now, as a power of two, or the largest that fp16 itself could take.
         start = torch.finfo(torch.float16).max if scale is None else scale * 64
         says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
@@ -145,6 +147,12 @@ class GradientUnderflowMonitor(SamplingMonitor):
         )
         numbers = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
         self.say(trainer, verdict, sample.context["facts"], **numbers)
+
+
+def _scale_of(sample: Readback) -> float | None:
+    """Return the loss scale of the sampled step, if there was one."""
+    scale = float(sample.array[0, -1, 0])
+    return None if math.isnan(scale) else scale
 
 
 def _passes_through_fp16(trainer: pl.Trainer) -> bool:

@@ -71,7 +71,7 @@ def _choose_alarms(alarms: list["Alarm"]) -> list["Alarm"]:
         return alarms
     errors = [alarm for alarm in alarms if alarm.severity == "error"]
     rest = [alarm for alarm in alarms if alarm.severity != "error"]
-    chosen = _ends(errors, MAX_ALARMS // 2 if rest else MAX_ALARMS)
+    chosen = _ends(errors, max(MAX_ALARMS // 2, MAX_ALARMS - len(rest)))
     chosen += _ends(rest, MAX_ALARMS - len(chosen))
     return sorted(chosen, key=lambda alarm: alarm.step)
 

@@ -88,17 +88,25 @@ def test_with_lightnings_mixed_precision_gradients_are_judged_unscaled(fused: bo
         assert norm == pytest.approx(norms[step], rel=1e-4)
 
 
-def test_headroom_is_that_of_the_loss_scale() -> None:
+@pytest.mark.parametrize("is_torchs", [False, True], ids=["BalancedAMP", "16-mixed"])
+def test_headroom_is_that_of_the_loss_scale(is_torchs: bool) -> None:
     watcher = monitor()
     largest: list[float] = []
 
     class Model(Watched):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            largest.append(
-                max(float(p.grad.abs().max()) for g in optimizer.param_groups for p in g["params"])
-            )  # noqa: E501
+            groups = optimizer.param_groups
+            largest.append(max(float(p.grad.abs().max()) for g in groups for p in g["params"]))
 
-    watch(Model(None, still, steps=3), [watcher], BalancedAMP(loss_scale=256.0))
+    # torch's scaler keeps its scale on the device.
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    torchs = MixedPrecision("16-mixed", "cpu", scaler)
+    watch(
+        Model(None, still, steps=3),
+        [watcher],
+        torchs if is_torchs else BalancedAMP(loss_scale=256.0),
+    )
+    assert len(watcher.history.curves["gradient_headroom_bits"]) == 3
     for step, bits in watcher.history.curves["gradient_headroom_bits"]:
         expected = torch.log2(torch.tensor(65504 / (largest[step] * 256)))
         assert bits == pytest.approx(float(expected), abs=1e-4)
