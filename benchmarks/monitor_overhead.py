@@ -129,7 +129,8 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
         raise RuntimeError(f"A training did not finish: {failures}.")
     off, on = ([run.seconds for run in found[kind]] for kind in runs)
     step = median(off) / args.steps
-    shares = {type(monitor).__name__: 0.0 for monitor in monitors()}
+    # What they share measures the gradients' norms for all of them.
+    shares = dict.fromkeys([*(type(m).__name__ for m in monitors()), "FactsRecorder"], 0.0)
     for action, seconds in (item for run in found["on"] for item in run.inside.items()):
         for name in shares:
             shares[name] += (f"]{name}" in action) * seconds / len(on) / median(off)

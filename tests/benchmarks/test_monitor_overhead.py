@@ -17,7 +17,12 @@ def test_a_rehearsal_has_a_row_for_every_monitor_and_for_all(tmp_path: Path, cap
     assert main([*QUICK, "--csv", str(path)]) == 0
     rows = read(path)
     names = [type(monitor).__name__ for monitor in monitors()]
-    assert [row["monitor"] for row in rows] == [*names, "all, inside", "all, on against off"]
+    assert [row["monitor"] for row in rows] == [
+        *names,
+        "FactsRecorder",
+        "all, inside",
+        "all, on against off",
+    ]
     parts = [float(row["share_of_step"]) for row in rows]
     assert sum(parts[:-2]) == pytest.approx(parts[-2], abs=1e-4)
     for name, part in zip(names, parts, strict=False):
