@@ -49,6 +49,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
             f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
         )
     data, batch = _data(settings)
+    micro_batch = strategy.get("micro_batch_size", 256)
     one = tree_leaves(_rows(batch, 1, fake=False))
     model, towers, found = _measured(settings, strategy, batch, PRECISIONS[chosen])
     return Subject.of(
@@ -58,8 +59,8 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
         towers=towers,
         pair_bytes=sum(leaf.nbytes for leaf in one if isinstance(leaf, Tensor)),
         precision=chosen,
-        # The defaults are those of `InfCLStrategy`.
-        micro_batch=strategy.get("micro_batch_size", 256),
+        # The defaults are those of `InfCLStrategy`; 256 also stands for what "auto" would find.
+        micro_batch=256 if micro_batch == "auto" else micro_batch,
         offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
         loader_batches=strategy.get("loader_batches_per_step", 1),

@@ -125,7 +125,7 @@ def memory(method: Method, batch: int, subject: Subject, machine: Machine) -> Me
     loss = formulas.loss_bytes(method.loss, batch, machine.gpus, subject.width, workspace)
     return Memory(
         static=subject.static.at_rest(subject.parameters, subject.states)
-        + formulas.FP32 * subject.frozen_parameters,
+        + subject.static.held * subject.frozen_parameters,
         data=min(staged, rank_batch) * subject.pair_bytes,
         features=features,
         # Without the cache the towers' graphs are alive while the loss is computed.

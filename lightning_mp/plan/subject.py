@@ -29,6 +29,14 @@ class StaticBytes:
     policy: str  # how that dtype comes about: `"none"`, `"autocast"` or `"weights"`
     stepped: str = "float32"  # dtype of the weights that the optimizer is given
 
+    @property
+    def held(self) -> int:
+        """Bytes of a parameter that is not trained: nothing steps it, so it needs no residual."""
+        dtype: torch.dtype = getattr(
+            torch, self.activations if self.policy == "weights" else "float32"
+        )
+        return dtype.itemsize
+
     def at_rest(self, parameters: int, states: Mapping[str, int]) -> float:
         """Return the bytes of weights, copies, optimizer states and buckets."""
         weights = parameters * (self.weight + self.copy + self.bucket)

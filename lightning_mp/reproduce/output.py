@@ -41,7 +41,7 @@ def cpu_name() -> str:
 
 def _provenance() -> dict[str, str]:
     """Return what a figure depends on beside its command: hardware, versions and date."""
-    hardware = f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
+    hardware = f"{cpu_name()}, {_cores()} cores"
     if torch.cuda.is_available():
         hardware += f", {torch.cuda.get_device_name()}"
     versions = f"lightning-mp {lightning_mp.__version__}, torch {torch.__version__}, "
@@ -114,3 +114,8 @@ def _shown(value: object) -> str:
         # From 1000 on three digits would be written with an exponent.
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "-" if value is None else str(value)
+
+
+def _cores() -> int:
+    # Linux alone says how many of them this process may use.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,5 +1,7 @@
 """The products that a plan computes for our loss, against what its sweeps really multiply."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from lightning_mp.contrastive._exchange.agreement import make_plan
 from lightning_mp.contrastive._sums.infonce import infonce
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
-from lightning_mp.plan.estimate import METHODS, Machine, exchanged, products
+from lightning_mp.plan.estimate import METHODS, Machine, exchanged, memory, products
 from lightning_mp.plan.subject import Subject, TowerBytes
 
 WIDTH = 16
@@ -87,3 +89,12 @@ def test_other_losses_multiply_the_same_at_all_sizes() -> None:
     for batch in (64, 65_536):
         found = products(DENSE, batch, _subject("32-true"), _machine(8, "cuda"))
         assert found == formulas.CLIP_PRODUCTS
+
+
+@pytest.mark.parametrize(("precision", "held"), [("32-true", 4), ("PureFP16", 2), ("bf16-true", 2)])
+def test_frozen_parameters_take_what_their_dtype_does(precision: str, held: int) -> None:
+    plain, machine = _subject(precision), _machine(1, "cpu")
+    plain = dataclasses.replace(plain, states={"float32": 0, "bfloat16": 0})
+    locked = dataclasses.replace(plain, frozen_parameters=1000)
+    static = [memory(OURS, 64, subject, machine).static for subject in (plain, locked)]
+    assert static[1] - static[0] == 1000 * held

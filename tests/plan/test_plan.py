@@ -252,6 +252,8 @@ def test_optimizer_is_the_configs_before_the_models(
     assert subject.found == "on tensors without memory"
     assert subject.optimizer == "SGD"
     assert subject.states == {"float32": 4 * subject.parameters, "bfloat16": 2 * subject.parameters}
+    # "auto" is found by a run, and plans as the default.
+    assert subject_of_config("examples/text_to_text.yaml").micro_batch == 256
     own = subject_of_config(CONFIG)
     assert own.optimizer == "AdamW"
     assert own.states["float32"] == pytest.approx(8 * own.parameters, rel=1e-3)  # and step counts
