@@ -92,10 +92,14 @@ class RecipeCLIP(pl.LightningModule):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         images, tokens = batch
         features = self.encode_image(images), self.encode_text(tokens)
-        # CLIP's limit of the scale.
-        loss = self.loss(*features, self.model.logit_scale.exp().clamp(max=100))
+        loss = self.loss(*features, self.model.logit_scale.exp())
         self.log("loss", loss, prog_bar=True)
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Keep the scale within CLIP's limit; in the forward a clamp would have no gradient."""
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(max=math.log(100))
 
     def configure_optimizers(self) -> dict[str, Any]:
         params = [p for p in self.parameters() if p.requires_grad]

@@ -126,9 +126,17 @@ class ZeroShotAccuracy(Metric):
                 f"[0, {self.num_classes}), as `num_classes={self.num_classes}`."
             )
         unit_pD = unit_rows(text_features)[0]
+        class_ids = class_ids.to(unit_pD.device, torch.int64)
         if self._sums_CD is None or self._counts_C is None:
             self._sums_CD = unit_pD.new_zeros(self.num_classes, unit_pD.shape[1])
             self._counts_C = unit_pD.new_zeros(self.num_classes)
+        if self._sums_CD.shape[1] != unit_pD.shape[1]:
+            raise ValueError(
+                f"Passed `text_features` of width {unit_pD.shape[1]} after prompts of width "
+                f"{self._sums_CD.shape[1]}. All must have one. Call `reset()` before those of "
+                "another model."
+            )
+        unit_pD = unit_pD.to(self._sums_CD)
         self._sums_CD.index_add_(0, class_ids, unit_pD)
         self._counts_C.index_add_(0, class_ids, torch.ones_like(unit_pD[:, 0]))
         self._classes_CD = None

@@ -72,6 +72,16 @@ def test_ties_and_values_that_are_not_finite_count_against_the_model() -> None:
     assert [round(bad.compute()[f"top{k}"].item(), 4) for k in (1, 2, 5)] == [0, 0.3333, 0.3333]
 
 
+def test_prompts_come_in_any_integers_and_floats_but_in_one_width() -> None:
+    metric = ZeroShotAccuracy(num_classes=2, top_k=[1])
+    metric.update_prompts(torch.tensor([[1.0, 0.0]]), torch.tensor([0], dtype=torch.uint8))
+    metric.update_prompts(torch.tensor([[0.0, 1.0]]).double(), torch.tensor([1]))
+    metric.update(torch.eye(2), torch.arange(2))
+    assert metric.compute()["top1"] == 1
+    with pytest.raises(ValueError, match="width 3 after prompts of width 2"):
+        metric.update_prompts(torch.ones(1, 3), torch.tensor([0]))
+
+
 def test_images_with_a_key_seen_before_are_left_out() -> None:
     data = make_data()
     alone, repeated = (ZeroShotAccuracy(num_classes=CLASSES) for _ in range(2))
