@@ -3,9 +3,10 @@
 Every rank needs the batch sizes of all others on its host before it can size a buffer, and no rank
 can know that another one's have changed: whatever it assumed, the collectives of the two would not
 fit, and NCCL would hang. So every loss reads them. What that costs is one small collective, and not
-a wait for the device: on CUDA it runs on a stream of its own, behind nothing that the towers have
+a wait for the device: on CUDA it runs on a stream of its own, behind no kernel that the towers have
 queued, so that the host waits for the other hosts and the network (tens of microseconds) while the
-device works on. Arguments that do not fit, of any rank, are seen by all of them and raise on all.
+device works on; and, as any collective, for those of the same group that were queued before it.
+Arguments that do not fit, of any rank, are seen by all of them and raise on all.
 
 Shapes:
     b: this rank's batch. D: feature width. W: ranks.
