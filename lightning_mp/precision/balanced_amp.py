@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_mp._arguments import check_choice, explains_arguments
@@ -182,15 +183,17 @@ class BalancedAMP(ScaledPrecision):
         self._working.refresh()
 
     @override
-    def _attach(self, optimizer: Optimizer) -> None:
-        super()._attach(optimizer)
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare optimizers, and follow the steps of all that there are."""
 
         def refresh(optimizer: Optimizer, *_: object) -> None:  # one that is stepped past us
             if self._stepping is not optimizer:
                 self._working.refresh(self.main_params(optimizer))
 
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not all wrappers have it
-            self._undo.callback(optimizer.register_step_post_hook(refresh).remove)
+        self._undo.callback(register_optimizer_step_post_hook(refresh).remove)
+        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     @contextlib.contextmanager

@@ -364,3 +364,33 @@ def test_norms_that_fsdp_would_round_raise() -> None:
     for without_policy, with_policy in run_ranks(_misconfigure, RANKS):
         assert "gathers 'network.blocks.0.norm1' in half" in without_policy
         assert with_policy == ""
+
+
+class _StepsPastThePlugin(_Model):
+    """Has an optimizer over its shards that no plugin was given."""
+
+    def on_fit_start(self) -> None:
+        self.own = SGD(self.network.parameters(), lr=0.1)
+
+    def on_after_backward(self) -> None:
+        self.own.step()
+
+
+class _ShardsAndStepsPastThePlugin(_StepsPastThePlugin, _SelfSharding):
+    pass
+
+
+def _step_past(rank: int) -> list[str]:
+    messages = []
+    for kind, make in PLUGINS.items():
+        network = _StepsPastThePlugin if kind == "fsdp" else _ShardsAndStepsPastThePlugin
+        with pytest.raises(RuntimeError) as caught:
+            fit_on_ranks(network(), make(loss_scale=SCALE), rank)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_an_optimizer_that_the_plugin_was_not_given_is_refused_on_scaled_shards() -> None:
+    for messages in run_ranks(_step_past, RANKS):
+        for make, message in zip(PLUGINS.values(), messages, strict=True):
+            assert f"`SGD.step()` was called past `{make.__name__}`" in message

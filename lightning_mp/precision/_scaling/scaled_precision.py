@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_mp._arguments import check_choice
@@ -87,6 +88,7 @@ class ScaledPrecision(Precision, ForLightning):
             self.scaler = LossScaler(LossScaleConfig.parse(wanted, gradients_dtype))
         self._names: dict[int, str] = {}
         self._first: nn.Parameter | None = None  # tells where the model is
+        self._parameters: list[nn.Parameter] | None = None  # the model's, since the first backward
         self._optimizers: list[Optimizer] = []
         self._unscaled = UnscaledGradients(self.scaler)
         self._stepping: Optimizer | None = None
@@ -131,6 +133,10 @@ class ScaledPrecision(Precision, ForLightning):
         self._names = {id(p): name for name, p in bare.named_parameters()}
         if isinstance(model, DistributedDataParallel):
             self._reduce(model)
+        if self.scaler is not None:
+            # Of every optimizer there is: one that the plugin was not given would step on scaled
+            # gradients.
+            self._undo.callback(register_optimizer_step_pre_hook(self._check_step).remove)
         for optimizer in optimizers:
             self._attach(optimizer)
         return model, optimizers, hold_schedules(lr_schedulers, self._was_skipped)
@@ -145,15 +151,12 @@ class ScaledPrecision(Precision, ForLightning):
             model.register_comm_hook(model.process_group, compress[self.half])
 
     def _attach(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None:
-            if isinstance(optimizer, LBFGS):
-                raise MisconfigurationException(
-                    f"Passed the optimizer `LBFGS` with `{type(self).__name__}`. It evaluates the "
-                    "loss several times a step, which no loss scaler can skip as one. Use a "
-                    "first-order optimizer, or `BalancedAMP(half='bf16')`."
-                )
-            if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not all wrappers have it
-                self._undo.callback(optimizer.register_step_pre_hook(self._check_stepping).remove)
+        if self.scaler is not None and isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                f"Passed the optimizer `LBFGS` with `{type(self).__name__}`. It evaluates the "
+                "loss several times a step, which no loss scaler can skip as one. Use a "
+                "first-order optimizer, or `BalancedAMP(half='bf16')`."
+            )
         try:
             handles = guard_adam_epsilon(
                 optimizer, self.adam_epsilon, ignore=self._safe_halves(), name_of=self._name_of
@@ -174,7 +177,7 @@ class ScaledPrecision(Precision, ForLightning):
         self._unscaled.clear()
         self._optimizers.clear()
         self._names.clear()
-        self._first = None
+        self._first = self._parameters = None
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -211,7 +214,9 @@ class ScaledPrecision(Precision, ForLightning):
         **kwargs: Any,
     ) -> None:
         """Run the backward."""
-        with self._recompute_context():
+        if self._parameters is None:  # by now `on_fit_start` has added what it adds
+            self._parameters = list(model.parameters())
+        with self._recompute_context(), self._unscaled.arriving(self._parameters):
             self._in_backward = True
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -355,13 +360,23 @@ class ScaledPrecision(Precision, ForLightning):
         has_overflowed = self.scaler is not None and self.scaler.last_step_skipped
         return has_overflowed or self._skipped_on_request
 
-    def _check_stepping(self, optimizer: Optimizer, *_: object) -> None:
+    def _check_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Refuse a step on scaled gradients, and that of an optimizer of the Trainer's past us."""
+        if optimizer is self._stepping:
+            return
         # Outside of a training step, torch initialises states by a step on gradients of zero.
-        if self._in_step and self._stepping is not optimizer:
+        is_given = self._in_step and any(each is optimizer for each in self._optimizers)
+        # Fused optimizers unscale by themselves what they get a `grad_scale` for.
+        has_scale = getattr(optimizer, "grad_scale", None) is not None
+        parameters = self.main_params(optimizer)
+        if is_given or not has_scale and any(self._unscaled.is_scaled(p) for p in parameters):
+            name = type(optimizer).__name__
             raise RuntimeError(
-                f"`{type(optimizer).__name__}.step()` was called past `{type(self).__name__}`, "
-                "with gradients that are still scaled. Take the optimizer from "
-                "`self.optimizers()`, without `use_pl_optimizer=False`."
+                f"`{name}.step()` was called past `{type(self).__name__}`, which divides gradients "
+                "by the loss scale and skips steps where they overflow. Return the optimizer from "
+                "`configure_optimizers`; in manual optimization, step the one of "
+                "`self.optimizers()`, without `use_pl_optimizer=False`. For a step in a hook of a "
+                "gradient, amid the backward, pass `BalancedAMP(half='bf16')`."
             )
 
     def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

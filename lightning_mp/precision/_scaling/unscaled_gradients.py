@@ -1,6 +1,8 @@
-"""Which gradients are unscaled at the moment; each is unscaled once."""
+"""Which gradients are scaled at the moment, and which are not; each is unscaled once."""
 
-from collections.abc import Iterable
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +23,39 @@ class UnscaledGradients:
     def __init__(self, scaler: LossScaler | None) -> None:
         self._scaler = scaler
         self._parameters: set[Tensor] = set()
+        # What a backward of a scaled loss has left in `p.grad`. Weak, as `zero_grad` frees it.
+        self._scaled: dict[Tensor, weakref.ref[Tensor]] = {}
+        # The gradients, and their versions, from before the backward that is running.
+        self._before: dict[Tensor, tuple[weakref.ref[Tensor], int]] | None = None
+
+    @contextlib.contextmanager
+    def arriving(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Surround the backward of a scaled loss, and note the gradients that it changes."""
+        # A plain backward beside it, such as that of a probe, leaves gradients that are not scaled.
+        self._before = {
+            p: (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None
+        }
+        try:
+            yield
+        finally:
+            self._note(p for p in parameters if self._has_arrived(p))
+            self._before = None
+
+    def _has_arrived(self, parameter: Tensor) -> bool:
+        if self._before is None or parameter.grad is None:
+            return False
+        old, version = self._before.get(parameter, (None, 0))
+        return old is None or old() is not parameter.grad or version != parameter.grad._version
+
+    def _note(self, parameters: Iterable[Tensor]) -> None:
+        self._scaled.update({p: weakref.ref(p.grad) for p in parameters if p.grad is not None})
+
+    def is_scaled(self, parameter: Tensor) -> bool:
+        """Return whether a gradient is that of a scaled loss, also while its backward runs."""
+        if self._scaler is None or self._scaler.scale == 1 or parameter.grad is None:
+            return False
+        noted = self._scaled.get(parameter)
+        return self._has_arrived(parameter) or (noted is not None and noted() is parameter.grad)
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Widen and unscale the gradients of parameters, those that are not yet.
@@ -37,6 +72,8 @@ class UnscaledGradients:
                 p.grad = p.grad.float()
         # Those without a gradient too: one that a user sets now is not scaled.
         self._parameters.update(fresh)
+        for p in fresh:
+            self._scaled.pop(p, None)
         if self._scaler is None:
             return None
         found_inf = self._scaler.unscale_(_gradients(fresh), device=device)
@@ -51,6 +88,7 @@ class UnscaledGradients:
         gradients = _gradients(self._parameters)
         if self._scaler is not None and gradients:
             torch._foreach_mul_(gradients, self._scaler.scale)
+            self._note(self._parameters)
         self._parameters.clear()
 
     def follow(self, ratio: float, parameters: Iterable[Tensor]) -> None:
@@ -65,6 +103,7 @@ class UnscaledGradients:
     def clear(self) -> None:
         """Forget the parameters."""
         self._parameters.clear()
+        self._scaled.clear()
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

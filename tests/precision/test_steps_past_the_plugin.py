@@ -1,0 +1,267 @@
+"""Optimizers that no plugin was given: refused where they would step on scaled gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
+from tests.precision.models import Regression, fit, loader, parameters_of
+
+SCALES: dict[str, Any] = {"dynamic": LossScaleConfig(init_scale=256.0), "static": 256.0}
+CLASSES = {"BalancedAMP": BalancedAMP, "PureFP16": PureFP16}
+plugins = pytest.mark.parametrize(
+    "make_plugin",
+    [lambda c=c, s=s: c(loss_scale=s) for c in CLASSES.values() for s in SCALES.values()],
+    ids=[f"{c}-{s}" for c in CLASSES for s in SCALES],
+)
+REFUSED = r"`SGD.step\(\)` was called past `(BalancedAMP|PureFP16)`"
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_are_left() -> Any:
+    yield
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+
+
+class OfItsOwn(Regression):
+    """Has an optimizer that `configure_optimizers` does not return."""
+
+    def on_fit_start(self) -> None:
+        self.own = SGD(self.network.parameters(), lr=0.1)
+
+
+class AfterTheBackward(OfItsOwn):
+    def on_after_backward(self) -> None:
+        self.own.step()
+
+
+class ByHand(OfItsOwn):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+        self.own.zero_grad()
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        return []
+
+
+class InTheBackward(OfItsOwn):
+    """Steps each parameter as soon as its gradient is there, and frees the gradient."""
+
+    def on_fit_start(self) -> None:
+        self.own = {p: SGD([p], lr=0.1) for p in self.network.parameters()}
+        for p in self.own:
+            p.register_post_accumulate_grad_hook(self.step)
+
+    def step(self, parameter: Tensor) -> None:
+        self.own[parameter].step()
+        parameter.grad = None
+
+
+@plugins
+@pytest.mark.parametrize("model_class", [AfterTheBackward, ByHand, InTheBackward])
+def test_a_step_on_scaled_gradients_is_refused_before_weights_move(
+    make_plugin: Callable[[], Any], model_class: type[OfItsOwn]
+) -> None:
+    model = model_class()
+    before = parameters_of(model)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        fit(model, make_plugin(), loader(2))
+    # What `PureFP16` gives back carries 22 bits.
+    torch.testing.assert_close(parameters_of(model), before, rtol=2**-21, atol=2**-24)
+
+
+@plugins
+def test_a_gradient_that_is_scaled_again_is_refused_too(make_plugin: Callable[[], Any]) -> None:
+    """A second backward scales what the first step has unscaled and left."""
+
+    class Twice(ByHand):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            given = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            given.step()
+            self.manual_backward(self.other.sum())
+            self.own.step()
+
+        def configure_optimizers(self) -> Optimizer:
+            self.other = nn.Parameter(torch.zeros(3))
+            return SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(RuntimeError, match=REFUSED):
+        fit(Twice(), make_plugin(), loader(2))
+
+
+def test_at_a_scale_of_one_an_optimizer_in_the_backward_trains_as_in_fp32() -> None:
+    plain, scaled = InTheBackward(), InTheBackward()
+    start = parameters_of(plain)
+    fit(plain, None, loader(8))
+    fit(scaled, BalancedAMP(loss_scale=1), loader(8))
+    assert_trained_alike(scaled, plain, start, torch.float16)
+
+
+@pytest.mark.parametrize("model_class", [ByHand, InTheBackward])
+def test_without_a_loss_scale_any_optimizer_trains_as_in_fp32(model_class: type[OfItsOwn]) -> None:
+    plain, half = model_class(), model_class()
+    start = parameters_of(plain)
+    fit(plain, None, loader(8))
+    fit(half, BalancedAMP(half="bf16"), loader(8))
+    assert_trained_alike(half, plain, start, torch.bfloat16)
+
+
+def assert_trained_alike(
+    model: nn.Module, reference: nn.Module, start: Tensor, half: torch.dtype
+) -> None:
+    way = parameters_of(reference) - start
+    assert way.norm() > 1e-2
+    # Of each step's gradient, a few roundings in half: of inputs, weights, outputs, cotangents.
+    assert (parameters_of(model) - parameters_of(reference)).norm() <= (
+        8 * torch.finfo(half).eps * way.norm()
+    )
+
+
+class Probed(Regression):
+    """Trains a probe on features by a plain backward and an optimizer of its own, as in SSL."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.probe = nn.Linear(16, 1)
+
+    def on_fit_start(self) -> None:
+        self.own = SGD(self.probe.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        features = self.network[0].float()(batch[0]).detach()
+        loss = (self.probe.float()(features).flatten() - batch[1]).square().mean()
+        self.own.zero_grad()
+        loss.backward()
+        self.own.step()
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.network.parameters(), lr=0.1)
+
+
+def test_a_probe_with_gradients_of_its_own_is_stepped() -> None:
+    """Its gradients stay while the next scaled backward runs, which gives the probe none."""
+    plain, scaled = Probed(), Probed()
+    start = parameters_of(plain.probe)
+    fit(plain, None, loader(8))
+    fit(scaled, BalancedAMP(loss_scale=SCALES["dynamic"]), loader(8))
+    assert_trained_alike(scaled.probe, plain.probe, start, torch.float16)
+
+
+@plugins
+def test_optimizers_of_other_models_step_amid_the_training(
+    make_plugin: Callable[[], Any],
+) -> None:
+    class WithATeacher(Regression):
+        def on_after_backward(self) -> None:
+            other.weight.grad = torch.ones_like(other.weight)
+            SGD(other.parameters(), lr=0.5).step()
+
+    other = nn.Linear(3, 3, bias=False)
+    before = other.weight.detach().clone()
+    fit(WithATeacher(), make_plugin(), loader(2))
+    torch.testing.assert_close(other.weight.detach(), before - 1)
+
+
+@plugins
+def test_a_trainer_amid_another_steps_its_own_optimizer(make_plugin: Callable[[], Any]) -> None:
+    class Nested(Regression):
+        def on_after_backward(self) -> None:
+            if self.trainer.global_step == 1:
+                self.inner = Regression(seed=1)
+                fit(self.inner, make_plugin(), loader(2))
+
+    model, alone = Nested(), Regression(seed=1)
+    fit(model, make_plugin(), loader(3))
+    fit(alone, make_plugin(), loader(2))
+    assert torch.equal(model.inner.weights[-1], alone.weights[-1])
+    assert len(model.weights) == 3
+
+
+class SharpnessAware(Optimizer):
+    """Steps an inner optimizer that shares its groups, as the SAM of most repositories does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base_optimizer = SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base_optimizer.step()
+
+
+class Delegating:
+    """Wraps an optimizer without being one, as the wrapper of ScheduleFree does."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = SGD(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["base"], name)
+
+
+class DelegatingOptimizer(Delegating, Optimizer):
+    """Is one by name, without `Optimizer.__init__`."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("wrapper", [SharpnessAware, DelegatingOptimizer])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_an_optimizer_inside_a_given_one_is_stepped(wrapper: Any, scale: Any) -> None:
+    plain, wrapped = Regression(), Regression(make_optimizer=wrapper)
+    fit(plain, BalancedAMP(loss_scale=scale), loader(4))
+    fit(wrapped, BalancedAMP(loss_scale=scale), loader(4))
+    assert torch.equal(plain.weights[-1], wrapped.weights[-1])
+
+
+def test_a_fused_optimizer_with_a_grad_scale_unscales_by_itself() -> None:
+    class Unscaling(ByHand):
+        def on_fit_start(self) -> None:
+            self.own = AdamW(self.network.parameters(), lr=0.01, fused=True)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            scaler = self.trainer.precision_plugin.scaler
+            if scaler is not None:
+                self.own.grad_scale = torch.tensor(scaler.scale)
+                self.own.found_inf = torch.tensor(0.0)
+            super().training_step(batch, batch_idx)
+
+    plain, scaled = Unscaling(), Unscaling()
+    plain_plugin = BalancedAMP(loss_scale=1)
+    fit(plain, plain_plugin, loader(4))
+    fit(scaled, BalancedAMP(loss_scale=SCALES["static"]), loader(4))
+    # A scale that is a power of two moves no bit of a gradient that it does not carry over.
+    torch.testing.assert_close(scaled.weights[-1], plain.weights[-1], rtol=1e-3, atol=1e-5)
+
+
+def test_the_copies_follow_a_fused_optimizer_that_the_plugin_was_not_given() -> None:
+    """As of a GAN: two forwards in one training step, with a step in between."""
+
+    class Twice(ByHand):
+        def on_fit_start(self) -> None:
+            self.own = SGD(self.network.parameters(), lr=0.1, fused=True)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.after = self.loss(batch).item()
+
+    plain, half = Twice(), Twice()
+    fit(plain, None, loader(2))
+    fit(half, BalancedAMP(half="bf16"), loader(2))
+    assert half.after == pytest.approx(plain.after, rel=2**-6)
