@@ -11,7 +11,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+
+from lightning_mp.precision._weights.module_users import ModuleUsers
 
 __all__ = ["WorkingCopies"]
 
@@ -78,6 +80,8 @@ class WorkingCopies:
     the output projection of `nn.MultiheadAttention`, the weights of recurrent layers, parameters
     without dimensions such as a logit scale. Autocast casts it where an op wants half.
 
+    A module computes in one thread at a time, as its weights are replaced for all of them.
+
     A write into a weight by its module's forward, such as clamping or a codebook, goes through to
     the parameter; a module that writes past autograd's version counter (`weight.data.clamp_()`) is
     found by a comparison at steps 1, 2, 4, 8, ..., and computes with its own weights from then on.
@@ -89,6 +93,7 @@ class WorkingCopies:
         self._replaced: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
         self._compiled: dict[nn.Module, Any] = {}
         self._kept: set[nn.Module] = set()
+        self._users = ModuleUsers()
         self._refreshes = 0
         self._is_probing = True
         self._is_attached = False
@@ -166,7 +171,7 @@ class WorkingCopies:
         try:
             return call(*args, **kwargs)
         finally:
-            self._put_back(swapped)
+            self._put_back([module], swapped)
 
     def _whole(
         self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -178,18 +183,18 @@ class WorkingCopies:
     @contextlib.contextmanager
     def in_place(self, *modules: nn.Module) -> Iterator[None]:
         """Put copies into the `_parameters` of modules, where autocast is on."""
-        swapped = self._swap(each for each in modules if not self._is_left_alone(each))
+        served = [each for each in modules if not self._is_left_alone(each)]
+        swapped = self._swap(served)
         try:
             yield
         finally:
-            self._put_back(swapped)
+            self._put_back(served, swapped)
 
-    def _swap(self, modules: Iterable[nn.Module]) -> list[_Swapped]:
+    def _swap(self, modules: Sequence[nn.Module]) -> list[_Swapped]:
         # Under functorch's transforms, as with a stand-in that no copy is for, autocast casts.
-        if not self._is_attached or torch._C._are_functorch_transforms_active():
-            return []
+        is_on = self._is_attached and not torch._C._are_functorch_transforms_active()
         with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
-            entries = [entry for module in modules for entry in self._entries(module)]
+            entries = [entry for module in modules if is_on for entry in self._entries(module)]
             # Without grad copies serve as they are: no node, and nothing to give back.
             stand_ins = {id(p): copy.half for _, _, p, copy in entries}
             if torch.is_grad_enabled():  # one node for all, tied weights once
@@ -197,6 +202,7 @@ class WorkingCopies:
                 if trained:
                     uses = _Use.apply([stand_ins[key] for key in trained], *trained.values())
                     stand_ins.update(zip(trained, uses, strict=True))
+            self._users.enter(modules, {module for module, *_ in entries})
             swapped = []
             for module, name, p, copy in entries:
                 stand_in = stand_ins[id(p)]
@@ -224,10 +230,11 @@ class WorkingCopies:
             entries.append((module, name, p, copy))
         return entries
 
-    def _put_back(self, swapped: list[_Swapped]) -> None:
+    def _put_back(self, modules: Sequence[nn.Module], swapped: list[_Swapped]) -> None:
         for module, name, parameter, _, stand_in, _ in swapped:  # all first: what follows may raise
             if module._parameters.get(name) is stand_in:
                 module._parameters[name] = parameter
+        self._users.leave(modules)
         with torch._C.DisableTorchFunction():
             for each in swapped:
                 if each.module._parameters.get(each.name) is each.parameter:

@@ -1,0 +1,215 @@
+"""A second thread in a module that computes with half copies is refused, and nothing is lost."""
+
+import _thread
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp import BalancedAMP
+from tests.precision.models import Regression, fit, loader
+from tests.precision.working_models import X, gradients, run
+
+WAIT = 60  # seconds, for a test that hangs to end
+
+
+class Meeting(nn.Linear):
+    """A layer whose forward, once, lets another thread act before it returns."""
+
+    amid: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        amid, self.amid = self.amid, None
+        if amid is not None:
+            amid()
+        return super().forward(x)
+
+
+def in_thread(call: Callable[[], Any], start: Any = None) -> Any:
+    """Call in another thread, wait, and return the result or the exception."""
+    results: list[Any] = []
+    done = threading.Event()
+
+    def target() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            results.append(error)
+        finally:
+            done.set()
+
+    if start is None:
+        threading.Thread(target=target, name="second").start()
+    else:
+        start(target, ())
+    assert done.wait(WAIT)
+    return results[0]
+
+
+@contextlib.contextmanager
+def computing(layer: Meeting, how: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Hold a second thread inside a layer; afterwards, its result is in the list."""
+    inside, leave, result = threading.Event(), threading.Event(), []
+
+    def amid() -> None:
+        inside.set()
+        assert leave.wait(WAIT)
+
+    layer.amid = amid
+    thread = threading.Thread(target=lambda: result.append(how()), name="second")
+    thread.start()
+    assert inside.wait(WAIT)
+    try:
+        yield result
+    finally:
+        leave.set()
+        thread.join(WAIT)
+
+
+@torch.no_grad()
+def half_without_grad(layer: nn.Module) -> Tensor:
+    return run(layer, X)
+
+
+@torch.no_grad()
+def full_without_grad(layer: nn.Module) -> Tensor:
+    return layer(X)
+
+
+WAYS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "half": lambda layer: run(layer, X),
+    "half without grad": half_without_grad,
+    "fp32": full_without_grad,
+}
+ways = pytest.mark.parametrize("other", WAYS.values(), ids=WAYS)
+REFUSED = "called in the thread 'second' while another thread computes"
+
+
+@ways
+def test_a_second_thread_is_refused_and_takes_no_gradient(other: Any, attached: Any) -> None:
+    torch.manual_seed(0)
+    layer = Meeting(6, 4)
+    attached(layer)
+    expected = gradients(layer, X)
+    errors = []
+    layer.amid = lambda: errors.append(in_thread(lambda: other(layer)))
+    found = gradients(layer, X)
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == 2
+    assert isinstance(errors[0], RuntimeError)
+    assert REFUSED in str(errors[0])
+    # Nothing is left behind: afterwards each thread may come.
+    assert isinstance(in_thread(lambda: other(layer)), Tensor)
+
+
+@ways
+def test_the_training_thread_is_refused_where_another_one_was_first(
+    other: Any, attached: Any
+) -> None:
+    torch.manual_seed(0)
+    layer = Meeting(6, 4)
+    attached(layer)
+    expected, alone = gradients(layer, X), other(layer)
+    with (
+        computing(layer, lambda: other(layer)) as result,
+        pytest.raises(RuntimeError, match="in the thread 'MainThread' while another thread"),
+    ):
+        run(layer, X)
+    assert torch.equal(result[0], alone)
+    assert all(map(torch.equal, gradients(layer, X), expected))
+
+
+def test_threads_that_replace_no_weight_compute_together(attached: Any) -> None:
+    layer = Meeting(6, 4)
+    attached(layer)
+    with computing(layer, lambda: full_without_grad(layer)) as result:
+        here = full_without_grad(layer)
+    assert torch.equal(result[0], here)
+
+
+@pytest.mark.parametrize("remedy", ["copy", "full"])
+def test_the_remedies_of_the_error_work(remedy: str, attached: Any) -> None:
+    torch.manual_seed(0)
+    layer = Meeting(6, 4)
+    if remedy == "copy":
+        attached(layer)
+    other = copy.deepcopy(layer) if remedy == "copy" else layer
+    expected = gradients(layer, X)
+    results = []
+    layer.amid = lambda: results.append(in_thread(lambda: half_without_grad(other)))
+    assert all(map(torch.equal, gradients(layer, X), expected))
+    assert isinstance(results[0], Tensor)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_the_backward_repeats_in_autograds_thread_is_let_in(
+    use_reentrant: bool, attached: Any
+) -> None:
+    """On a GPU it runs in a thread that Python has not started, while the caller waits."""
+    torch.manual_seed(0)
+    layer = Meeting(6, 4)
+    attached(layer)
+    expected = gradients(layer, X)
+    x = X.clone().requires_grad_()
+    loss = run(lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), x)
+    loss = loss.float().square().mean()
+    layer.zero_grad()
+    results = []
+
+    def backward() -> None:
+        # As CUDA's threads are: unknown to `threading`.
+        results.append(in_thread(loss.backward, _thread.start_new_thread))
+
+    layer.amid = backward
+    run(layer, X)  # the layer's weights are replaced in the main thread, which waits
+    assert results == [None]
+    found = [p.grad for p in layer.parameters()]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_module_within_itself_is_let_in(use_reentrant: bool, attached: Any) -> None:
+    class Recursive(nn.Linear):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            if depth:
+                x = checkpoint(self, x, depth - 1, use_reentrant=use_reentrant)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    layer = Recursive(6, 6)
+    plain = copy.deepcopy(layer)
+    x = X.clone().requires_grad_()
+    plain(x).square().mean().backward()
+    attached(layer)
+    found = gradients(layer, x)
+    for value, p in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(value, p.grad, rtol=0.02, atol=0.02 * p.grad.norm().item())
+
+
+def test_a_thread_beside_the_training_ends_in_an_error_and_the_training_goes_on() -> None:
+    class Watched(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            if batch_idx == 2:
+                self.network[0].amid = lambda: errors.append(in_thread(self.look))
+            return super().training_step(batch, batch_idx)
+
+        @torch.no_grad()
+        def look(self) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                return self.network(torch.ones(3, 8))
+
+    def perceptron() -> nn.Module:
+        return nn.Sequential(Meeting(8, 16), nn.GELU(), nn.Linear(16, 1))
+
+    errors: list[Any] = []
+    model, alone = Watched(perceptron), Regression(perceptron)
+    fit(model, BalancedAMP(), loader(4))
+    fit(alone, BalancedAMP(), loader(4))
+    assert REFUSED in str(errors[0])
+    assert torch.equal(model.weights[-1], alone.weights[-1])
