@@ -27,7 +27,13 @@ from lightning_mp.precision.inf_clamp import InfClamp
 __all__ = ["ActivationRangeMonitor"]
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "min_headroom_bits": "[0, 16)",  # a value of 1 has 16 bits of headroom in fp16
+        "max_attention_logit": "(0, inf]",
+        "calls_per_step": "[1, inf)",
+    }
+)
 class ActivationRangeMonitor(SamplingMonitor):
     """Warns of outputs of modules that come near overflow, vanish, or had to be clamped.
 
@@ -70,10 +76,6 @@ class ActivationRangeMonitor(SamplingMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
-        # A value of 1 has 16 bits of headroom in fp16.
-        self._check("headroom", lambda v: 0 <= v < 16, min_headroom_bits=min_headroom_bits)
-        self._check_positive(max_attention_logit=max_attention_logit)
-        self._check_at_least(1, calls_per_step=calls_per_step)
         self.modules = modules
         self.backward = backward
         self.min_headroom_bits = min_headroom_bits

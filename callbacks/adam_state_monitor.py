@@ -29,7 +29,12 @@ from lightning_mp.precision._choice.module_selection import as_written
 __all__ = ["AdamStateMonitor"]
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "max_update_rms max_below_epsilon min_ratio max_ratio": "(0, inf]",
+        "zero_run_steps": "[1, inf)",
+    }
+)
 class AdamStateMonitor(SamplingMonitor):
     """Warns of Adam's second moments that starve, sink below epsilon, or let updates explode.
 
@@ -75,7 +80,6 @@ class AdamStateMonitor(SamplingMonitor):
             "min_ratio": min_ratio,
             "max_ratio": max_ratio,
         }
-        self._check_positive(**limits)
         # Under their own names, of which `state_key` is made.
         vars(self).update(limits)
         self._first: list[str] = []  # tensors to name first

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
 from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
@@ -28,7 +28,7 @@ _ALL = "all gradients"
 _WIDE_SCALE = 2.0**112
 
 
-@explains_arguments()
+@explains_arguments(checks={"warn_share alarm_share": "(0, 1)"})
 class GradientUnderflowMonitor(SamplingMonitor):
     """Warns of gradients that vanish, hours before training stops to learn.
 
@@ -59,8 +59,9 @@ class GradientUnderflowMonitor(SamplingMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
-        if not 0 < warn_share <= alarm_share < 1:
-            raise ValueError(usage("shares", warn_share=warn_share, alarm_share=alarm_share))
+        if warn_share > alarm_share:
+            shares = {"warn_share": warn_share, "alarm_share": alarm_share}
+            refuse_values(self, usage("shares"), **shares)
         self.warn_share = warn_share
         self.alarm_share = alarm_share
         self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)

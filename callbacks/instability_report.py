@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import PATH, Check, explains_arguments
 from lightning_mp.callbacks._report.data import report_data
 from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, write_atomically
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
@@ -31,7 +31,22 @@ __all__ = ["InstabilityReport"]
 _REST = 20  # times as long as the last report took: at most 5% of a run
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "dirpath": PATH,
+        "filename": Check(
+            test=lambda name: Path(name).name == name and Path(name).suffix in (".html", ".htm"),
+            words="a file's name that ends in .html, without a folder",
+            fix="Pass the folder as `dirpath`.",
+        ),
+        "every_n_seconds": "(0, inf]",
+        "max_tensors": "[1, 500]",
+        "alert": Check(
+            test=lambda alert: callable(alert) or alert.startswith(("http://", "https://")),
+            words="a function, or a URL that begins with http:// or https://",
+        ),
+    }
+)
 class InstabilityReport(InstabilityMonitor):
     """Writes one HTML page: time lines, tensors by steps, alarms with remedies.
 
@@ -71,13 +86,6 @@ class InstabilityReport(InstabilityMonitor):
         log_artifact: bool = True,
     ) -> None:
         super().__init__()
-        is_name = type(filename) is str and Path(filename).name == filename
-        if not is_name or Path(filename).suffix not in (".html", ".htm"):
-            raise ValueError(usage("filename", filename=filename))
-        self._check_positive(every_n_seconds=every_n_seconds)
-        self._check("to_500", lambda v: type(v) is int and 1 <= v <= 500, max_tensors=max_tensors)
-        is_url = str(alert).startswith(("http://", "https://"))
-        self._check("alert", lambda v: v is None or callable(v) or is_url, alert=alert)
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_seconds = every_n_seconds

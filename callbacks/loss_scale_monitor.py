@@ -18,7 +18,14 @@ __all__ = ["LossScaleMonitor"]
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "max_skip_rate": "(0, 1)",
+        "window_steps": "[1, inf)",
+        "calibration_steps": "[0, inf)",
+        "min_scale": "(0, inf)",
+    }
+)
 class LossScaleMonitor(InstabilityMonitor):
     """Warns of a loss scale that sinks, and of too many steps skipped for it.
 
@@ -52,10 +59,6 @@ class LossScaleMonitor(InstabilityMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        self._check_positive(max_skip_rate=max_skip_rate, min_scale=min_scale)
-        self._check("below_1", lambda v: v < 1, max_skip_rate=max_skip_rate)
-        self._check_at_least(1, window_steps=window_steps)
-        self._check_at_least(0, calibration_steps=calibration_steps)
         self.max_skip_rate = max_skip_rate
         self.window_steps = window_steps
         self.calibration_steps = calibration_steps

@@ -25,7 +25,7 @@ from lightning_mp.callbacks._rules.records import (
     StepFacts,
     Verdict,
 )
-from lightning_mp.callbacks._rules.sentences import ACCEPTED, usage, words_for
+from lightning_mp.callbacks._rules.sentences import usage, words_for
 from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
 from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
 
@@ -54,7 +54,7 @@ class InstabilityError(FloatingPointError):
         return self.alarm.message
 
 
-@explains_arguments()
+@explains_arguments(checks={"repeat_after_steps": "[1, inf)"})
 class InstabilityMonitor(Learning, pl.Callback):
     """Raises alarms: as warnings, as metrics `instability/<kind>`, and in `history`.
 
@@ -78,37 +78,11 @@ class InstabilityMonitor(Learning, pl.Callback):
             cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
 
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
-        self._check_at_least(1, repeat_after_steps=repeat_after_steps)
         self.repeat_after_steps = repeat_after_steps
         self.history = History()
         self.inbox: deque[Arrived] | None = None  # for steps that have arrived, if it wants them
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
-
-    def _check(
-        self, key: str, is_good: Callable[[Any], bool], words: Any = (), /, **values: Any
-    ) -> None:
-        """Refuse arguments that are not good, with what `ACCEPTED` says under a key."""
-        for name, value in values.items():
-            if not is_good(value):
-                fields = {"callback": type(self).__name__, "name": name, "value": value}
-                accepted = ACCEPTED[key].format(**dict(words))
-                raise ValueError(usage("argument", accepted=accepted, **fields))
-
-    def _check_at_least(self, least: int, **values: Any) -> None:
-        self._check("at_least", lambda v: type(v) is int and v >= least, {"least": least}, **values)
-
-    def _check_positive(self, **values: Any) -> None:
-        def is_good(value: object) -> bool:
-            # `True` is an int; NaN is not above 0.
-            return isinstance(value, int | float) and value is not True and value > 0
-
-        self._check("positive", is_good, **values)
-
-    def _check_one_of(self, *choices: object, **values: Any) -> None:
-        # With their types, as `1 == True`.
-        known, names = [(type(each), each) for each in choices], str(choices)[1:-1]
-        self._check("one_of", lambda v: (type(v), v) in known, {"names": names}, **values)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -41,7 +41,7 @@ class _Step:
     located: bool = False
 
 
-@explains_arguments()
+@explains_arguments(checks={"repeated max_replays": "[1, inf)", "near_limit": "(0, 1)"})
 class NonFiniteLocator(InstabilityMonitor):
     """Replays a failing step once, with hooks, and names the first producer of NaN or inf.
 
@@ -81,11 +81,6 @@ class NonFiniteLocator(InstabilityMonitor):
         repeat_after_steps: int = 1000,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        self._check_at_least(1, repeated=repeated, max_replays=max_replays)
-        self._check_positive(near_limit=near_limit)
-        self._check("below_1", lambda v: v < 1, near_limit=near_limit)
-        self._check_one_of(True, False, check_gradients=check_gradients, save_batch=save_batch)
-        self._check_one_of("warn", "stop", "raise", action=action)
         self.save_batch = save_batch
         self.repeated = repeated
         self.near_limit = near_limit

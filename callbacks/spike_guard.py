@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import PATH, explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
@@ -35,7 +35,17 @@ __all__ = ["SpikeGuard"]
 _FLOORS = (0.05, 0.12)
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "z_threshold": "(0, inf)",
+        "window_steps judge_after_steps": "[2, inf)",
+        "patience rewind_steps checkpoint_every_n_steps": "[1, inf)",
+        "skip_batches max_rewinds": "[0, inf)",
+        "dirpath": PATH,
+        "rewind_memory_gb": "(0, inf]",
+        "rewind_lr_factor": "(0, 1]",
+    }
+)
 class SpikeGuard(InstabilityMonitor):
     """Warns of loss spikes, gradient spikes and NaN; on request skips, stops, raises or rewinds.
 
@@ -100,23 +110,10 @@ class SpikeGuard(InstabilityMonitor):
         repeat_after_steps: int = 1,
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        self._check_one_of("warn", "skip", "stop", "raise", "rewind", action=action)
-        self._check_one_of("auto", "memory", "disk", rewind_storage=rewind_storage)
-        self._check_one_of(True, False, save_batch=save_batch)
-        self._check_positive(
-            z_threshold=z_threshold,
-            rewind_memory_gb=rewind_memory_gb,
-            rewind_lr_factor=rewind_lr_factor,
-        )
-        self._check("finite", math.isfinite, z_threshold=z_threshold)
-        self._check("at_most_1", lambda v: v <= 1, rewind_lr_factor=rewind_lr_factor)
-        self._check_at_least(2, window_steps=window_steps, judge_after_steps=judge_after_steps)
-        self._check_at_least(1, patience=patience, rewind_steps=rewind_steps)
-        self._check_at_least(1, checkpoint_every_n_steps=checkpoint_every_n_steps)
-        self._check_at_least(0, skip_batches=skip_batches, max_rewinds=max_rewinds)
         if judge_after_steps > window_steps:
             sizes = {"judge_after_steps": judge_after_steps, "window_steps": window_steps}
-            raise ValueError(usage("judge_after_steps", **sizes, fitting=max(2, window_steps // 2)))
+            reason = usage("judge_after_steps", fitting=max(2, window_steps // 2))
+            refuse_values(self, reason, **sizes)
         self.action = action
         self.z_threshold = float(z_threshold)
         self.window_steps = window_steps

@@ -4,11 +4,11 @@ import fnmatch
 import io
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import PATH, Check, explains_arguments
 from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
 from lightning_mp.callbacks._rules.moments import (
     EXPONENTS,
-    REDUCTIONS,
+    Reduction,
     merge_moments,
     reduced,
     tensor_moments,
@@ -40,7 +40,21 @@ __all__ = ["TensorCollector"]
 Kind = Literal["weights", "gradients", "optimizer_state", "outputs"]
 
 
-@explains_arguments()
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text[3:] if text.startswith("re:") else fnmatch.translate(text))
+
+
+@explains_arguments(
+    checks={
+        "include": Check(
+            least=1,
+            test=lambda include: [_pattern(each) for each in include],
+            words="a non-empty list of patterns; what follows `re:` is a regular expression",
+        ),
+        "collect reductions": Check(least=1),
+        "dirpath": PATH,
+    }
+)
 class TensorCollector(SamplingMonitor):
     """Writes norms, moments and histograms of chosen weights, gradients, states and outputs.
 
@@ -75,16 +89,13 @@ class TensorCollector(SamplingMonitor):
         *,
         include: Sequence[str] = ("*",),
         collect: Sequence[Kind] = ("gradients",),
-        reductions: Sequence[str] = ("norm", "rms", "absmax", "kurtosis", "histogram"),
+        reductions: Sequence[Reduction] = ("norm", "rms", "absmax", "kurtosis", "histogram"),
         every_n_steps: int = 100,
         dirpath: str | None = None,
         log: bool = False,
     ) -> None:
         super().__init__(every_n_steps)
-        self._check_list((), include=include)
-        self._check_list(get_args(Kind), collect=collect)
-        self._check_list(REDUCTIONS, reductions=reductions)
-        self._patterns = {each: self._pattern(each) for each in include}
+        self._patterns = {each: _pattern(each) for each in include}
         self.include = tuple(include)
         self.collect = tuple(collect)
         self.reductions = tuple(reductions)
@@ -98,22 +109,6 @@ class TensorCollector(SamplingMonitor):
         self._hooks = ExitStack()
         self._outputs: dict[str, list[Tensor]] = {}  # rows, by module; empty without hooks
         self._rows: dict[str, Tensor] = {}
-
-    def _check_list(self, known: Collection[str], **values: Any) -> None:
-        def is_good(value: Collection[Any]) -> bool:
-            is_list = not isinstance(value, str) and len(value) > 0
-            return is_list and (not known or all(each in known for each in value))
-
-        names = {"names": ", ".join(known) or "patterns of names"}
-        self._check("list", is_good, names, **values)
-
-    def _pattern(self, pattern: str) -> re.Pattern[str]:
-        is_regex = pattern.startswith("re:")
-        try:
-            return re.compile(pattern[3:] if is_regex else fnmatch.translate(pattern))
-        except re.error as error:
-            text = usage("regular_expression", pattern=pattern, error=error)
-            raise ValueError(text) from None
 
     # --- what to look at -------------------------------------------------------------------------
 

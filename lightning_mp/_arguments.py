@@ -3,60 +3,28 @@
 import difflib
 import functools
 import inspect
-import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
-__all__ = ["check_choice", "check_count", "explains_arguments", "is_number", "nearest"]
+from lightning_mp._argument_values import PATH, Check, ValueTable, refuse_values, shown
+
+__all__ = [
+    "PATH",
+    "Check",
+    "check_arguments",
+    "check_values",
+    "explains_arguments",
+    "nearest",
+    "refuse_values",
+]
 
 _Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Parameters = Sequence[inspect.Parameter]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 60  # characters; an argument may be a whole model
-
-
-def check_count(
-    owner: str,
-    name: str,
-    value: object,
-    least: int = 1,
-    *,
-    other: str = "",
-    fix: str = "Leave it out to get the default.",
-) -> None:
-    """Refuse what is no integer, or too small a one.
-
-    `other` is what else is accepted, such as `"'auto' or "`; `fix` says what to pass instead.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
-    # `True` is an integer to Python, and would pass for 1.
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"Passed `{owner}({name}={value!r})`. `{name}` must be {other}an integer of at least "
-            f"{least}. {fix}"
-        )
-
-
-def check_choice(owner: object, name: str, value: object, known: Collection[str]) -> None:
-    """Refuse an argument of an object's constructor that is not among those known.
-
-    Raises:
-        ValueError: With what is accepted.
-    """
-    if value not in known:
-        raise ValueError(
-            f"Passed `{type(owner).__name__}({name}={value!r})`. `{name}` must be one of "
-            f"{', '.join(map(repr, known))}."
-        )
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number, which a bool is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+_TABLES: weakref.WeakKeyDictionary[type, ValueTable] = weakref.WeakKeyDictionary()
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
@@ -65,41 +33,46 @@ def nearest(name: str, names: Collection[str]) -> str | None:
 
 
 def explains_arguments(
-    *, also: Collection[str] | None = None, hints: Mapping[str, str] | None = None
+    *,
+    checks: Mapping[str, Check | str] | None = None,
+    also: Collection[str] | None = None,
+    hints: Mapping[str, str] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Make a class name the argument that it does not take, and what is near.
+    """Make a constructor refuse wrong arguments in a sentence: names, and values.
 
     Python says of `BalancedAMP("bf16")` that `__init__` takes 1 positional argument but 2 were
     given, and of a misspelt keyword that `**kwargs` pass on to DDP nothing before training starts.
     The class keeps its signature, which LightningCLI reads, and subclasses may have their own.
 
     Args:
+        checks: As of a `ValueTable`. Those of base classes hold for arguments of the same name.
         also: The names that `**kwargs` take; `None` where whatever they go to checks them.
         hints: A sentence for each name that is often passed and stands for something else.
     """
 
     def decorate(cls: _Class) -> _Class:
         init = cls.__init__  # type: ignore[misc]
-        signature = inspect.signature(init)
-        parameters = list(signature.parameters.values())[1:]
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        table = _TABLES[cls] = ValueTable(init, {**_inherited(cls), **(checks or {})})
 
         # By `__wrapped__`, which this sets, LightningCLI finds the signature.
         @functools.wraps(init)
         def explained(self: Any, *args: Any, **kwargs: Any) -> None:
             problem = (
                 # In this order, as a misspelt argument is a missing one too.
-                _unknown_name(parameters, kwargs, also, hints or {})
-                or _without_name(parameters, args)
+                _unknown_name(table, parameters, kwargs, also, hints or {})
+                or _without_name(table, parameters, args)
                 or _missing(parameters, args, kwargs)
             )
             if problem is None:
-                init(self, *args, **kwargs)
+                bound = table.bound(functools.partial(_called, self, cls), (self, *args), kwargs)
+                init(*bound.args, **bound.kwargs)
                 return
             # The users of a subclass with a constructor of its own have not passed these arguments.
             name = type(self).__name__ if type(self).__init__ is explained else cls.__name__
-            shown = [_shown(value) for value in args]
-            shown += [f"{key}={_shown(value)}" for key, value in kwargs.items()]
-            raise TypeError(f"Passed `{name}({', '.join(shown)})`. {problem}")
+            passed = [shown(value) for value in args]
+            passed += [f"{key}={shown(value)}" for key, value in kwargs.items()]
+            raise TypeError(f"Passed `{name}({', '.join(passed)})`. {problem}")
 
         cls.__init__ = explained  # type: ignore[misc]
         return cls
@@ -107,7 +80,46 @@ def explains_arguments(
     return decorate
 
 
+def check_arguments(**checks: Check | str) -> Callable[[_Function], _Function]:
+    """Make a function refuse wrong values of some arguments, as a constructor would."""
+
+    def decorate(function: _Function) -> _Function:
+        table, signature = ValueTable(function, checks), inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            for name in checks.keys() & given.keys():
+                table.taken(lambda _: function.__qualname__, name, given[name])
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def check_values(owner: object, values: Mapping[str, Any]) -> None:
+    """Refuse values, by name, that an object's constructor would refuse."""
+    table = next(_TABLES[base] for base in type(owner).__mro__ if base in _TABLES)
+    for name, value in values.items():
+        table.taken(lambda _: type(owner).__name__, name, value)
+
+
+def _inherited(cls: type) -> dict[str, Check | str]:
+    """Return the checks of base classes, the nearest of which counts."""
+    tables = [_TABLES[base] for base in cls.__mro__ if base in _TABLES]
+    return {name: check for table in reversed(tables) for name, check in table.checks.items()}
+
+
+def _called(self: object, cls: type, argument: str) -> str:
+    """Return the class that a user has passed an argument to: a subclass, if it takes that."""
+    parameters = inspect.signature(type(self).__init__).parameters
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return (type(self) if passes_on or argument in parameters else cls).__name__
+
+
 def _unknown_name(
+    table: ValueTable,
     parameters: _Parameters,
     kwargs: Mapping[str, Any],
     also: Collection[str] | None,
@@ -127,18 +139,18 @@ def _unknown_name(
             return said + hints[name]
         if near is not None:
             return f"{said}Did you mean `{near}`?"
-        return said + (_by_value(parameters, value) or f"It takes {_listed(known)}.")
+        return said + (_by_value(table, value) or f"It takes {_listed(known)}.")
     return None
 
 
-def _without_name(parameters: _Parameters, args: Sequence[Any]) -> str | None:
+def _without_name(table: ValueTable, parameters: _Parameters, args: Sequence[Any]) -> str | None:
     places = [p for p in parameters if p.kind in _POSITIONAL]
     if len(args) <= len(places) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     value = args[len(places)]
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    said = f"{_shown(value)} must be passed by name. "
-    return said + (_by_value(parameters, value) or f"The names are {_listed(names)}.")
+    said = f"{shown(value)} must be passed by name. "
+    return said + (_by_value(table, value) or f"The names are {_listed(names)}.")
 
 
 def _missing(parameters: _Parameters, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -150,25 +162,10 @@ def _missing(parameters: _Parameters, args: Sequence[Any], kwargs: Mapping[str, 
     return None
 
 
-def _by_value(parameters: _Parameters, value: Any) -> str | None:
+def _by_value(table: ValueTable, value: Any) -> str | None:
     """Guess what a value was meant for: an argument that has it among its choices."""
-    for parameter in parameters:
-        if isinstance(value, str) and value in _choices(parameter.annotation):
-            return f"Did you mean `{parameter.name}={value!r}`?"
-    return None
-
-
-def _choices(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-        return
-    # Choices stand inside of unions and sequences too, as in `Literal[...] | None`.
-    for part in get_args(annotation):
-        yield from _choices(part)
-
-
-def _shown(value: Any) -> str:
-    return " ".join(_repr.repr(value).split())  # a tensor's has line breaks
+    name = table.with_choice(value) if isinstance(value, str) else None
+    return name and f"Did you mean `{name}={value!r}`?"
 
 
 def _listed(names: Sequence[str]) -> str:

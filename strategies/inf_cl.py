@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.contrastive._cache.graph import hooks_held
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
@@ -139,11 +139,11 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     @override
     def _check_others(self, arguments: dict[str, Any]) -> None:
         if arguments.get("static_graph"):
-            raise ValueError(
-                "Passed `InfCLStrategy(static_graph=True)`. Gradients are reduced when all are "
-                "complete, not in the graph that DDP would record. Leave `static_graph` out; they "
-                "are all-reduced once a step all the same."
+            reason = (
+                "Gradients are reduced when all are complete, not in the graph that DDP would "
+                "record. Leave `static_graph` out; they are all-reduced once a step all the same."
             )
+            refuse_values(self, reason, static_graph=True)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.contrastive._cache.sharding import own_parameters, sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
@@ -148,10 +148,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         for name in ("data_parallel_size", "tensor_parallel_size"):
             size = arguments.get(name, "auto")  # as LightningCLI passes it
             if size != "auto":
-                raise ValueError(
-                    f"Passed `{type(self).__name__}({name}={size!r})`. `{name}` must be 'auto', as "
-                    "all ranks share the batch. Leave it out."
-                )
+                reason = f"`{name}` must be 'auto', as all ranks share the batch. Leave it out."
+                refuse_values(self, reason, **{name: size})
 
     @override
     def _setup_distributed(self) -> None:

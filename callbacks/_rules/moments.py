@@ -5,6 +5,7 @@ then `B` bins of the histogram, where it is asked for. `Mp = sum (x - mean)^p`.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 
-__all__ = ["EXPONENTS", "REDUCTIONS", "merge_moments", "reduced", "tensor_moments"]
+__all__ = ["EXPONENTS", "Reduction", "merge_moments", "reduced", "tensor_moments"]
 
-REDUCTIONS = ("norm", "rms", "mean", "std", "absmax", "kurtosis", "histogram")
+Reduction = Literal["norm", "rms", "mean", "std", "absmax", "kurtosis", "histogram"]
 _MOMENTS = 7
 _LOWEST, _HIGHEST = -149, 127  # exponents of the numbers of fp32, subnormals too
 EXPONENTS: npt.NDArray[np.float64] = np.array([-np.inf, *range(_LOWEST, _HIGHEST + 1)])
@@ -98,7 +99,7 @@ def merge_moments(parts_RK: Tensor) -> Tensor:
 
 
 def reduced(moments_NK: Tensor, names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return what `REDUCTIONS` name, one value a tensor; NaN where there is none.
+    """Return what `Reduction` names, one value a tensor; NaN where there is none.
 
     Args:
         moments_NK: On the host.

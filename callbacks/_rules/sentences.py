@@ -8,7 +8,6 @@ from typing import Any
 from lightning_mp.callbacks._rules.records import Verdict
 
 __all__ = [
-    "ACCEPTED",
     "MESSAGES",
     "REMEDIES",
     "REMEDIES_AT_THE_END",
@@ -229,18 +228,9 @@ _ON = "{error}. Training goes on."
 
 USAGE = {
     # --- arguments -------------------------------------------------------------------------------
-    "argument": "Passed `{callback}({name}={value!r})`. `{name}` must be {accepted}. Leave it out "
-    "for the default.",
-    "judge_after_steps": "Passed `SpikeGuard(judge_after_steps={judge_after_steps!r}, "
-    "window_steps={window_steps!r})`. `judge_after_steps` must be at most `window_steps`. Pass "
-    "`judge_after_steps={fitting}`.",
-    "shares": "Passed `GradientUnderflowMonitor(warn_share={warn_share!r}, "
-    "alarm_share={alarm_share!r})`. They must be shares between 0 and 1, the first the lower. Pass "
-    "0.01 and 0.05.",
-    "filename": "Passed `InstabilityReport(filename={filename!r})`. `filename` must be a file's "
-    "name that ends in .html, without a folder. Pass the folder as `dirpath`.",
-    "regular_expression": "Passed `TensorCollector(include=[{pattern!r}])`. What follows `re:` "
-    "must be a regular expression: {error}. Leave out `re:` to write `*` and `?`.",
+    "judge_after_steps": "A guard judges by its window: `judge_after_steps` must be at most "
+    "`window_steps`. Pass `judge_after_steps={fitting}`.",
+    "shares": "The share to warn of must be the lower. Pass 0.01 and 0.05.",
     "no_match": "Passed `TensorCollector(include=[{pattern!r}])`, which matches none of {count} "
     "names, such as {names}. Write `*` for what may stand before and behind.",
     # --- set-ups ---------------------------------------------------------------------------------
@@ -287,20 +277,6 @@ USAGE = {
     "no_report": "Passed {path!r}, which holds no report's data, and neither do the folders in it. "
     + _WRITTEN_BY + " Add it to the callbacks of the run, or pass its `dirpath`.",
 }  # fmt: skip
-
-# What `argument` says that an argument must be.
-ACCEPTED = {
-    "at_least": "an integer of at least {least}",
-    "to_500": "an integer from 1 to 500",
-    "positive": "a positive number",
-    "finite": "finite",
-    "below_1": "below 1",
-    "at_most_1": "at most 1",
-    "headroom": "from 0 to 16, where 65504 itself has 0 bits",
-    "one_of": "one of {names}",
-    "list": "a list of {names}",
-    "alert": "a function, or a URL that begins with http:// or https://",
-}
 
 
 def usage(key: str, **fields: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.training_state import gather_ranks, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
@@ -20,6 +21,7 @@ from lightning_mp.numerics.tensor_stats import StatField, TensorStats, stored_nu
 __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
 
+@explains_arguments(checks={"every_n_steps baseline_samples": "[1, inf)"})
 class SamplingMonitor(InstabilityMonitor, ABC):
     """Samples at some steps, without a host sync, and judges samples when they have arrived."""
 
@@ -29,7 +31,6 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         self, every_n_steps: int, baseline_samples: int = 10, repeat_after_steps: int = 1000
     ) -> None:
         super().__init__(repeat_after_steps=repeat_after_steps)
-        self._check_at_least(1, every_n_steps=every_n_steps, baseline_samples=baseline_samples)
         self.every_n_steps = every_n_steps
         self.baseline_samples = baseline_samples
         self.samples = 0  # judged so far

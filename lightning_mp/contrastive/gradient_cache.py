@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mp._arguments import check_count, explains_arguments
+from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
 from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
 from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
@@ -33,7 +33,14 @@ __all__ = ["GradientCache"]
 _UNUSED_BYTES = 2**20  # of outputs that were not used, from which on a warning says so
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "micro_batch_size activation_bytes": "[1, inf)",
+        "prefetch": "[0, inf)",
+        "replay_tolerance": "[0, inf]",
+        "device": Check(take=torch.device, words="a device", fix="Pass 'cuda', 'cuda:1' or 'cpu'."),
+    }
+)
 class GradientCache:
     """Serves calls to towers in micro-batches and replays them in the backward, in any loop.
 
@@ -109,22 +116,8 @@ class GradientCache:
         replay_tolerance: float | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        if micro_batch_size != "auto":
-            other = "'auto' or "
-            check_count("GradientCache", "micro_batch_size", micro_batch_size, other=other)
-        if activation_bytes is not None:
-            check_count("GradientCache", "activation_bytes", activation_bytes)
-        check_count("GradientCache", "prefetch", prefetch, 0)
-        for name, names in (("rows", rows), ("whole", whole), ("leave_out", leave_out)):
-            _check_names(name, names)
-        # Not `<`: a NaN is refused as well.
-        if replay_tolerance is not None and not replay_tolerance >= 0:
-            raise ValueError(
-                f"Passed `GradientCache(replay_tolerance={replay_tolerance!r})`. "
-                "`replay_tolerance` must be a number of at least 0. Leave it out to allow rounding."
-            )
         self._settings = Settings(
-            device=None if device is None else torch.device(device),
+            device=device,  # type: ignore[arg-type]  # a name has become one
             prefetch=prefetch,
             rows=tuple(rows),
             whole=tuple(whole),
@@ -344,12 +337,4 @@ def _check_no_transform(tower: str) -> None:
             f"Called the tower `{tower}` inside a transform of `torch.func` while its gradients "
             "are cached. A replay needs a plain backward. Call it outside of `cache.serving(...)` "
             "there, or take the gradient with `torch.autograd.grad`."
-        )
-
-
-def _check_names(name: str, names: Sequence[str]) -> None:
-    if isinstance(names, str) or not all(isinstance(x, str) for x in names):
-        raise ValueError(
-            f"Passed `GradientCache({name}={names!r})`. `{name}` must be a list of names. Write "
-            f"`{name}=[{names!r}]`."
         )

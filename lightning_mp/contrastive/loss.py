@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.contrastive._call.inputs import (
     InputChecks,
     as_tensors,
@@ -35,7 +35,6 @@ from lightning_mp.contrastive._tiles.backends import (
     ExchangeName,
     TileChoice,
     TileDtype,
-    check_choices,
     triton_problem,
 )
 from lightning_mp.contrastive.statistics import LossStatistics
@@ -47,10 +46,22 @@ __all__ = ["ContrastiveLoss"]
 
 
 @explains_arguments(
+    checks={
+        "process_group": Check(fix="A rank outside of the group needs no loss."),
+        "workspace_bytes": Check("[2**20, inf)", fix="Pass bytes, such as `64 * 2**20`."),
+        "label_smoothing": "[0, 1]",
+        "rank": "[0, inf)",
+        "world_size": "[1, inf)",
+        "use_horovod": Check(
+            test=lambda value: not value,
+            words="False",
+            fix="Start the run with `torchrun`: ranks are those of `torch.distributed`.",
+        ),
+    },
     hints={
         "temperature": "Pass `1 / temperature` as `logit_scale` in the call.",
         "logit_scale": "Pass it in the call.",
-    }
+    },
 )
 class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
@@ -221,10 +232,8 @@ class ContrastiveLoss(nn.Module):
         use_horovod: bool = False,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        check_choices(name, backend, tile_dtype, exchange, directions, workspace_bytes)
-        check_pair_rules(duplicates, label_smoothing, false_negatives, margin)
-        take_open_clip(gather_with_grad, world_size, use_horovod)
+        check_pair_rules(self, duplicates, label_smoothing, false_negatives, margin)
+        take_open_clip(gather_with_grad, world_size)
         self.process_group = process_group
         self.rank = rank
         self.world_size = world_size

@@ -5,14 +5,13 @@ Shapes:
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.contrastive._call.pair_options import RULES, PairArguments, PairOptions
 from lightning_mp.contrastive._exchange.agreement import refuse
 from lightning_mp.contrastive._sums.nested import Prefix
@@ -27,10 +26,14 @@ _CALL = tuple(PairArguments.__annotations__)
 
 
 @explains_arguments(
+    checks={
+        "widths": Check("[1, inf)", least=1, fix="Pass some, such as `[768, 256, 64]`."),
+        "weights": "[0, inf)",
+    },
     hints={
         "matryoshka_dims": "They are called `widths` here.",
         "matryoshka_weights": "They are called `weights` here.",
-    }
+    },
 )
 class MatryoshkaLoss(nn.Module):
     r"""Weighted sum of a contrastive loss over prefixes of the features, exact over all ranks.
@@ -98,7 +101,9 @@ class MatryoshkaLoss(nn.Module):
         normalize: bool = True,
     ) -> None:
         super().__init__()
-        _check(widths, weights, loss)
+        if weights is not None and len(weights) != len(widths):
+            reason = "`weights` has one number for each width. Leave it out for 1 each."
+            refuse_values(self, reason, widths=widths, weights=weights)
         self.loss = ContrastiveLoss() if loss is None else loss
         self.widths = tuple(widths)
         self.weights = tuple(1.0 for _ in widths) if weights is None else tuple(weights)
@@ -188,30 +193,3 @@ class MatryoshkaLoss(nn.Module):
     def _cut(self, negatives_bkD: Tensor, width: int) -> Tensor:
         part_bkd = negatives_bkD[..., :width]
         return F.normalize(part_bkd, dim=-1) if self.normalize else part_bkd
-
-
-def _check(widths: object, weights: object, loss: object) -> None:
-    """Refuse widths, weights and a loss that cannot be used."""
-    if not (loss is None or isinstance(loss, ContrastiveLoss)):
-        raise ValueError(
-            f"Passed `MatryoshkaLoss(loss={loss!r})`. `loss` must be a `ContrastiveLoss` or a "
-            "`SigmoidContrastiveLoss`. Leave it out to get `ContrastiveLoss()`."
-        )
-    is_list = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) > 0
-    # `True` is an instance of int, and no width.
-    if not is_list or any(type(width) is not int or width < 1 for width in widths):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"Passed `MatryoshkaLoss(widths={widths!r})`. `widths` must be positive integers. Pass "
-            "some, such as `[768, 256, 64]`."
-        )
-    if weights is None:
-        return
-    is_list = isinstance(weights, Sequence) and len(weights) == len(widths)  # type: ignore[arg-type]
-    if not is_list or any(
-        not isinstance(weight, (int, float)) or not 0 <= weight < math.inf
-        for weight in weights  # type: ignore[attr-defined]
-    ):
-        raise ValueError(
-            f"Passed `MatryoshkaLoss(widths={widths!r}, weights={weights!r})`. `weights` must be "
-            "numbers that are not negative, one for each width. Leave them out for 1 each."
-        )

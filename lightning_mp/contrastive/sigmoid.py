@@ -6,8 +6,8 @@ Shapes:
 
 import torch.distributed as dist
 
-from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive._call.open_clip_arguments import SigLipExchange, take_siglip
+from lightning_mp._arguments import Check, explains_arguments
+from lightning_mp.contrastive._call.open_clip_arguments import SigLipExchange
 from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
 from lightning_mp.contrastive._tiles.backends import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
@@ -16,10 +16,14 @@ __all__ = ["SigmoidContrastiveLoss"]
 
 
 @explains_arguments(
+    checks={
+        "chunk_size": Check("[0, inf)", fix="Leave it out; `workspace_bytes` bounds tiles."),
+        "dist_impl": Check(fix="Leave it out; `exchange` says how texts travel."),
+    },
     hints={
         **dict.fromkeys(RULES, "It belongs to a softmax; pass it to `ContrastiveLoss`."),
         "directions": "Each pair counts once, in no direction.",
-    }
+    },
 )
 class SigmoidContrastiveLoss(ContrastiveLoss):
     r"""Sigmoid (SigLIP) loss of all pairs, exact over all ranks and without a b x b matrix.
@@ -106,7 +110,6 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
             tile_dtype=tile_dtype, autotune=autotune, exchange=exchange, rank=rank,
             world_size=world_size,
         )  # fmt: skip
-        take_siglip(dist_impl, chunk_size)
 
     def problem(
         self, image: object, text: object, scale: object, bias: object, pairs: PairOptions

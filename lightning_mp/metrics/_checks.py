@@ -1,35 +1,22 @@
-"""What can be wrong with the arguments of a metric, and with features and ids passed to it."""
-
-from collections.abc import Sequence
+"""What can be wrong with features and ids that are passed to a metric."""
 
 import torch
 from torch import Tensor
 
+from lightning_mp._arguments import Check, refuse_values
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["check_features", "check_ids", "check_rows", "check_top_k", "check_value"]
+__all__ = ["TOP_K", "check_features", "check_ids", "check_rows", "check_value"]
 
+TOP_K = Check("[1, inf)", least=1, fix="Pass `top_k=[1, 5]`.")
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def check_top_k(metric: str, top_k: object) -> None:
-    """Refuse what is not a sequence of positive integers."""
-    is_list = isinstance(top_k, Sequence) and len(top_k) > 0
-    # By `type`, as `True` is an integer to `isinstance`.
-    if not is_list or any(type(k) is not int or k < 1 for k in top_k):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"Passed `{metric}(top_k={top_k!r})`. `top_k` must be a non-empty sequence of "
-            "positive integers: write `top_k=[1, 5]`."
-        )
-
-
-def check_value(metric: str, value: str | None, names: Sequence[str]) -> None:
+def check_value(metric: object, value: str | None, names: list[str]) -> None:
     """Refuse the name of a value that a metric does not return."""
     if value is not None and value not in names:
-        raise ValueError(
-            f"Passed `{metric}(value={value!r})`. `value` must be one of {list(names)}. Leave it "
-            "out to get all of them."
-        )
+        reason = f"`value` must be one of {names}. Leave it out to get all of them."
+        refuse_values(metric, reason, value=value)
 
 
 def check_rows(metric: str, name: str, features: Tensor) -> None:

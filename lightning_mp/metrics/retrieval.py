@@ -16,8 +16,8 @@ from torchmetrics.utilities import rank_zero_warn
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_mp._arguments import check_count, explains_arguments
-from lightning_mp.metrics._checks import check_features, check_ids, check_top_k, check_value
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.metrics._checks import TOP_K, check_features, check_ids, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics._tiled_ranks import retrieval_ranks
 from lightning_mp.numerics.floats import FLOAT_DTYPES
@@ -27,7 +27,7 @@ __all__ = ["ContrastiveRecall"]
 _DIRECTIONS = ("image_to_text", "text_to_image")
 
 
-@explains_arguments()
+@explains_arguments(checks={"top_k": TOP_K, "workspace_bytes": "[1, inf)"})
 class ContrastiveRecall(Metric):
     r"""Measures how well images find their texts and texts their images, in O(N) memory.
 
@@ -124,16 +124,8 @@ class ContrastiveRecall(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        name = "ContrastiveRecall"
-        check_top_k(name, top_k)
-        if type(normalize) is not bool:
-            raise ValueError(
-                f"Passed `ContrastiveRecall(normalize={normalize!r})`. `normalize` must be True "
-                "(cosine similarity) or False (dot product)."
-            )
-        check_count(name, "workspace_bytes", workspace_bytes)
         names = [f"{d}_{n}" for d in _DIRECTIONS for n in (*_names(top_k), "queries")]
-        check_value(name, value, names)
+        check_value(self, value, names)
         self.top_k = tuple(top_k)
         self.value = value
         self.normalize = normalize

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_mp._arguments import check_count, explains_arguments
-from lightning_mp.metrics._checks import check_ids, check_rows, check_top_k, check_value
+from lightning_mp._arguments import Check, explains_arguments
+from lightning_mp.metrics._checks import TOP_K, check_ids, check_rows, check_value
 from lightning_mp.metrics._repeats import with_keys, without_repeats
 from lightning_mp.metrics._tiled_ranks import unit_rows
 from lightning_mp.numerics.floats import sum_rounding
@@ -22,7 +22,13 @@ from lightning_mp.numerics.floats import sum_rounding
 __all__ = ["ZeroShotAccuracy"]
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "num_classes": Check("[1, inf)", fix="Pass how many classes there are."),
+        "top_k": TOP_K,
+        "workspace_bytes": "[1, inf)",
+    }
+)
 class ZeroShotAccuracy(Metric):
     r"""Measures how often an image's class is among the k nearest, classes being given by prompts.
 
@@ -98,11 +104,7 @@ class ZeroShotAccuracy(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        name = "ZeroShotAccuracy"
-        check_count(name, "num_classes", num_classes, fix="Pass how many classes there are.")
-        check_count(name, "workspace_bytes", workspace_bytes)
-        check_top_k(name, top_k)
-        check_value(name, value, [*(f"top{k}" for k in top_k), "images"])
+        check_value(self, value, [*(f"top{k}" for k in top_k), "images"])
         self.num_classes = num_classes
         self.top_k = tuple(top_k)
         self.value = value

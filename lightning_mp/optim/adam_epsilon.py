@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp._arguments import is_number
+from lightning_mp._arguments import check_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES, smallest_overflowing
 from lightning_mp.optim.epsilon_report import EpsilonReport, epsilon_report
 from lightning_mp.optim.fp32_states import (
@@ -23,7 +23,7 @@ from lightning_mp.optim.fp32_states import (
     widen_states_of_fp32_parameters,
 )
 
-__all__ = ["check_adam_epsilon", "check_setting", "guard_adam_epsilon"]
+__all__ = ["check_adam_epsilon", "guard_adam_epsilon"]
 
 _Group: TypeAlias = dict[str, Any]
 
@@ -68,6 +68,7 @@ def check_adam_epsilon(
     ]
 
 
+@check_arguments(adam_epsilon="(0, inf)")
 def guard_adam_epsilon(
     optimizer: Optimizer,
     adam_epsilon: Literal["auto", "keep"] | float = "auto",
@@ -108,7 +109,6 @@ def guard_adam_epsilon(
     References:
         Lightning#20619
     """
-    check_setting(f"adam_epsilon={adam_epsilon!r}", adam_epsilon)
     if adam_epsilon == "keep":
         return []
     handles = [] if adam_epsilon == "auto" else [_set_epsilon(optimizer, float(adam_epsilon))]
@@ -132,15 +132,6 @@ def guard_adam_epsilon(
     return handles + (keep_fp32_states(optimizer) if is_moved else [])
 
 
-def check_setting(passed: str, value: Any) -> None:
-    """Refuse an `adam_epsilon` that no optimizer could take."""
-    if value not in ("auto", "keep") and not (is_number(value) and 0 < value < math.inf):
-        raise ValueError(
-            f"Passed `{passed}`. `adam_epsilon` must be 'auto', 'keep' or a positive number. Leave "
-            "it out to have epsilon checked."
-        )
-
-
 def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
     """Advise `SafeAdamW` in the place of Adam, without the arguments that it refuses."""
     if not isinstance(optimizer, optim.Adam):  # and so AdamW
@@ -158,7 +149,7 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
     def write(optimizer: Optimizer) -> None:
         # The defaults are what groups that are added later start from.
         for options in (optimizer.defaults, *optimizer.param_groups):
-            if is_number(options.get("eps")):
+            if isinstance(options.get("eps"), int | float):
                 options["eps"] = eps
 
     write(optimizer)
@@ -190,7 +181,7 @@ def _judge(
     for group, parameter in pairs:
         # Frozen ones get no gradient, and are not stepped.
         is_half = parameter.dtype in HALF_DTYPES and parameter.requires_grad
-        if is_half and parameter not in ignore and is_number(group.get("eps")):
+        if is_half and parameter not in ignore and isinstance(group.get("eps"), int | float):
             report = _report_on(optimizer, group, parameter)
             if report is not None:
                 yield group, parameter, report

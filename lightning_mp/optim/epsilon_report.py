@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_mp._arguments import Check, check_arguments
 from lightning_mp.numerics.floats import largest_flushed, rounded, smallest_overflowing
 
 __all__ = ["EpsilonReport", "epsilon_report"]
@@ -67,6 +68,10 @@ class EpsilonReport:
         )
 
 
+@check_arguments(
+    eps=Check("[0, inf)", fix="Pass the optimizer's epsilon, such as 1e-8."),
+    beta2=Check("[0, 1)", fix="Pass the optimizer's decay of second moments, such as 0.999."),
+)
 def epsilon_report(
     *,
     eps: float,
@@ -111,16 +116,6 @@ def epsilon_report(
         - Adam, arXiv:1412.6980
         - NaN after few steps of `16-true` with Adam, Lightning#20619
     """
-    if not 0 <= eps < math.inf:
-        raise ValueError(
-            f"Passed `epsilon_report(eps={eps!r})`. `eps` must be a number of at least 0. Pass the "
-            "optimizer's epsilon, such as 1e-8."
-        )
-    if not 0 <= beta2 < 1:
-        raise ValueError(
-            f"Passed `epsilon_report(beta2={beta2!r})`. `beta2` must be at least 0 and below 1. "
-            "Pass the optimizer's decay of second moments, such as 0.999."
-        )
     math_dtype = math_dtype or state_dtype
     stored = rounded(eps, math_dtype)
     # From 0, one step takes v to gain * g^2.

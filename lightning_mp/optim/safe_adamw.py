@@ -13,7 +13,12 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES, accumulation_dtype
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.numerics.triton_support import triton_problem
-from lightning_mp.optim._adamw.arguments import check_group, check_loaded_group, check_parameter
+from lightning_mp.optim._adamw.arguments import (
+    CHECKS,
+    check_group,
+    check_loaded_group,
+    check_parameter,
+)
 from lightning_mp.optim._adamw.foreach import (
     AdamWBatch,
     AdamWOptions,
@@ -27,7 +32,7 @@ __all__ = ["SafeAdamW"]
 _MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
-@explains_arguments()
+@explains_arguments(checks=CHECKS)
 class SafeAdamW(Optimizer):
     r"""AdamW that is safe on half weights: fp32 states, fp32 math, and no update is lost.
 
@@ -166,7 +171,8 @@ class SafeAdamW(Optimizer):
         Raises:
             ValueError: For an argument out of its range, or a parameter that is not real.
         """
-        check_group({**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}})
+        # torch checks the parameters, which may come from a generator.
+        check_group(self, {**self.defaults, **param_group, "params": [{}]})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         # torch has filled in what the group leaves out, and has made a list of a generator.

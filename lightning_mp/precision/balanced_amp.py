@@ -11,19 +11,30 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
-from lightning_mp._arguments import check_choice, explains_arguments
+from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
 from lightning_mp.precision._weights.working_copies import WorkingCopies
-from lightning_mp.precision.loss_scale_config import LossScaleConfig
-from lightning_mp.precision.op_policy import OpPolicy
+from lightning_mp.precision.loss_scale_config import SCALES, LossScaleConfig
+from lightning_mp.precision.op_policy import OPS, OpPolicy, check_ops
 
 __all__ = ["BalancedAMP", "widen"]
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "loss_scale": SCALES,
+        "fp32_ops half_ops": OPS,
+        "adam_epsilon": "(0, inf)",
+        "device": Check(
+            test=lambda name: name == "auto" or torch.device(name).type == name,
+            words="'auto' or a type without an index, such as 'cuda' or 'cpu'",
+            fix="Leave it out to compute where the model is.",
+        ),
+    }
+)
 class BalancedAMP(ScaledPrecision):
     r"""Trains an fp32 model with half working weights and fp32 norms: Apex' O2, balanced.
 
@@ -120,11 +131,11 @@ class BalancedAMP(ScaledPrecision):
             adam_epsilon=adam_epsilon,
             inf_clamp=inf_clamp,
         )
-        check_choice(self, "weights", weights, ("half", "full"))
         self.precision = "16-mixed" if half == "fp16" else "bf16-mixed"
         self.weights = weights
         self.fp32_modules = fp32_modules
         self.device = device
+        check_ops(self, fp32_ops, half_ops)
         self.policy = OpPolicy(fp32_ops=fp32_ops, half_ops=half_ops)
         self._working = WorkingCopies(self.half_dtype)
         self._compiled: nn.Module | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp._arguments import check_choice, explains_arguments
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
@@ -20,7 +20,7 @@ __all__ = ["InfClamp"]
 _MAX = torch.finfo(torch.float16).max
 
 
-@explains_arguments()
+@explains_arguments(checks={"value": "(0, 65504]"})
 class InfClamp:
     r"""Replaces +-inf in the fp16 tensors of chosen modules by a finite value, by forward hooks.
 
@@ -89,17 +89,6 @@ class InfClamp:
         gradient: Literal["zero", "straight_through"] = "zero",
         value: float = _MAX / 2,
     ) -> None:
-        if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
-            raise ValueError(
-                f"Passed `InfClamp({modules!r})`. `modules` must be a sequence of names. Pass "
-                "`['auto']`, or names such as `['Mlp', 'encoder.head']`."
-            )
-        check_choice(self, "gradient", gradient, ("zero", "straight_through"))
-        if isinstance(value, bool) or not 0 < value <= _MAX:
-            raise ValueError(
-                f"Passed `InfClamp(value={value!r})`. `value` must be above 0 and at most 65504, "
-                "the largest of fp16. Leave it out for 32752."
-            )
         self.modules = tuple(modules)
         self.value = float(value)
         self.gradient = gradient

@@ -1,21 +1,27 @@
 """How a loss scale starts, moves and gives up."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from lightning_mp._arguments import check_count, explains_arguments, is_number
+from lightning_mp._arguments import Check, check_arguments, explains_arguments, refuse_values
 
-__all__ = ["LossScaleConfig"]
+__all__ = ["SCALES", "LossScaleConfig"]
 
 # Within these, a scale and its inverse are both normal fp32 numbers: no inverse overflows to inf,
 # as that of 2^-128 does, and none is a subnormal that a GPU may flush to zero.
-_LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-126, 2.0**126
+SCALES = "[2**-126, 2**126]"
 
 
-@explains_arguments()
+@explains_arguments(
+    checks={
+        "init_scale min_scale max_scale": SCALES,
+        "growth_factor": "(1, inf)",  # with a factor of 1 the scale would never move
+        "backoff_factor": "(0, 1)",
+        "growth_interval warmup_interval hysteresis patience": "[1, inf)",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """How the loss scale starts, moves and gives up.
@@ -63,27 +69,13 @@ class LossScaleConfig:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            if not _is_within(getattr(self, name), _LOWEST_SCALE, _HIGHEST_SCALE):
-                self._refuse(name, "a number from 2**-126 to 2**126", "a power of two such as 1024")
-        # With a factor of 1 the scale would never move.
-        if not _is_within(self.growth_factor, math.nextafter(1, 2), _HIGHEST_SCALE):
-            self._refuse("growth_factor", "a finite number above 1", "2")
-        if not _is_within(self.backoff_factor, _LOWEST_SCALE, math.nextafter(1, 0)):
-            self._refuse("backoff_factor", "a number between 0 and 1", "0.5")
-        for name in ("growth_interval", "warmup_interval", "hysteresis", "patience"):
-            if (value := getattr(self, name)) is not None or name != "warmup_interval":
-                check_count("LossScaleConfig", name, value, fix="Pass 1 or more steps.")
-        if not isinstance(self.dynamic, bool):
-            self._refuse("dynamic", "True or False", "False for a static scale")
         if self.dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"Passed `LossScaleConfig(init_scale={self.init_scale!r}, "
-                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r})`. A dynamic scale "
-                "starts within its limits. Move `init_scale`, or the limit that it crosses."
-            )
+            names = ("init_scale", "min_scale", "max_scale")
+            reason = "A dynamic scale starts within its limits. Move it, or the limit in its way."
+            refuse_values(self, reason, **{name: getattr(self, name) for name in names})
 
     @classmethod
+    @check_arguments(loss_scale=Check(SCALES, fix="Write `loss_scale='dynamic'`."))
     def parse(
         cls,
         loss_scale: "Literal['dynamic'] | float | LossScaleConfig",
@@ -111,19 +103,4 @@ class LossScaleConfig:
             if gradients_dtype == torch.float16:
                 return cls(init_scale=2.0**10, warmup_interval=20)
             return cls()
-        if _is_within(loss_scale, _LOWEST_SCALE, _HIGHEST_SCALE):
-            return cls(init_scale=float(loss_scale), dynamic=False)
-        raise ValueError(
-            f"Passed `loss_scale={loss_scale!r}`. `loss_scale` must be 'dynamic', a number from "
-            "2**-126 to 2**126, or a LossScaleConfig. Write `loss_scale='dynamic'`."
-        )
-
-    def _refuse(self, name: str, accepted: str, fix: str) -> None:
-        raise ValueError(
-            f"Passed `LossScaleConfig({name}={getattr(self, name)!r})`. `{name}` must be "
-            f"{accepted}. Pass {fix}."
-        )
-
-
-def _is_within(value: Any, lowest: float, highest: float) -> bool:
-    return is_number(value) and lowest <= value <= highest
+        return cls(init_scale=float(loss_scale), dynamic=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp._arguments import check_choice, explains_arguments
+from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.precision._choice.op_tables import (
     CLASS_OF,
@@ -27,12 +27,27 @@ from lightning_mp.precision._choice.op_tables import (
 )
 from lightning_mp.precision._weights.half_module import cast_tensors, dtypes_of
 
-__all__ = ["OpPolicy"]
+__all__ = ["OPS", "OpPolicy", "check_ops"]
 
 _CASTABLE = (*HALF_DTYPES, torch.float32)  # never float64, float8 or complex
 
 
-@explains_arguments()
+def _canonical_names(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(canonical_name(name) for name in names))
+
+
+OPS = Check(take=_canonical_names, words="a list of names of torch functions, such as 'softmax'")
+
+
+def check_ops(owner: object, fp32_ops: Sequence[str], half_ops: Sequence[str]) -> None:
+    """Refuse an op that is to run in both."""
+    both = [op for op in fp32_ops if op in half_ops]
+    if both:
+        reason = f"An op runs in one of them. Take {both} out of one."
+        refuse_values(owner, reason, fp32_ops=fp32_ops, half_ops=half_ops)
+
+
+@explains_arguments(checks={"fp32_ops half_ops": OPS})
 @dataclass(frozen=True, kw_only=True)
 class OpPolicy:
     """Decides which ops run in half and which in fp32, the same way on every device.
@@ -77,15 +92,7 @@ class OpPolicy:
     norm_output: Literal["input", "fp32"] = "input"
 
     def __post_init__(self) -> None:
-        for field in ("fp32_ops", "half_ops"):
-            object.__setattr__(self, field, _canonical_names(field, getattr(self, field)))
-        both = [op for op in self.fp32_ops if op in self.half_ops]
-        if both:
-            raise ValueError(
-                f"Passed {both} in both `fp32_ops` and `half_ops`. An op runs in one of them. "
-                "Take it out of one."
-            )
-        check_choice(self, "norm_output", self.norm_output, ("input", "fp32"))
+        check_ops(self, self.fp32_ops, self.half_ops)
 
     def class_of(self, op: str) -> OpClass:
         """Return the class of an op under this policy, whatever the device.
@@ -319,21 +326,6 @@ def _inplace_at(func: Callable[..., Any]) -> int:
         return -1
     names = func.__code__.co_varnames[: func.__code__.co_argcount]
     return names.index("inplace") if "inplace" in names else -1
-
-
-def _canonical_names(field: str, names: object) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(
-            f"Passed `{field}={names!r}`. It must be a sequence of names of ops. Write "
-            f"`{field}=['softmax']`."
-        )
-    wrong = [name for name in names if not isinstance(name, str)]
-    if wrong:
-        raise ValueError(
-            f"Passed {wrong[0]!r} in `{field}`. It must be the name of an op. Write 'softmax', "
-            "not torch.softmax."
-        )
-    return tuple(dict.fromkeys(canonical_name(name) for name in names))
 
 
 def _row(title: str, why: str, ops: Sequence[str]) -> list[str]:

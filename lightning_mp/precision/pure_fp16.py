@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp._arguments import check_choice, explains_arguments
+from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
@@ -30,7 +30,7 @@ from lightning_mp.precision._weights.half_weight_limits import (
     check_optimizer,
 )
 from lightning_mp.precision._weights.half_weights import HalfWeights
-from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.loss_scale_config import SCALES, LossScaleConfig
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["PureFP16"]
 
 
-@explains_arguments()
+@explains_arguments(checks={"loss_scale": SCALES, "adam_epsilon": "(0, inf)"})
 class PureFP16(ScaledPrecision):
     r"""Trains in fp16 throughout: weights, activations, gradients; no fp32 copy of the weights.
 
@@ -127,7 +127,6 @@ class PureFP16(ScaledPrecision):
         reduce_dtype: Literal["fp32", "half"] = "fp32",
         adam_epsilon: float | Literal["auto", "keep"] = "auto",
     ) -> None:
-        check_choice(self, "write_back", write_back, ("kahan", "stochastic", "nearest"))
         super().__init__(
             half=half,
             loss_scale=loss_scale,

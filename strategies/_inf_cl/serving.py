@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_mp._arguments import check_count
+from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
 from lightning_mp.contrastive.gradient_cache import GradientCache
@@ -30,6 +30,18 @@ else:
 _KEY = "micro_batch_sizes"
 
 
+@explains_arguments(
+    checks={
+        "towers": Check(
+            least=1,
+            test=lambda towers: len(set(towers)) == len(towers),
+            words="a non-empty list of names, each of them once",
+        ),
+        "micro_batch_size activation_bytes loader_batches_per_step": "[1, inf)",
+        "prefetch": "[0, inf)",
+        "replay_tolerance": "[0, inf]",
+    }
+)
 class ServesTowers(ForLightning, _Strategy):
     """Serves the calls of towers in `training_step`; to be mixed into a strategy, before it.
 
@@ -51,20 +63,6 @@ class ServesTowers(ForLightning, _Strategy):
         replay_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        strategy = type(self).__name__
-        # All checks come before `super()`, so that errors name this strategy and its arguments.
-        _check_towers(strategy, towers)
-        check_count(strategy, "loader_batches_per_step", loader_batches_per_step)
-        check_count(strategy, "prefetch", prefetch, least=0)
-        if micro_batch_size != "auto":
-            check_count(strategy, "micro_batch_size", micro_batch_size, other="'auto' or ")
-        if activation_bytes is not None:
-            check_count(strategy, "activation_bytes", activation_bytes)
-        if offload not in ("none", "host"):
-            raise ValueError(
-                f"Passed `{strategy}(offload={offload!r})`. `offload` must be 'none' or 'host'. "
-                "Pass 'host' to leave batches in host memory."
-            )
         self._check_others(kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
@@ -228,20 +226,4 @@ def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
             "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
             "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
             "matters."
-        )
-
-
-def _check_towers(strategy: str, towers: Sequence[str]) -> None:
-    # A string is a sequence of names too: "visual" would be six towers.
-    is_list = not isinstance(towers, str) and isinstance(towers, Sequence)
-    if not is_list or not towers or not all(isinstance(name, str) and name for name in towers):
-        raise ValueError(
-            f"Passed `{strategy}(towers={towers!r})`. `towers` must be a list of at least one "
-            "name. Name the submodules or methods that `training_step` calls, such as "
-            "`towers=['visual', 'text']`."
-        )
-    if len(set(towers)) < len(towers):
-        raise ValueError(
-            f"Passed `{strategy}(towers={list(towers)!r})`. Each tower must be named once. "
-            "Leave the repeated name out."
         )

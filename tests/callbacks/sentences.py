@@ -15,7 +15,6 @@ from lightning_mp.callbacks._locate import finding as locator
 from lightning_mp.callbacks._locate.trace import Call, Seen
 from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import (
-    ACCEPTED,
     MESSAGES,
     REMEDIES,
     REMEDIES_AT_THE_END,
@@ -192,9 +191,8 @@ def causes() -> Iterator[str]:
 
 # Of every name in the templates of `USAGE`.
 USES: dict[str, Any] = {
-    **{"callback": "SpikeGuard", "name": "patience", "value": 0, "least": 1, "fitting": 32},
-    **{"judge_after_steps": 65, "window_steps": 64, "warn_share": 0.1, "alarm_share": 0.05},
-    **{"filename": "run/page", "pattern": "re:(", "count": 2, "names": "'a', 'b'"},
+    **{"callback": "SpikeGuard", "fitting": 32},
+    **{"pattern": "re:(", "count": 2, "names": "'a', 'b'"},
     **{"peers": "SpikeGuard(action='skip'), SpikeGuard(action='warn')", "strategy": "FSDPStrategy"},
     **{"states": "state1, state2", "optimizer": "SGD", "most": 4, "size": 1000, "total": 4000},
     **{
@@ -209,12 +207,8 @@ USES: dict[str, Any] = {
 
 def usages() -> Iterator[str]:
     """Yield errors and warnings of how callbacks are used."""
-    for key in ACCEPTED:
-        accepted = ACCEPTED[key].format(**USES)
-        yield f"[argument, {key}]\n{usage('argument', **USES, accepted=accepted)}\n"
     for key in USAGE:
-        if key != "argument":
-            yield f"[{key}]\n{usage(key, **USES)}\n"
+        yield f"[{key}]\n{usage(key, **USES)}\n"
 
 
 FILES = {"rules.txt": rules, "spikes.txt": spikes, "causes.txt": causes, "usage.txt": usages}

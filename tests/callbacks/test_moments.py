@@ -1,6 +1,7 @@
 """Moments equal float64 references, however the values are split, and histograms miss none."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import torch
 from lightning_mp.callbacks._rules import moments
 from lightning_mp.callbacks._rules.moments import (
     EXPONENTS,
-    REDUCTIONS,
+    Reduction,
     merge_moments,
     reduced,
     tensor_moments,
 )
 
 EPS = np.finfo(np.float64).eps
+REDUCTIONS = get_args(Reduction)
 
 
 def _reference(x: np.ndarray) -> dict[str, float]:

@@ -70,8 +70,8 @@ def test_guard_with_an_optimizer_that_cannot_skip_syncs_once_a_step_and_says_so(
     ("arguments", "message"),
     [
         ({"action": "ignore"}, "must be one of 'warn', 'skip', 'stop', 'raise', 'rewind'"),
-        ({"z_threshold": 0}, "`z_threshold` must be a positive number"),
-        ({"z_threshold": float("nan")}, "`z_threshold` must be a positive number"),
+        ({"z_threshold": 0}, "`z_threshold` must be a finite number above 0"),
+        ({"z_threshold": float("nan")}, "`z_threshold` must be a finite number above 0"),
         ({"window_steps": 1}, "`window_steps` must be an integer of at least 2"),
         ({"judge_after_steps": 200}, "`judge_after_steps` must be at most"),
         ({"patience": 0}, "`patience` must be an integer of at least 1"),

@@ -206,12 +206,12 @@ def test_dictionary_second_derivatives_and_printing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"widths": []}, "positive integers"),
-        ({"widths": [8, 0]}, r"widths=\[8, 0\].*positive integers"),
-        ({"widths": "8"}, "positive integers"),
-        ({"widths": [8, 4], "weights": [1.0]}, "one for each width"),
-        ({"widths": [8, 4], "weights": [1.0, -1.0]}, "not negative"),
-        ({"widths": [8, 4], "weights": [1.0, math.inf]}, "not negative"),
+        ({"widths": []}, "a non-empty list of integers of at least 1"),
+        ({"widths": [8, 0]}, r"widths=\[8, 0\].*integers of at least 1"),
+        ({"widths": "8"}, "widths='8'.*integers of at least 1"),
+        ({"widths": [8, 4], "weights": [1.0]}, "one number for each width"),
+        ({"widths": [8, 4], "weights": [1.0, -1.0]}, "finite numbers of at least 0"),
+        ({"widths": [8, 4], "weights": [1.0, math.inf]}, "finite numbers of at least 0"),
         ({"widths": [8], "loss": "ContrastiveLoss"}, r"`loss` must be a `ContrastiveLoss` or"),
     ],
 )

@@ -76,7 +76,7 @@ def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"dist_impl": "ring"}, "None or one of 'bidir', 'shift', 'reduce', 'gather'.*`exchange`"),
+        ({"dist_impl": "ring"}, "one of 'bidir', 'shift', 'reduce', 'gather' or None.*`exchange`"),
         ({"chunk_size": -1}, "`chunk_size` must be an integer of at least 0.*`workspace_bytes`"),
     ],
 )

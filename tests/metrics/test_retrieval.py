@@ -303,7 +303,7 @@ def test_metric_collection_shares_updates_and_prefixes_names() -> None:
 
 @pytest.mark.parametrize("top_k", [(), [0], [1, -5], [2.0], ["1"], [True], 5, "15"])
 def test_constructor_bad_top_k_raises(top_k: object) -> None:
-    with pytest.raises(ValueError, match="`top_k` must be a non-empty sequence"):
+    with pytest.raises(ValueError, match="`top_k` must be a non-empty list of integers"):
         ContrastiveRecall(top_k=top_k)
 
 

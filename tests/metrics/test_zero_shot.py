@@ -178,7 +178,7 @@ def test_two_ranks_count_as_one() -> None:
         (lambda m: m.update(torch.eye(3), torch.eye(3)), ValueError, "one integer a row"),
         (lambda m: m.compute(), RuntimeError, "no images"),
         (lambda m: ZeroShotAccuracy(num_classes=0), ValueError, "num_classes=0"),
-        (lambda m: ZeroShotAccuracy(num_classes=2, top_k=[]), ValueError, "write `top_k=[1, 5]`"),
+        (lambda m: ZeroShotAccuracy(num_classes=2, top_k=[]), ValueError, "Pass `top_k=[1, 5]`"),
         (lambda m: ZeroShotAccuracy(num_classes=2, value="top2"), ValueError, "['top1', 'top5'"),
     ],
 )

@@ -18,13 +18,13 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "reduce_dtype": ({"reduce_dtype": "fp16"}, "`reduce_dtype` must be one of 'fp32', 'half'"),
     "bf16 scale": ({"half": "bf16", "loss_scale": "dynamic"}, "takes no loss scale"),
     "negative scale": ({"loss_scale": -1.0}, "loss_scale=-1.0"),
-    "no scale": ({"loss_scale": 0}, "loss_scale=0`"),
+    "no scale": ({"loss_scale": 0}, r"loss_scale=0\)`"),
     "unknown scale": ({"loss_scale": "static"}, "loss_scale='static'"),
     "epsilon": ({"adam_epsilon": 0.0}, "adam_epsilon=0.0"),
     "epsilon of a kind": ({"adam_epsilon": True}, "adam_epsilon=True"),
     "fp32 op": ({"fp32_ops": ["sotfmax"]}, "Near names: .*softmax"),
     "half op": ({"half_ops": ["geluu"]}, "Near names: .*gelu"),
-    "one op": ({"fp32_ops": "gelu"}, r"fp32_ops=\['softmax'\]"),
+    "one op": ({"fp32_ops": "gelu"}, r"Pass `fp32_ops=\['gelu'\]`"),
 }
 
 
@@ -39,7 +39,7 @@ def test_arguments_that_cannot_be_used_raise(arguments: dict[str, Any], message:
     [
         (["network.22"], r"Near names: .*'network\.2'"),
         (["LayreNorm"], "Near names: .*'LayerNorm'"),
-        ("norm", "must be a sequence of names"),
+        ("norm", r"must be a list of names. Pass `fp32_modules=\['norm'\]`"),
     ],
 )
 def test_unknown_fp32_modules_raise_with_near_names(names: Any, message: str) -> None:

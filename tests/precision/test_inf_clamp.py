@@ -221,8 +221,8 @@ def test_attach_with_an_unknown_name_lists_near_ones_and_hooks_nothing() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"modules": "auto"}, r"InfClamp\('auto'\).*sequence of names"),
-        ({"modules": [3]}, r"InfClamp\(\[3\]\).*sequence of names"),
+        ({"modules": "auto"}, r"InfClamp\(modules='auto'\).*Pass `modules=\['auto'\]`"),
+        ({"modules": [3]}, r"InfClamp\(modules=\[3\]\).*list of names"),
         ({"gradient": "ste"}, r"InfClamp\(gradient='ste'\).*'straight_through'"),
     ],
 )

@@ -366,7 +366,7 @@ def test_config_refuses_what_is_out_of_range() -> None:
     }.items():
         for value in values:
             quoted = re.escape(f"Passed `LossScaleConfig({name}={value!r})`. `{name}` must be ")
-            with pytest.raises(ValueError, match=rf"^{quoted}.+\. Pass .+\.$"):
+            with pytest.raises(ValueError, match=rf"^{quoted}.+\. Leave it out .+\.$"):
                 LossScaleConfig(**{name: value})
     for limits in ({"init_scale": 0.5}, {"init_scale": 2.0**25}, {"min_scale": 4, "max_scale": 2}):
         with pytest.raises(ValueError, match=r"^Passed `LossScaleConfig\(init_scale=.* its limits"):
@@ -384,8 +384,8 @@ def test_parse_makes_what_the_argument_stands_for_and_refuses_the_rest() -> None
         static = parse(value, torch.float16)
         assert static == LossScaleConfig(init_scale=value, dynamic=False)
         assert type(static.init_scale) is float
-    accepted = "`loss_scale` must be 'dynamic', a number from 2**-126 to 2**126, or a LossScaleCon"
+    accepted = "`loss_scale` must be 'dynamic', a number from 2**-126 to 2**126 or a `LossScaleCon"
     for wrong in ("static", "1024", 0, -8.0, math.nan, math.inf, True, None):
-        message = re.escape(f"Passed `loss_scale={wrong!r}`. {accepted}")
+        message = re.escape(f"Passed `LossScaleConfig.parse(loss_scale={wrong!r})`. {accepted}")
         with pytest.raises(ValueError, match=f"^{message}"):
             parse(wrong)

@@ -386,10 +386,13 @@ def test_describe_lists_every_op_once_with_its_reason() -> None:
         ({"fp32_ops": ("sofmax",)}, r"Passed the op 'sofmax'.* Near names: \['softmax'"),
         (
             {"half_ops": "softmax"},
-            r"Passed `half_ops='softmax'`.*sequence.*`half_ops=\['softmax'\]`",
+            r"Passed `OpPolicy\(half_ops='softmax'\)`.*list.*`half_ops=\['softmax'\]`",
         ),
-        ({"half_ops": (torch.softmax,)}, "Passed <built-in.*in `half_ops`.*Write 'softmax', not"),
-        ({"fp32_ops": ("exp",), "half_ops": ("torch.exp",)}, r"Passed \['exp'\] in both.*Take it"),
+        ({"half_ops": (torch.softmax,)}, "half_ops=.<built-in.*such as 'softmax'"),
+        (
+            {"fp32_ops": ("exp",), "half_ops": ("torch.exp",)},
+            r"fp32_ops=\('exp',\), half_ops=\('exp',\).*Take \['exp'\] out of one",
+        ),
         ({"norm_output": "half"}, "norm_output='half'.*must be one of 'input', 'fp32'"),
     ],
 )

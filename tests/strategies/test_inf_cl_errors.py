@@ -72,7 +72,7 @@ def test_inf_cl_unknown_tower_lists_near_names(name: str, hint: str) -> None:
     [
         ({"towers": []}, r"towers=\[\]"),
         ({"towers": "visual"}, r"towers='visual'"),
-        ({"towers": ["visual", "visual"]}, "named once"),
+        ({"towers": ["visual", "visual"]}, "each of them once"),
         ({"micro_batch_size": 0}, "micro_batch_size=0"),
         ({"micro_batch_size": -1}, "micro_batch_size=-1"),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5"),

@@ -1,28 +1,17 @@
 """What the arguments of open_clip's losses mean for a loss that is exact over all ranks."""
 
 import warnings
-from typing import Literal, get_args
+from typing import Literal
 
 import torch.distributed as dist
 
-from lightning_mp._arguments import check_count
-
-__all__ = ["SigLipExchange", "ranks_problem", "take_open_clip", "take_siglip"]
+__all__ = ["SigLipExchange", "ranks_problem", "take_open_clip"]
 
 SigLipExchange = Literal["bidir", "shift", "reduce", "gather"]
 
 
-def take_open_clip(gather_with_grad: bool, world_size: int, use_horovod: bool) -> None:
-    """Say what is different here.
-
-    Raises:
-        ValueError: For Horovod.
-    """
-    if use_horovod:
-        raise ValueError(
-            "Passed `ContrastiveLoss(use_horovod=True)`. Ranks are those of `torch.distributed`. "
-            "Start the run with `torchrun`, and leave `use_horovod` out."
-        )
+def take_open_clip(gather_with_grad: bool, world_size: int) -> None:
+    """Say what is different here."""
     if (
         world_size > 1
         and not gather_with_grad
@@ -35,23 +24,6 @@ def take_open_clip(gather_with_grad: bool, world_size: int, use_horovod: bool) -
             f"{world_size}, and keep Adam's. Pass `gather_with_grad=True` to silence this.",
             stacklevel=5,
         )
-
-
-def take_siglip(dist_impl: str | None, chunk_size: int) -> None:
-    """Accept what open_clip's `SigLipLoss` knows.
-
-    Raises:
-        ValueError: It does not know the value, either.
-    """
-    known = get_args(SigLipExchange)
-    if dist_impl is not None and dist_impl not in known:
-        raise ValueError(
-            f"Passed `SigmoidContrastiveLoss(dist_impl={dist_impl!r})`. `dist_impl` must be None "
-            f"or one of {', '.join(map(repr, known))}, which make no difference here. Leave it "
-            "out; `exchange` says how texts travel."
-        )
-    fix = "Leave it out; `workspace_bytes` bounds the memory of tiles."
-    check_count("SigmoidContrastiveLoss", "chunk_size", chunk_size, 0, fix=fix)
 
 
 def ranks_problem(

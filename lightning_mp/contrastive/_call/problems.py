@@ -4,15 +4,14 @@ Shapes:
     b: images of this rank. n: its texts. k: positives or negatives of an image. D: feature width.
 """
 
-import math
 import numbers
-from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._call.pair_options import Duplicates, FalseNegatives, PairOptions
+from lightning_mp._arguments import refuse_values
+from lightning_mp.contrastive._call.pair_options import PairOptions
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
 __all__ = ["check_pair_rules", "find_problem"]
@@ -116,41 +115,24 @@ def _options_problem(options: PairOptions, image: Tensor, text: Tensor) -> str |
 
 
 def check_pair_rules(
-    duplicates: str, label_smoothing: float, false_negatives: str, margin: float
+    owner: object, duplicates: str, label_smoothing: float, false_negatives: str, margin: float
 ) -> None:
-    """Refuse what a constructor cannot take.
+    """Refuse arguments of a constructor that do not go together.
 
     Raises:
-        ValueError: An argument of `ContrastiveLoss` has a value that is not known.
+        ValueError: With what to leave out.
     """
-    if duplicates not in get_args(Duplicates):
-        raise ValueError(
-            f"Passed `ContrastiveLoss(duplicates={duplicates!r})`. `duplicates` must be 'mask' or "
-            "'multi_positive'. Leave it out, and pairs of equal `ids` are no negatives."
-        )
-    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing <= 1:
-        raise ValueError(
-            f"Passed `ContrastiveLoss(label_smoothing={label_smoothing!r})`. It must be a number "
-            "from 0 to 1. Pass a small one, such as 0.1, or leave it out."
-        )
-    passed = f"Passed `ContrastiveLoss(false_negatives={false_negatives!r}, margin={margin!r})`."
-    is_number = isinstance(margin, numbers.Real) and math.isfinite(margin)
-    if false_negatives not in get_args(FalseNegatives) or not is_number:
-        raise ValueError(
-            f"{passed} They must be 'keep', 'absolute' or 'relative', and a number. Leave both out "
-            "to keep all negatives."
-        )
+    left_out = {"false_negatives": false_negatives, "margin": margin}
     if false_negatives == "keep" and margin:
-        raise ValueError(
-            f"{passed} A margin is for negatives that are left out. Pass "
-            "`false_negatives='absolute'` or `'relative'`, or leave `margin` out."
+        reason = (
+            "A margin is for negatives that are left out. Pass `false_negatives='absolute'` or "
+            "`'relative'`, or leave `margin` out."
         )
-    # `passed` without its end, to name two arguments more.
+        refuse_values(owner, reason, **left_out)
+    targets = {"duplicates": duplicates, "label_smoothing": label_smoothing}
     if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
-        raise ValueError(
-            f"{passed[:-3]}, duplicates={duplicates!r}, label_smoothing={label_smoothing!r})`. "
-            "What is left out cannot be a target. Leave `false_negatives` or the others out."
-        )
+        reason = "What is left out cannot be a target. Leave `false_negatives` or the others out."
+        refuse_values(owner, reason, **left_out, **targets)
 
 
 def _ids_problem(options: PairOptions, text: Tensor) -> str | None:

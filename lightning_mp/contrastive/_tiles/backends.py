@@ -2,11 +2,10 @@
 
 import functools
 import importlib.util
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
-from lightning_mp._arguments import check_count
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.numerics import triton_support
@@ -17,7 +16,6 @@ __all__ = [
     "ExchangeName",
     "TileChoice",
     "TileDtype",
-    "check_choices",
     "triton_problem",
 ]
 
@@ -25,35 +23,6 @@ Backend = Literal["auto", "triton", "torch"]
 Directions = Literal["both", "image_to_text", "text_to_image"]
 ExchangeName = Literal["slices", "ring"]
 TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
-
-
-def check_choices(
-    owner: str,
-    backend: str,
-    tile_dtype: str,
-    exchange: str,
-    directions: str,
-    workspace_bytes: int | None,
-) -> None:
-    """Refuse what no backend understands.
-
-    Raises:
-        ValueError: An argument of the owner, a loss, has an unknown value.
-    """
-    for name, value, known in (
-        ("backend", backend, get_args(Backend)),
-        ("tile_dtype", tile_dtype, get_args(TileDtype)),
-        ("exchange", exchange, get_args(ExchangeName)),
-        ("directions", directions, get_args(Directions)),
-    ):
-        if value not in known:
-            raise ValueError(
-                f"Passed `{owner}({name}={value!r})`. `{name}` must be one of "
-                f"{', '.join(map(repr, known))}. Leave it out to get the best that there is."
-            )
-    if workspace_bytes is not None:
-        fix = "Pass bytes, such as `64 * 2**20`, or leave it out."
-        check_count(owner, "workspace_bytes", workspace_bytes, 2**20, fix=fix)
 
 
 class TileChoice(NamedTuple):

@@ -5,59 +5,51 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_mp._arguments import is_number
+from lightning_mp._arguments import Check, check_values, refuse_values
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["check_group", "check_loaded_group", "check_parameter"]
-
-_CHOICES = {"rule": ("adam", "atan2"), "write_back": ("kahan", "nearest", "stochastic")}
+__all__ = ["CHECKS", "check_group", "check_loaded_group", "check_parameter"]
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Refuse arguments out of their range."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):  # its value stays on its device
-        _require(lr.numel() == 1, group, "lr", "a tensor of one element", "a number")
-    else:
-        _require(_is_at_least_0(lr), group, "lr", "0 or more", "a number such as 1e-3")
-    betas = group["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    are_decays = is_pair and all(_is_at_least_0(beta) and beta < 1 for beta in betas)
-    fix = "numbers such as (0.9, 0.999)"
-    _require(are_decays, group, "betas", "two numbers in [0, 1)", fix)
-    for name, usual in (("eps", "1e-8"), ("weight_decay", "1e-2")):
-        _require(_is_at_least_0(group[name]), group, name, "0 or more", f"a number such as {usual}")
-    clip = group["clip_update_rms"]
-    is_bound = clip is None or (_is_at_least_0(clip) and clip > 0)
-    fix = "1.0 to bound updates, or leave it out"
-    _require(is_bound, group, "clip_update_rms", "`None` or above 0", fix)
-    for name, choices in _CHOICES.items():
-        listed = " or ".join(repr(choice) for choice in choices)
-        _require(group[name] in choices, group, name, listed, f"{choices[0]!r}")
-    _check_switches(group)
+def _take_parameters(given: Any) -> list[Any]:
+    # A list, as a generator gives what it has once.
+    parameters = [] if isinstance(given, Tensor) else list(given)
+    if not parameters or not all(isinstance(p, Tensor | dict | tuple) for p in parameters):
+        raise ValueError
+    return parameters
 
 
-def _check_switches(group: dict[str, Any]) -> None:
-    for name, instead in (
-        ("amsgrad", "Pass `clip_update_rms=1.0` against a second moment that is too small."),
-        ("differentiable", "`torch.optim.AdamW` steps differentiably, in fp32."),
-    ):
-        if group[name]:
-            raise ValueError(
-                f"Passed `SafeAdamW({name}={group[name]!r})`. `{name}` must be False: its step"
-                f" does not support it. {instead}"
-            )
+CHECKS: dict[str, Check | str] = {
+    "params": Check(
+        take=_take_parameters,
+        words="a non-empty list of tensors, or of groups of them",
+        fix="Pass `model.parameters()`.",
+    ),
+    "lr": Check(
+        "[0, inf)",
+        test=lambda lr: not isinstance(lr, Tensor) or lr.numel() == 1,  # it stays on its device
+        words="a finite number of at least 0, or a tensor of one element",
+    ),
+    "eps weight_decay": "[0, inf)",
+    "betas": "[0, 1)",
+    "clip_update_rms": "(0, inf]",
+    "amsgrad differentiable": Check(
+        test=lambda value: not value,
+        words="False, as no step here supports it",
+        fix="Pass `clip_update_rms=1.0` for `amsgrad`; `torch.optim.AdamW` has both.",
+    ),
+}
+
+
+def check_group(owner: object, group: dict[str, Any]) -> None:
+    """Refuse arguments that no step can use."""
+    check_values(owner, group)
     if group["foreach"] and group["fused"]:
-        raise ValueError(
-            "Passed `SafeAdamW(foreach=True, fused=True)`. At most one of the two may be True. "
-            "Leave out `foreach`."
-        )
+        reason = "At most one of the two may be True. Leave out `foreach`."
+        refuse_values(owner, reason, foreach=True, fused=True)
     if group["capturable"] and group["write_back"] == "stochastic":
-        raise ValueError(
-            "Passed `SafeAdamW(capturable=True, write_back='stochastic')`. A captured step would"
-            " repeat its noise at every replay, so `write_back` must be another. Pass"
-            " `write_back='kahan'`."
-        )
+        reason = "A captured step repeats its noise at every replay. Pass `write_back='kahan'`."
+        refuse_values(owner, reason, capturable=True, write_back="stochastic")
 
 
 def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
@@ -96,15 +88,4 @@ def check_loaded_group(group: dict[str, Any]) -> None:
             f"Loaded a state of Adam with `weight_decay={group['weight_decay']!r}`, which acts"
             " through the gradients. `SafeAdamW` decouples it. Set `weight_decay` in the state's"
             " groups to 0, or to a value for AdamW, and remove `decoupled_weight_decay`."
-        )
-
-
-def _is_at_least_0(value: object) -> bool:
-    return is_number(value) and value >= 0  # False for NaN
-
-
-def _require(is_met: bool, group: dict[str, Any], name: str, accepted: str, fix: str) -> None:
-    if not is_met:
-        raise ValueError(
-            f"Passed `SafeAdamW({name}={group[name]!r})`. `{name}` must be {accepted}. Pass {fix}."
         )

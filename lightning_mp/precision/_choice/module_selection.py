@@ -51,11 +51,6 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
     Raises:
         ValueError: A name stands for nothing; the message lists names that are near.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            f"Passed the modules {names!r}. They must be a sequence of names. Write "
-            "`['norm', 'encoder.head']`."
-        )
     chosen = {
         inner for name in names for module in find_modules(root, name) for inner in module.modules()
     }

@@ -16,10 +16,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_mp._arguments import check_choice
+from lightning_mp._arguments import refuse_values
 from lightning_mp._foreign import ForLightning
 from lightning_mp.numerics.tensor_stats import local_shard
-from lightning_mp.optim.adam_epsilon import check_setting, guard_adam_epsilon
+from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
 from lightning_mp.precision.inf_clamp import InfClamp
@@ -70,14 +70,9 @@ class ScaledPrecision(Precision, ForLightning):
         inf_clamp: Sequence[str],
     ) -> None:
         super().__init__()
-        check_choice(self, "half", half, tuple(HALVES))
-        check_choice(self, "reduce_dtype", reduce_dtype, ("fp32", "half"))
-        check_setting(f"{type(self).__name__}(adam_epsilon={adam_epsilon!r})", adam_epsilon)
         if half == "bf16" and loss_scale is not None:
-            raise ValueError(
-                f"Passed `{type(self).__name__}(half='bf16', loss_scale={loss_scale!r})`. bf16 has "
-                "fp32's range and takes no loss scale. Leave it out, or pass `half='fp16'`."
-            )
+            reason = "bf16 has fp32's range and takes no loss scale. Leave the scale out."
+            refuse_values(self, reason, half=half, loss_scale=loss_scale)
         self.half = half
         self.reduce_dtype = reduce_dtype
         self.adam_epsilon = adam_epsilon
