@@ -265,6 +265,11 @@ USAGE = {
     "bytes each on disk, {total:,} bytes in all.",
     "kept_in_memory": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
     "bytes each in the memory of each rank, {total:,} bytes in all.",
+    "mark_not_written": "`SpikeGuard(action='rewind')` could not write a checkpoint to {path!r}: "
+    + _ON + " There is less to go back to. Pass a `dirpath` that has space and can be written to, "
+    "or `rewind_storage='memory'`.",
+    "marks_not_removed": "`SpikeGuard(action='rewind')` could not remove its files in {path!r}: "
+    + _ON + " Remove them by hand.",
     "batch_saved": "Its batch is in `{path}`.",
     "before_resuming": "This was before the run was resumed.",
     "batch_not_saved": "A batch could not be saved in {path!r}: " + _ON + " Train where the log "
