@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp._files import Failures, claim, write
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, write_atomically
+from lightning_mp.callbacks._report.files import alarms_since, create_both
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
@@ -86,6 +87,7 @@ class InstabilityReport(InstabilityMonitor):
         self.path: Path | None = None  # of the page, on rank zero, once training has begun
         self._alerts = Alerts(alert)  # a URL may hold a secret: not in the key of checkpoints
         self._pace = _Pace(every_n_seconds)
+        self._failures = Failures(usage)
         self._wanted: Path | None = None  # where to write to, if no other run does
         self._earlier: str | None = None  # the page of the run that is resumed
         self.inbox = deque()
@@ -133,7 +135,7 @@ class InstabilityReport(InstabilityMonitor):
                 said = f"{alarm.message.removeprefix(before).strip()} {alarm.remedy}".strip()
                 text = f"{alarm.place}: {before} {said}"
                 self.history.add_alarm(dataclasses.replace(alarm, message=text))
-        return claim(wanted, earlier, lambda page: page.with_suffix(".json").touch(exist_ok=False))
+        return claim(wanted, create_both, earlier)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -193,7 +195,7 @@ class InstabilityReport(InstabilityMonitor):
         if path is not None and self.log_artifact:
             data = self._data(trainer)
             for logger in trainer.loggers:
-                with forgiven("report_not_logged", logger=type(logger).__name__):
+                with self._failures.forgiven("report_not_logged", logger=type(logger).__name__):
                     log_report(logger, path, data)
         self._alerts.finish()
 
@@ -214,7 +216,8 @@ class InstabilityReport(InstabilityMonitor):
         if is_trial or not trainer.is_global_zero:
             return None
         wanted = self.path or self._wanted or self._page_path(trainer)
-        with forgiven("report_not_written", path=str(wanted)), self._pace.measured():
+        failures = self._failures.forgiven("report_not_written", path=str(wanted))
+        with failures, self._pace.measured():
             if is_last:  # the steps on their way belong to it
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()
@@ -222,8 +225,8 @@ class InstabilityReport(InstabilityMonitor):
             path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
             # Data first, of which `lightning-mp report` can make the page again.
-            write_atomically(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
-            write_atomically(path, report_page(data))
+            write(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
+            write(path, report_page(data))
             return path
         return None
 

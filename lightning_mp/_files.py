@@ -74,8 +74,11 @@ def claim(path: Path, create: Callable[[Path], object], earlier: str | None = No
     return mine
 
 
-def save_new(path: Path, fill: Callable[[IO[bytes]], object]) -> Path:
-    """Write a file as `save` does, under a name that `claim` finds; return its path."""
+def save_new(path: Path, fill: Callable[[IO[bytes]], object], mark: bytes | None = None) -> Path:
+    """Write a file as `save` does, over one that holds `mark`, or else to a path of `claim`'s."""
+    if mark is not None and path.is_file() and mark in path.read_bytes():
+        save(path, fill)  # an earlier one of ours
+        return path
     mine = claim(path, lambda each: each.touch(exist_ok=False))
     try:
         save(mine, fill)

@@ -1,18 +1,18 @@
-"""Finds and writes files of reports: never half of one, none for two runs, and none ends a run."""
+"""Finds and reads the files of reports, also those that are damaged or of a later version."""
 
 import contextlib
-import itertools
 import json
-import os
-from collections.abc import Callable, Iterator
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.callbacks._report.data import FORMAT
+from lightning_mp._files import save_new
+from lightning_mp.callbacks._report.data import NAME, readable
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._rules.sentences import usage
 
-__all__ = ["alarms_since", "claim", "forgiven", "rebuild_page", "write_atomically"]
+__all__ = ["alarms_since", "create_both", "rebuild_page"]
 
 
 def rebuild_page(run_dir: str | Path) -> Path:
@@ -21,9 +21,9 @@ def rebuild_page(run_dir: str | Path) -> Path:
     source, data = (path, _read(path)) if path.is_file() else _search(path)
     if data is None:
         raise ValueError(usage("no_report_data", path=str(path)))
-    page = source.with_suffix(".html")
-    write_atomically(page, report_page(data))
-    return page
+    content = report_page(data).encode()
+    page = source.with_suffix(".html")  # where somebody else's is there, one with a number
+    return save_new(page, lambda file: file.write(content), mark=NAME.encode())
 
 
 def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -43,12 +43,37 @@ def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a report's data; `None` for files of others."""
+    """Return a report's data, as far as it can be read; `None` for files of others."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return None
-    return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+    if NAME not in text[:100]:
+        return None
+    data = _parsed(text)
+    known = readable(data)
+    if known != data:
+        warnings.warn(usage("report_read_in_part", path=str(path)), stacklevel=2)
+    return known
+
+
+def _parsed(text: str) -> Any:
+    """Return the values in JSON; where it is damaged, those before."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        text = text[: error.pos]
+    # Closed behind the last value that is whole: before a comma, or at a bracket.
+    end, open_there, is_open = 0, "", ""
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{},]', text):
+        if token[0] in "[{":
+            is_open = {"[": "]", "{": "}"}[token[0]] + is_open
+        elif token[0] in "]},":
+            is_open = is_open if token[0] == "," else is_open[1:]
+            end, open_there = token.start() if token[0] == "," else token.end(), is_open
+    with contextlib.suppress(ValueError):
+        return json.loads(text[:end] + open_there)
+    return {}
 
 
 def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
@@ -57,41 +82,12 @@ def alarms_since(data: Path, step: int) -> list[dict[str, Any]]:
     return [] if found is None else [a for a in found["alarms"] if a["step"] >= step]
 
 
-def claim(path: Path, earlier: str | None, create: Callable[[Path], object]) -> Path:
-    """Return a path that no other run writes to: with `-v1` or higher where `create` finds it."""
-    # What the run that is resumed wrote to is taken again.
-    if earlier and Path(earlier).parent == path.parent and Path(earlier).exists():
-        return Path(earlier)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    numbered = (path.with_name(f"{path.stem}-v{n}{path.suffix}") for n in itertools.count(1))
-    # Not `exists` and then `create`, between which another run may come.
-    for mine in itertools.chain([path], numbered):
-        with contextlib.suppress(FileExistsError):
-            # To create is to claim: of two runs that look at the same time, one finds it there.
-            create(mine)
-            break
-    return mine
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that at any moment the old or the new one is there, whole."""
-    data = content.encode() if isinstance(content, str) else content
-    # In the same folder, as a file is replaced at once only within a file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def create_both(page: Path) -> None:
+    """Create an empty page and its data; `FileExistsError` where one of them is there."""
+    data = page.with_suffix(".json")
+    data.touch(exist_ok=False)
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        # It is left where writing failed, as on a full disk.
-        temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def forgiven(key: str, **fields: object) -> Iterator[None]:
-    """Warn of an error, in the words of `USAGE`: a file is never worth a run."""
-    try:
-        yield
-    except Exception as error:
-        from lightning.pytorch.utilities import rank_zero_warn  # `lightning-mp report` needs none
-
-        rank_zero_warn(usage(key, error=f"{type(error).__name__}: {error}", **fields))
+        page.touch(exist_ok=False)
+    except OSError:
+        data.unlink()
+        raise

@@ -276,6 +276,8 @@ USAGE = {
     "folder can be written to.",
     "report_not_written": "`InstabilityReport` could not write {path!r}: " + _ON + " Pass a "
     "`dirpath` that can be written to.",
+    "report_read_in_part": "The data in {path!r} are damaged, or from another version of "
+    "lightning-mp. What cannot be read is left out.",
     "report_logged": "All of it is in `{page}`.",
     "report_not_logged": "`InstabilityReport` could not give its page to {logger}: " + _ON,
     "tensors_not_written": "`TensorCollector` could not write to {path!r}: " + _ON + " Pass a "

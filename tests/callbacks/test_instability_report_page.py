@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import rebuild_page, write_atomically
+from lightning_mp.callbacks._report.data import readable, report_data
+from lightning_mp.callbacks._report.files import rebuild_page
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks.monitor import Alarm, History
 
@@ -261,10 +261,89 @@ def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
         rebuild_page(tmp_path)
 
 
-def test_write_atomically_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "half of the new \ud800")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+# --- data that is damaged, or of another version --------------------------------------------------
+
+
+def whole() -> dict[str, Any]:
+    """Return data that has some of everything."""
+    own = _with_alarms(_alarm(3, "error"), _alarm(5, tensor="a.weight"), _alarm(7, "info"))
+    for step in range(9):
+        own.add_point("loss", step, 1.0 / (step + 1))
+        own.add_point("gradient_norm", step, math.nan if step == 4 else 2.0)
+        own.add_column("gradient_zero_share", step, {"a.weight": 0.1, "b.weight": math.nan})
+    return json.loads(json.dumps(_data(own)))
+
+
+def test_rebuild_takes_data_of_this_version_as_they_are(tmp_path: Path, recwarn: Any) -> None:
+    assert readable(whole()) == whole()
+    (tmp_path / "run.json").write_text(json.dumps(whole()))
+    assert rebuild_page(tmp_path).read_text() == report_page(whole())
+    assert not recwarn
+
+
+def test_rebuild_of_a_later_version_shows_what_this_one_knows(tmp_path: Path) -> None:
+    later = whole()
+    later["format"] = "lightning-mp instability report 7"
+    later["run"] |= {"cluster": "north", "facts": [["Model", "Net"], ["GPUs", "8", "H200"]]}
+    later["run"]["monitors"] = {"SpikeGuard": {}}
+    later["alarms"] += [{**later["alarms"][0], "severity": "fatal"}, {"step": "9"}, "alarm"]
+    later["alarms"][0]["owner"] = "me"
+    later["curves"]["loss"]["unit"] = "nats"
+    later["curves"]["bits"] = {"values_bf16": "AAAA"}
+    later["maps"] += [{"name": "sparse", "rows": ["a"]}, {**later["maps"][0], "cells": [[0.5]]}]
+    del later["counts"], later["first"], later["run"]["written"]
+    (tmp_path / "run.json").write_text(json.dumps(later))
+    with pytest.warns(UserWarning, match=r"run.json' are damaged, or from another version"):
+        page = rebuild_page(tmp_path).read_text()
+    expected = whole()
+    expected["run"] |= {
+        "facts": [["Model", "Net"]],
+        "monitors": ["SpikeGuard"],
+        "written": "an unknown time",
+    }
+    assert page == report_page(expected)
+
+
+def test_rebuild_of_a_file_that_was_cut_off_anywhere_shows_what_comes_before(
+    tmp_path: Path,
+) -> None:
+    text, path = json.dumps(whole()), tmp_path / "run.json"
+    counts = []
+    for end in range(60, len(text), 37):
+        path.write_text(text[:end])
+        with pytest.warns(UserWarning, match="are damaged"):
+            page = rebuild_page(path).read_text()
+        counts.append(page.count('<li id="alarm-'))
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    # Beyond the alarms, whatever is whole is there: the loss before the curve that was cut.
+    path.write_text(text[: text.index('"gradient_norm"') + 40])
+    with pytest.warns(UserWarning, match="are damaged"):
+        page = rebuild_page(path).read_text()
+    curves = {each["name"]: each["curve"] for each in _embedded(page)["lines"]}
+    assert curves["loss"] == whole()["curves"]["loss"]
+    assert curves["gradient_norm"] is None
+
+
+@pytest.mark.parametrize("part", ["run", "counts", "first", "alarms", "curves", "maps"])
+@pytest.mark.parametrize("value", [None, 3, "text", [1], {"a": 1}, [[]], {"a": {"b": []}}])
+def test_rebuild_of_data_with_a_part_of_another_kind_writes_the_page(
+    tmp_path: Path, part: str, value: Any
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({**whole(), part: value}))
+    with pytest.warns(UserWarning, match="are damaged"):
+        page = rebuild_page(tmp_path).read_text()
+    assert page.count('<li id="alarm-') == (0 if part == "alarms" else 3)
+    curve = _embedded(page)["lines"][0]["curve"]
+    assert curve == (None if part == "curves" else whole()["curves"]["loss"])
+
+
+def test_rebuild_leaves_a_page_of_somebody_else_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(whole()))
+    (tmp_path / "run.html").write_text("<h1>My run</h1>")
+    assert rebuild_page(tmp_path) == tmp_path / "run-v1.html"
+    assert (tmp_path / "run.html").read_text() == "<h1>My run</h1>"
+    (tmp_path / "run.html").write_text(report_page(_data()))  # of an earlier time
+    assert rebuild_page(tmp_path) == tmp_path / "run.html"
+    assert (tmp_path / "run.html").read_text() == report_page(whole())

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,11 +20,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_mp import BalancedAMP, GradientUnderflowMonitor, LossScaleMonitor, SpikeGuard
+from lightning_mp import (
+    BalancedAMP,
+    GradientUnderflowMonitor,
+    LossScaleMonitor,
+    SpikeGuard,
+    TensorCollector,
+)
 from lightning_mp.callbacks import Alarm
 from lightning_mp.callbacks._report.outlets import Alerts
 from lightning_mp.callbacks.instability_report import InstabilityReport, _Pace
 from lightning_mp.callbacks.monitor import InstabilityMonitor
+from tests.callbacks.disks import full_disk
 from tests.callbacks.models import Watched, watch
 from tests.processes import exit_code_of
 
@@ -119,6 +128,105 @@ def test_pace_is_by_time_sooner_after_an_alarm_and_never_dense(
     for clock.now, pace.has_news in times:
         due.append(pace.is_due())
     assert due == expected
+
+
+def test_report_does_not_take_the_name_of_a_page_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<h1>My site</h1>")
+    report = InstabilityReport(dirpath=str(tmp_path), filename="index.html")
+    watch(Watched(steps=3), [report])
+    assert report.path == tmp_path / "index-v1.html"
+    assert (tmp_path / "index.html").read_text() == "<h1>My site</h1>"
+    names = {"index.html", "index-v1.html", "index-v1.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+class Acts(pl.Callback):
+    """Does something to the disk at a step."""
+
+    def __init__(self, **acts: Any) -> None:
+        self.acts = acts
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if act := self.acts.get(f"at_{args[-1]}"):
+            act()
+
+
+def _texts(caught: list[warnings.WarningMessage], text: str) -> list[str]:
+    return [str(each.message) for each in caught if text in str(each.message)]
+
+
+def test_report_whose_folder_vanishes_is_written_later(tmp_path: Path, recwarn: Any) -> None:
+    folder = tmp_path / "run"
+    monitor, acts = AlarmAt(1, 4), Acts(at_3=lambda: shutil.rmtree(folder))
+    report = InstabilityReport(dirpath=str(folder))
+    report._pace = _Pace(1e9, clock=lambda: 0.0)
+    collector = TensorCollector(every_n_steps=1, dirpath=str(folder / "tensors"))
+    watch(Watched(steps=6), [report, monitor, collector, acts])  # type: ignore[list-item]
+    assert [alarm["step"] for alarm in _data(folder / "instability.json")["alarms"]] == [1, 4]
+    assert "It is odd." in (folder / "instability.html").read_text()
+    assert [path.name for path in sorted((folder / "tensors").iterdir())] == [
+        *("00000003.npz", "00000004.npz", "00000005.npz")
+    ]
+    assert _texts(list(recwarn), "could not") == []
+
+
+def test_report_whose_folder_cannot_be_made_yet_is_written_later(
+    tmp_path: Path, recwarn: Any
+) -> None:
+    (tmp_path / "run").write_text("in the way")
+    monitor, acts = AlarmAt(1, 2, 4), Acts(at_3=(tmp_path / "run").unlink)
+    report = InstabilityReport(dirpath=str(tmp_path / "run"))
+    report._pace = _Pace(1e9, clock=lambda: 0.0)
+    collector = TensorCollector(every_n_steps=1, dirpath=str(tmp_path / "run" / "tensors"))
+    watch(Watched(steps=6), [report, monitor, collector, acts])  # type: ignore[list-item]
+    alarms = _data(tmp_path / "run" / "instability.json")["alarms"]
+    assert [alarm["step"] for alarm in alarms] == [1, 2, 4]
+    assert len(list((tmp_path / "run" / "tensors").iterdir())) == 3
+    # Tried at the start, at two alarms, and at three samples.
+    told = _texts(list(recwarn), "could not")
+    assert [text.split("`")[1] for text in told] == ["InstabilityReport", "TensorCollector"]
+
+
+def test_report_on_a_full_disk_warns_once_and_keeps_the_page_of_before(tmp_path: Path) -> None:
+    full = full_disk()
+    monitor = AlarmAt(1, 4, 5, 6)
+    acts = Acts(at_3=full.__enter__, at_8=lambda: full.__exit__(None, None, None))
+    report = InstabilityReport(dirpath=str(tmp_path), every_n_seconds=1e9)
+    report._pace = _Pace(1e9, clock=lambda: 0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch(Watched(steps=9), [report, monitor, acts])  # type: ignore[list-item]
+    (told,) = _texts(caught, "could not")
+    assert "File too large. Training goes on." in told
+    assert {path.name for path in tmp_path.iterdir()} == {"instability.html", "instability.json"}
+    alarms = _data(tmp_path / "instability.json")["alarms"]
+    assert [alarm["step"] for alarm in alarms] == [1, 4, 5, 6]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("how", ["cut off", "later", "not JSON", "empty"])
+def test_resumed_report_is_written_whatever_the_data_of_before_are(
+    tmp_path: Path, how: str
+) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=20)
+    callbacks: list[Any] = [InstabilityReport(dirpath=str(tmp_path)), saving, AlarmAt(10, 25)]
+    watch(Watched(steps=30), callbacks, enable_checkpointing=True)
+    path = tmp_path / "instability.json"
+    later = _data(path)
+    later["format"] = later["format"].replace(" 1", " 2")
+    later["alarms"] = [{**alarm, "owner": "me"} for alarm in later["alarms"]] + ["gone"]
+    texts = {"cut off": path.read_text()[:-300], "later": json.dumps(later)}
+    path.write_text(texts.get(how, "" if how == "empty" else "\0\1"))
+    resumed = InstabilityReport(dirpath=str(tmp_path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch(Watched(steps=40), [resumed, AlarmAt(30)], ckpt_path=str(tmp_path / "last.ckpt"))
+    # The alarm that no checkpoint has is read from the data where they are ours.
+    known = [25] if how in ("cut off", "later") else []
+    assert [alarm["step"] for alarm in _data(path)["alarms"]] == [10, *known, 30]
+    assert "finished" in _data(path)["run"]["end"]["how"]
+    assert len(_texts(caught, "are damaged, or from another version")) == bool(known)
+    assert _texts(caught, "could not") == []
 
 
 # --- loggers -------------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """A disk that takes no checkpoint of `SpikeGuard(action="rewind")` costs a checkpoint, no run."""
 
-import resource
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 
+from tests.callbacks.disks import full_disk
 from tests.callbacks.spike_models import PlantedModel, fit, kinds, make_batches
 from tests.callbacks.test_rewind import SPIKE, guard
 from tests.processes import run_ranks
@@ -21,17 +19,6 @@ from tests.processes import run_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 FULL = 25  # the step from which on the disk takes nothing
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let the system refuse to write files, all but the first bytes, with `OSError`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Trained(PlantedModel):
