@@ -168,6 +168,8 @@ def _choices(annotation: Any) -> Iterator[Any]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, str) and "://" in value:
+        return repr(value.partition("://")[0] + "://...")  # the rest may hold a secret
     return " ".join(_repr.repr(value).split())  # a tensor's has line breaks
 
 

@@ -1,9 +1,11 @@
 """Reports of runs that share a folder, are killed, or go on; loggers; who is told of alarms."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -352,7 +354,7 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             posted.append({"type": self.headers["Content-Type"], **json.loads(body)})
-            self.send_response(500 if self.path == "/broken" else 204)
+            self.send_response(500 if self.path.startswith("/broken") else 204)
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
@@ -399,3 +401,79 @@ def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
     assert not any(url in str(each.message) for each in caught)
     assert _data(tmp_path / "instability.json")["run"]["end"]["how"] == "finished"
     assert url not in report.state_key
+
+
+SECRET = "T0KEN"
+URLS = {
+    "path": f"{{server}}/broken/{SECRET}",
+    "query": f"{{server}}/broken?key={SECRET}",
+    "user": f"http://me:{SECRET}@{{host}}/broken",
+    "user, bad port": f"http://{SECRET}:{SECRET}@127.0.0.1/",
+    "space": f"{{server}}/hooks/ {SECRET}",
+    "line break": f"{{server}}/hooks/{SECRET}\n{SECRET}",
+    "control": f"{{server}}/hooks/{SECRET}\x7f",
+    "not ASCII": f"{{server}}/hooks/{SECRET}é",
+    "no host": f"http:///{SECRET}",
+    "bad host": f"http://[{SECRET}/",
+    "bad label": f"http://{SECRET}{'a' * 80}/{SECRET}",
+    "nobody": f"http://127.0.0.1:1/{SECRET}?{SECRET}",
+    "no such host": f"http://{SECRET}.invalid/{SECRET}",
+    "other scheme": f"https://127.0.0.1:1/{SECRET}",
+}
+ALARM = Alarm(step=0, monitor="A", kind="odd", severity="warning", message="Odd.", remedy="Go.")
+
+
+@pytest.mark.parametrize("url", URLS.values(), ids=URLS)
+def test_alert_tells_no_secret_of_its_url(
+    url: str,
+    server: tuple[str, list[Any]],
+    logged: list[str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    host = server[0].removeprefix("http://")
+    alerts = Alerts(url.format(server=server[0], host=host))
+    alerts.send("Watched", ALARM)
+    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to: ") as caught:
+        alerts.finish()
+    said = [*(str(each.message) for each in caught), *logged, *capfd.readouterr()]
+    assert not any(SECRET.lower() in text.lower() for text in said)
+    (text,) = (each for each in said if "could not be sent to" in each)
+    # It says what kind of failure it was.
+    assert re.search(r"to: (HTTPError 500|gaierror|\w*(Error|URL)\b)", text)
+
+
+def test_alert_function_that_fails_tells_no_secret_it_holds() -> None:
+    def post(url: str, alarm: Alarm) -> None:
+        raise ConnectionError(f"no route to {url}")
+
+    alerts = Alerts(functools.partial(post, f"https://hooks.example/{SECRET}"))
+    with pytest.warns(UserWarning, match="`partial` that an alarm .*: no route to a URL") as caught:
+        alerts.send("Watched", ALARM)
+    assert not any(SECRET in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"alert": f"htps://hooks.example/{SECRET}"},
+        {"alert": f"hooks.example/{SECRET}"},
+        {"alert": f"https://hooks.example/{SECRET}", "max_tensor": 5},
+        {"alert": f"https://hooks.example/{SECRET}", "max_tensors": 0},
+        {"alert": f"https://hooks.example/{SECRET}", "filename": "page"},
+    ],
+)
+def test_argument_that_is_refused_tells_no_secret_of_a_url(arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match="Passed `InstabilityReport") as caught:
+        InstabilityReport(**arguments)
+    assert SECRET not in str(caught.value)
+
+
+def test_report_keeps_the_secret_of_its_url_out_of_page_and_checkpoint(tmp_path: Path) -> None:
+    report = InstabilityReport(dirpath=str(tmp_path), alert=f"http://127.0.0.1:1/{SECRET}")
+    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to"):
+        trainer = watch(Watched(steps=3), [report, AlarmAt(1)])
+    trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        assert content
+        assert SECRET.encode() not in content
