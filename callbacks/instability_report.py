@@ -185,8 +185,11 @@ class InstabilityReport(InstabilityMonitor):
         if self._wanted is None or self._end["how"] != "running":
             return
         first_line = str(exception).strip().partition("\n")[0][:500]
+        how = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        # Whatever ends a run behind a SIGTERM: Lightning's exception, a handler's, a lost rank's.
+        how = "preempted" if trainer.received_sigterm else how  # type: ignore[attr-defined]
         self._end = {
-            "how": "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed",
+            "how": how,
             "time": now(),
             "exception": f"{type(exception).__name__}: {first_line}".removesuffix(": "),
         }

@@ -339,7 +339,7 @@ def test_report_stays_before_checkpoints_and_behind_monitors() -> None:
         ("filename", 3),
         ("every_n_seconds", 0),
         ("every_n_seconds", "1"),
-        ("alert", "mailto:someone"),
+        ("alert", 5),
         ("max_tensors", 0),
         ("max_tensors", 501),
     ],
