@@ -1,9 +1,12 @@
 """What all monitors share: alarms, their history, and how they reach people and loggers."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import inspect
+import itertools
 import logging
 import math
 from collections import deque
@@ -31,6 +34,7 @@ from lightning_mp.callbacks._step.training_state import learning_rate_of, step_o
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _log = logging.getLogger(__name__)
 
 
@@ -71,9 +75,13 @@ class InstabilityMonitor(Learning, pl.Callback):
     needs_gradient_norm = False  # of every step, in the facts
     save_batch = False  # of the steps of alarms, those of other monitors too
     keeps: tuple[str, ...] = ()  # attributes that go into checkpoints, beside rules of its own
+    _passed: Mapping[str, Any] = {}  # arguments, by name
+    _key = ""  # in checkpoints, once there is a Trainer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = _keeping(cls.__init__)  # type: ignore[method-assign]
         if "on_exception" in vars(cls):
             cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
 
@@ -114,6 +122,7 @@ class InstabilityMonitor(Learning, pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)
         peers = self._peers(trainer)
+        self._settle_key(peers)
         # All but the last: who skips takes the step from those behind.
         if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
             passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
@@ -227,37 +236,56 @@ class InstabilityMonitor(Learning, pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
-    @functools.cached_property  # Lightning asks for it at every hook
+    @property
     @override
     def state_key(self) -> str:
         """The key of its state in checkpoints, another one for other arguments.
 
-        It is made of the arguments that are not at their default and that are kept as attributes of
-        their name, so that a new argument does not change the key of older checkpoints.
+        It is made of the arguments that are not at their default, so that a new argument does not
+        change the key of older checkpoints. A URL is a digest in it, as it may hold a secret.
         """
+        # Before there is a Trainer, functions alike are told apart by where they are.
+        return self._key or self._key_of(self._passed, id)
+
+    def _key_of(self, passed: Mapping[str, Any], name_of: Callable[[Any], Any]) -> str:
         defaults: dict[str, Any] = {}
+        names: dict[str, None] = {}
         for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
             for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
+                defaults[name] = parameter.default
                 if parameter.kind is parameter.KEYWORD_ONLY:
-                    defaults[name] = parameter.default
-        values = {name: getattr(self, name, default) for name, default in defaults.items()}
-        changed = {name: value for name, value in values.items() if value != defaults[name]}
-        name = type(self).__qualname__
-        return self._generate_state_key(**changed) if changed else name
+                    names[name] = None
+        changed = {}
+        for name in names | dict.fromkeys(passed):
+            # Attributes first, which are in one form: 4 and 4.0 are the same threshold.
+            value = getattr(self, name, passed.get(name, defaults.get(name)))
+            if (value == defaults.get(name)) is not True:  # an array has no one answer
+                changed[name] = _shown(value, name_of)
+        return self._generate_state_key(**changed) if changed else type(self).__qualname__
+
+    def _settle_key(self, peers: list[Any]) -> None:
+        """Give functions and objects their names, which are those of the next process too."""
+        key, taken = self._key_of(self._passed, _name_of), {p._key for p in peers if p is not self}
+        keys = itertools.chain([key], (f"{key}#{number}" for number in itertools.count(2)))
+        self._key = self._key or next(each for each in keys if each not in taken)
 
     def _peers(self, trainer: pl.Trainer) -> list[Any]:
         return [c for c in trainer.callbacks if type(c) is type(self)]  # type: ignore[attr-defined]
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
-        # Lightning finds a state of its own key. Where an argument has changed since, it is the one
-        # state of its class that none claims, if it is the one monitor of its class without.
+        # Lightning finds a state of its own key. Else it is the one that an earlier version would
+        # have found, which knew attributes alone; or, where an argument has changed since, the one
+        # state of its class that none claims, if this is the one monitor of its class without.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)
         claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
         free = [k for k in states if k not in claimed and str(k).partition("{")[0] == name]
-        if [peer for peer in peers if peer.state_key not in states] == [self] and len(free) == 1:
+        lost = [peer for peer in peers if peer.state_key not in states]
+        older = self._key_of({}, _name_of)
+        is_older = older in free and [p for p in lost if p._key_of({}, _name_of) == older] == [self]
+        if is_older or (lost == [self] and len(free) == 1):
             # A copy, as Lightning hands over one: others read the same checkpoint.
-            self.load_state_dict(copy.deepcopy(states[free[0]]))
+            self.load_state_dict(copy.deepcopy(states[older if is_older else free[0]]))
 
     @override
     def learnt(self) -> Iterable[str]:
@@ -284,6 +312,34 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         for rule in self._rules():
             rule.load_state_dict(state_dict)
+
+
+def _keeping(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the arguments that a monitor was made with."""
+
+    @functools.wraps(init)
+    def __init__(self: InstabilityMonitor, *args: Any, **kwargs: Any) -> None:
+        if "_passed" not in vars(self):  # else of a base
+            with contextlib.suppress(TypeError):  # the constructor itself says what is wrong
+                bound = inspect.signature(init).bind(self, *args, **kwargs)
+                known, (_, *named) = bound.signature.parameters, bound.arguments.items()
+                self._passed = {k: v for k, v in named if known[k].kind is not _VAR_KEYWORD}
+                self._passed |= bound.kwargs
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+def _shown(value: Any, name_of: Callable[[Any], Any]) -> Any:
+    """Return a value as it stands in a key."""
+    text = repr(value)
+    if " at 0x" in text:  # where it is in memory: another text in every process
+        return name_of(value)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if "://" in text else value
+
+
+def _name_of(value: object) -> str:
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:
