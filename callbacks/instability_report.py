@@ -16,9 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp._files import Failures, claim, write
-from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import alarms_since, create_both
+from lightning_mp._files import Failures, claim, touch, write
+from lightning_mp.callbacks._report.data import parts_of, report_data
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
@@ -129,15 +128,18 @@ class InstabilityReport(InstabilityMonitor):
         start = self._starts[-1]["step"]
         # A run from the start continues no other, though the callback may have seen one.
         earlier = self._earlier if start else None
+        parts = parts_of(Path(earlier).with_suffix(".json"), "alarms") if earlier else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
-        before = usage("before_resuming")
-        for fields in alarms_since(Path(earlier).with_suffix(".json"), start) if earlier else ():
-            alarm = Alarm(**fields)
-            if (alarm.step, alarm.kind, alarm.tensor) not in known:
-                said = f"{alarm.message.removeprefix(before).strip()} {alarm.remedy}".strip()
-                text = f"{alarm.place}: {before} {said}"
-                self.history.add_alarm(dataclasses.replace(alarm, message=text))
-        return claim(wanted, create_both, earlier)
+        names, before = {each.name for each in dataclasses.fields(Alarm)}, usage("before_resuming")
+        for fields in [] if parts is None else parts.get("alarms", [{}]):
+            # Damaged, or of a later version: an alarm that cannot be read is none.
+            with self._failures.forgiven("report_read_in_part", path=earlier):
+                alarm = Alarm(**{name: fields[name] for name in fields if name in names})
+                if alarm.step >= start and (alarm.step, alarm.kind, alarm.tensor) not in known:
+                    said = f"{alarm.message.removeprefix(before).strip()} {alarm.remedy}".strip()
+                    text = f"{alarm.place}: {before} {said}"
+                    self.history.add_alarm(dataclasses.replace(alarm, message=text))
+        return claim(wanted, lambda page: touch(page.with_suffix(".json"), page), earlier)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -184,15 +186,11 @@ class InstabilityReport(InstabilityMonitor):
     def on_exception(self, trainer: pl.Trainer, _: Any, exception: BaseException) -> None:
         if self._wanted is None or self._end["how"] != "running":
             return
-        first_line = str(exception).strip().partition("\n")[0][:500]
         how = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
         # Whatever ends a run behind a SIGTERM: Lightning's exception, a handler's, a lost rank's.
         how = "preempted" if trainer.received_sigterm else how  # type: ignore[attr-defined]
-        self._end = {
-            "how": how,
-            "time": now(),
-            "exception": f"{type(exception).__name__}: {first_line}".removesuffix(": "),
-        }
+        text = f"{type(exception).__name__}: {str(exception).strip().partition(chr(10))[0][:500]}"
+        self._end = {"how": how, "time": now(), "exception": text.removesuffix(": ")}
         self._finish(trainer)
 
     def _finish(self, trainer: pl.Trainer) -> None:

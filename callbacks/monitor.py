@@ -1,6 +1,5 @@
 """What all monitors share: alarms, their history, and how they reach people and loggers."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -9,6 +8,7 @@ import inspect
 import itertools
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import explains_arguments, keeps_arguments
 from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.records import (
     Alarm,
@@ -34,7 +34,7 @@ from lightning_mp.callbacks._step.training_state import learning_rate_of, step_o
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
-_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+_WITH = " with "  # in keys, before the digest of what no attribute shows
 _log = logging.getLogger(__name__)
 
 
@@ -75,13 +75,13 @@ class InstabilityMonitor(Learning, pl.Callback):
     needs_gradient_norm = False  # of every step, in the facts
     save_batch = False  # of the steps of alarms, those of other monitors too
     keeps: tuple[str, ...] = ()  # attributes that go into checkpoints, beside rules of its own
-    _passed: Mapping[str, Any] = {}  # arguments, by name
+    _arguments: Mapping[str, Any] = {}  # other than defaults
     _key = ""  # in checkpoints, once there is a Trainer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "__init__" in vars(cls):
-            cls.__init__ = _keeping(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = keeps_arguments(cls.__init__)  # type: ignore[method-assign]
         if "on_exception" in vars(cls):
             cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
 
@@ -242,31 +242,29 @@ class InstabilityMonitor(Learning, pl.Callback):
         """The key of its state in checkpoints, another one for other arguments.
 
         It is made of the arguments that are not at their default, so that a new argument does not
-        change the key of older checkpoints. A URL is a digest in it, as it may hold a secret.
+        change it. Those that no attribute of their name shows, as secrets, are a digest in it.
         """
-        # Before there is a Trainer, functions alike are told apart by where they are.
-        return self._key or self._key_of(self._passed, id)
+        # Until there is a Trainer, objects are told apart by where they are in memory.
+        return self._key or self._make_key(str)
 
-    def _key_of(self, passed: Mapping[str, Any], name_of: Callable[[Any], Any]) -> str:
+    def _make_key(self, stable: Callable[[str], str]) -> str:
         defaults: dict[str, Any] = {}
-        names: dict[str, None] = {}
         for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
             for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
-                defaults[name] = parameter.default
                 if parameter.kind is parameter.KEYWORD_ONLY:
-                    names[name] = None
-        changed = {}
-        for name in names | dict.fromkeys(passed):
-            # Attributes first, which are in one form: 4 and 4.0 are the same threshold.
-            value = getattr(self, name, passed.get(name, defaults.get(name)))
-            if (value == defaults.get(name)) is not True:  # an array has no one answer
-                changed[name] = _shown(value, name_of)
-        return self._generate_state_key(**changed) if changed else type(self).__qualname__
+                    defaults[name] = parameter.default
+        values = {name: getattr(self, name, default) for name, default in defaults.items()}
+        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        key = stable(self._generate_state_key(**changed) if changed else type(self).__qualname__)
+        rest = {k: v for k, v in self._arguments.items() if k not in values or not hasattr(self, k)}
+        digest = hashlib.sha256(stable(repr(rest)).encode()).hexdigest()[:12]
+        return f"{key}{_WITH}{digest}" if rest else key
 
     def _settle_key(self, peers: list[Any]) -> None:
-        """Give functions and objects their names, which are those of the next process too."""
-        key, taken = self._key_of(self._passed, _name_of), {p._key for p in peers if p is not self}
-        keys = itertools.chain([key], (f"{key}#{number}" for number in itertools.count(2)))
+        """Take the key that is the same in every process; monitors alike are numbered."""
+        key = self._make_key(lambda text: re.sub(r" at 0x[0-9a-fA-F]+", "", text))
+        keys = itertools.chain([key], (f"{key} #{number}" for number in itertools.count(2)))
+        taken = {peer._key for peer in peers if peer is not self}
         self._key = self._key or next(each for each in keys if each not in taken)
 
     def _peers(self, trainer: pl.Trainer) -> list[Any]:
@@ -279,13 +277,12 @@ class InstabilityMonitor(Learning, pl.Callback):
         # state of its class that none claims, if this is the one monitor of its class without.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)
         claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
-        free = [k for k in states if k not in claimed and str(k).partition("{")[0] == name]
-        lost = [peer for peer in peers if peer.state_key not in states]
-        older = self._key_of({}, _name_of)
-        is_older = older in free and [p for p in lost if p._key_of({}, _name_of) == older] == [self]
-        if is_older or (lost == [self] and len(free) == 1):
+        free = [k for k in states if k not in claimed and re.split("[{ ]", str(k))[0] == name]
+        lost = {p: p.state_key.partition(_WITH)[0] for p in peers if p.state_key not in states}
+        found = [k for k in free if lost.get(self) == k and [*lost.values()].count(k) == 1]
+        if found or ([*lost] == [self] and len(free) == 1):
             # A copy, as Lightning hands over one: others read the same checkpoint.
-            self.load_state_dict(copy.deepcopy(states[older if is_older else free[0]]))
+            self.load_state_dict(copy.deepcopy(states[(found or free)[0]]))
 
     @override
     def learnt(self) -> Iterable[str]:
@@ -312,34 +309,6 @@ class InstabilityMonitor(Learning, pl.Callback):
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
         for rule in self._rules():
             rule.load_state_dict(state_dict)
-
-
-def _keeping(init: Callable[..., None]) -> Callable[..., None]:
-    """Keep the arguments that a monitor was made with."""
-
-    @functools.wraps(init)
-    def __init__(self: InstabilityMonitor, *args: Any, **kwargs: Any) -> None:
-        if "_passed" not in vars(self):  # else of a base
-            with contextlib.suppress(TypeError):  # the constructor itself says what is wrong
-                bound = inspect.signature(init).bind(self, *args, **kwargs)
-                known, (_, *named) = bound.signature.parameters, bound.arguments.items()
-                self._passed = {k: v for k, v in named if known[k].kind is not _VAR_KEYWORD}
-                self._passed |= bound.kwargs
-        init(self, *args, **kwargs)
-
-    return __init__
-
-
-def _shown(value: Any, name_of: Callable[[Any], Any]) -> Any:
-    """Return a value as it stands in a key."""
-    text = repr(value)
-    if " at 0x" in text:  # where it is in memory: another text in every process
-        return name_of(value)
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if "://" in text else value
-
-
-def _name_of(value: object) -> str:
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:

@@ -1,5 +1,6 @@
 """Says what is wrong with an argument: one that a constructor does not take, or a bad value."""
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -7,7 +8,14 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
 
-__all__ = ["check_choice", "check_count", "explains_arguments", "is_number", "nearest"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "explains_arguments",
+    "is_number",
+    "keeps_arguments",
+    "nearest",
+]
 
 _Class = TypeVar("_Class", bound=type)
 _Parameters = Sequence[inspect.Parameter]
@@ -105,6 +113,22 @@ def explains_arguments(
         return cls
 
     return decorate
+
+
+def keeps_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor keep its arguments, other than defaults, as `_arguments`."""
+
+    @functools.wraps(init)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "_arguments" not in vars(self):  # else this is a base's
+            with contextlib.suppress(TypeError):  # the constructor itself says what is wrong
+                bound = inspect.signature(init).bind(None, *args, **kwargs)
+                known, (_, *passed) = bound.signature.parameters, bound.arguments.items()
+                # An array has no one answer to whether it is equal.
+                self._arguments = {k: v for k, v in passed if (v == known[k].default) is not True}
+        init(self, *args, **kwargs)
+
+    return kept
 
 
 def _unknown_name(

@@ -18,7 +18,7 @@ try:
 except ImportError:  # Windows: what a killed run leaves there is left alone
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["SIGNATURE", "Failures", "SignedFolder", "claim", "save", "save_new", "write"]
+__all__ = ["SIGNATURE", "Failures", "SignedFolder", "claim", "save", "save_new", "touch", "write"]
 
 SIGNATURE = "Made by lightning-mp, which removes its files from this folder when its run is over.\n"
 _MARKER = "in_use"  # the file that holds the signature, and the lock
@@ -27,10 +27,7 @@ _MARKER = "in_use"  # the file that holds the signature, and the lock
 def save(path: Path, fill: Callable[[IO[bytes]], object], *, is_durable: bool = True) -> None:
     """Write a file so that at any moment the old or the new one is there, whole.
 
-    Args:
-        path: Its folder is made where there is none, also again where it has vanished.
-        fill: Writes the content to an open file.
-        is_durable: Whether to wait until the disk has it, so that a power failure spares it.
+    Its folder is made where there is none, also again. A durable file outlives a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, as a file is replaced at once only within a file system.
@@ -74,12 +71,21 @@ def claim(path: Path, create: Callable[[Path], object], earlier: str | None = No
     return mine
 
 
+def touch(*paths: Path) -> None:
+    """Create empty files; `FileExistsError`, and none of them, where one is there."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            path.touch(exist_ok=False)
+            stack.callback(path.unlink)
+        stack.pop_all()
+
+
 def save_new(path: Path, fill: Callable[[IO[bytes]], object], mark: bytes | None = None) -> Path:
     """Write a file as `save` does, over one that holds `mark`, or else to a path of `claim`'s."""
     if mark is not None and path.is_file() and mark in path.read_bytes():
         save(path, fill)  # an earlier one of ours
         return path
-    mine = claim(path, lambda each: each.touch(exist_ok=False))
+    mine = claim(path, touch)
     try:
         save(mine, fill)
     except BaseException:
@@ -91,16 +97,13 @@ def save_new(path: Path, fill: Callable[[IO[bytes]], object], mark: bytes | None
 class SignedFolder:
     """A folder of our own, locked while its run lives; only our files in it are ever removed.
 
-    A name is no proof: a folder of the same name without our signature stays as it is.
-
-    Args:
-        path: The folder.
-        own: What the paths of our files and folders in it match, relative and with `/`.
+    Those have paths, relative and with `/`, that match `own`. A name is no proof: a folder of the
+    same name without our signature stays as it is.
     """
 
     def __init__(self, path: Path, own: re.Pattern[str]) -> None:
         self.path, self._own = path, own
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     def make(self) -> None:
         """Make, sign and lock the folder; again where it has vanished."""
@@ -108,9 +111,12 @@ class SignedFolder:
             return
         self.release()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / _MARKER).open("x", encoding="utf-8")
-        self._lock.write(SIGNATURE)
-        self._lock.flush()
+        self._lock = (self.path / _MARKER).open("xb", buffering=0)
+        try:
+            self._lock.write(SIGNATURE.encode())
+        except OSError:
+            self.close()  # nothing is in it yet
+            raise
         if fcntl is not None:
             with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,9 +126,9 @@ class SignedFolder:
         if fcntl is None or self.path.is_symlink():
             return False
         # A lock lasts as long as the file is open, so that a killed process has none.
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, UnicodeDecodeError):
-            marker = stack.enter_context((self.path / _MARKER).open("r+", encoding="utf-8"))
-            if marker.read(len(SIGNATURE) + 1) == SIGNATURE:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            marker = stack.enter_context((self.path / _MARKER).open("r+b", buffering=0))
+            if marker.read(len(SIGNATURE) + 1) == SIGNATURE.encode():
                 fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._lock = marker
                 stack.pop_all()
@@ -164,14 +170,10 @@ class SignedFolder:
 
 
 class Failures:
-    """Turns errors into warnings, one for each cause: no file is worth a run.
-
-    Args:
-        words: Returns the sentence for a key, with the fields that it has, `error` among them.
-    """
+    """Turns errors into warnings, one for each cause: no file is worth a run."""
 
     def __init__(self, words: Callable[..., str]) -> None:
-        self._words = words
+        self._words = words  # return the sentence of a key, with its fields
         self._causes: set[tuple[object, ...]] = set()
 
     @contextlib.contextmanager
@@ -187,6 +189,13 @@ class Failures:
             if cause not in self._causes:
                 self._causes.add(cause)
                 warnings.warn(self._words(key, error=reason, **fields), stacklevel=3)
+
+    def tried(self, key: str, effect: Callable[[], object], **fields: object) -> bool:
+        """Return whether an effect has come about; warn of what it raises."""
+        with self.forgiven(key, **fields):
+            effect()
+            return True
+        return False
 
 
 def _reason(error: BaseException, before: BaseException | None) -> str:

@@ -4,10 +4,11 @@ Legend: `R` rows (tensors) and `C` columns (steps) of a heat map.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from inspect import isfunction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +17,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # `lightning-mp report` needs no torch
     from lightning_mp.callbacks.monitor import Alarm, History
 
-__all__ = ["NAME", "readable", "report_data"]
+__all__ = ["NAME", "parts_of", "report_data"]
 
 NAME = "lightning-mp instability report"
-_FORMAT = f"{NAME} 1"
 MAX_ALARMS = 500
-_LEVELS = ("error", "warning", "info")
 # Together at most a few MB, which a browser opens at once.
 _MAX_CURVES, _MAX_POINTS = 40, 1500
 _MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
@@ -43,10 +42,10 @@ def report_data(
     curves = _pick_curves(histories)
     alarmed = {alarm.tensor for alarm in alarms if alarm.tensor}
     maps = _name_maps(histories)
-    counts = {s: sum(a.severity == s for a in alarms) for s in _LEVELS}
+    counts = {s: sum(a.severity == s for a in alarms) for s in ("error", "warning", "info")}
     first = next((alarm for alarm in alarms if alarm.severity != "info"), None)
     return {
-        "format": _FORMAT,
+        "format": f"{NAME} 1",
         "run": run,
         "counts": counts,
         "first": None if first is None else _alarm(first),
@@ -57,6 +56,18 @@ def report_data(
             for name, heat in list(maps.items())[:_MAX_MAPS]
         ],
     }
+
+
+def parts_of(data: Path, *keys: str) -> dict[str, Any] | None:
+    """Return the parts of a report's data that can be read; `None` for files of others."""
+    text, parts = "", {}
+    with suppress(OSError):
+        text = data.read_text(encoding="utf-8", errors="replace")
+    for key in keys:  # each by itself, as the file may be damaged or cut off in one
+        with suppress(ValueError):
+            start = text.index(f'"{key}": ') + len(f'"{key}": ')
+            parts[key] = json.JSONDecoder().raw_decode(text, start)[0]
+    return parts if NAME in text[:100] else None
 
 
 def _name_maps(histories: Sequence["History"]) -> dict[str, dict[str, Any]]:
@@ -203,64 +214,3 @@ def _cell(value: float) -> float | str | None:
     if math.isnan(value):
         return None
     return _digits(float(value), 3) if math.isfinite(value) else str(float(value))
-
-
-# --- what another version has written, or what is left of it --------------------------------------
-
-# A shape is a type, a test, a dict of shapes, or a list with the shape of its items.
-_NOTHING = object()
-_ALARM: dict[str, Any] = dict.fromkeys(("monitor", "kind", "message", "remedy"), str)
-_ALARM |= {"step": int, "tensor": str | None, "severity": lambda level: level in _LEVELS}
-_ALARM |= dict.fromkeys(("epoch", "batch_idx", "rank"), int | None)
-_CURVE = {"steps": [int], "values": [int | float], "bad": [list], "bad_count": int}
-_MAP = {"name": str, "rows": [str], "positions": [int], "of": int, "steps": [int]}
-_MAP |= {"cells": [[int | float | str | None]]}
-_RUN: dict[str, tuple[Any, Any]] = {  # with what stands there where it is not known
-    "title": (str, "A model"),
-    "steps": (int, 0),
-    "starts": ([{"step": int, "time": str}], []),
-    "written": (str, "an unknown time"),
-    "end": (lambda end: end["how"] == "running" or end["time"], {"how": "running"}),
-    "has_loss_scale": (bool, False),
-    "facts": ([lambda pair: [*map(type, pair)] == [str, str]], []),
-    "monitors": ([str], []),
-}
-
-
-def readable(data: Any) -> dict[str, Any]:
-    """Return of any data what a page can show, and what it needs beside."""
-    data = data if isinstance(data, dict) else {}
-    run, curves = (_kept(data.get(key), dict, {}) for key in ("run", "curves"))
-    alarms = _kept(data.get("alarms"), [_ALARM], [])
-    counts = {level: sum(a["severity"] == level for a in alarms) for level in _LEVELS}
-    first = next((alarm for alarm in alarms if alarm["severity"] != "info"), None)
-    plain = {name: _kept(curve, _CURVE) for name, curve in curves.items()}
-    return {
-        "format": _FORMAT,
-        "run": {name: _kept(run.get(name), *each) for name, each in _RUN.items()},
-        "counts": _kept(data.get("counts"), dict.fromkeys(_LEVELS, int), counts),
-        "first": _kept(data.get("first"), _ALARM, first),
-        "alarms": alarms,
-        "curves": {k: v for k, v in plain.items() if v and len(v["steps"]) == len(v["values"])},
-        "maps": [heat for heat in _kept(data.get("maps"), [_MAP], []) if _is_whole(heat)],
-    }
-
-
-def _is_whole(heat: dict[str, Any]) -> bool:
-    width, cells = len(heat["steps"]), heat["cells"]
-    is_high = len(heat["rows"]) == len(heat["positions"]) == len(cells)
-    return is_high and all(len(row) == width for row in cells)
-
-
-def _kept(value: Any, shape: Any, default: Any = None) -> Any:
-    """Return a value without the items that have not its shape; `default` if itself has not."""
-    with suppress(TypeError, KeyError):
-        if isinstance(shape, dict):
-            parts = {key: _kept(value[key], each, _NOTHING) for key, each in shape.items()}
-            return default if _NOTHING in parts.values() else parts
-        if isinstance(shape, list):
-            items = (_kept(each, shape[0], _NOTHING) for each in value)
-            return [item for item in items if item is not _NOTHING]
-        is_good = shape(value) if isfunction(shape) else isinstance(value, shape)
-        return value if is_good else default
-    return default

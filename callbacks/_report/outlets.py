@@ -1,17 +1,14 @@
 """Hands the report to loggers, and alarms to a function or a URL; none of it ends a run."""
 
 import dataclasses
-import errno
 import json
 import math
-import os
 import re
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -78,13 +75,9 @@ def _plain(alarm: Alarm) -> dict[str, object]:
 
 def _kind(error: Exception) -> str:
     """Return what an error is, without its text, which may repeat the URL and so a secret."""
-    if isinstance(error, HTTPError):
-        return f"HTTPError {error.code}"
     behind = getattr(error, "reason", None)  # of a `URLError`
     error = behind if isinstance(behind, Exception) else error
-    if isinstance(error, OSError) and error.errno and error.errno in errno.errorcode:
-        return f"{type(error).__name__}: {os.strerror(error.errno)}"
-    return type(error).__name__
+    return f"{type(error).__name__} {getattr(error, 'code', '')}".rstrip()
 
 
 def _post(url: str, body: Any) -> None:

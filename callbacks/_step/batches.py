@@ -56,8 +56,7 @@ class BatchKeeper:
         self._key = trainer.strategy.broadcast(uuid.uuid4().hex)
         self._held: dict[int, list[Any]] = {}
         self._paths: dict[tuple[int, int], str | None] = {}  # by step and rank; `None` has failed
-        self._patience = _PATIENCE
-        self._failures = Failures(usage)
+        self._failures, self._patience = Failures(usage), _PATIENCE
 
     def hold(self, step: int, batch: Any, oldest: int) -> None:
         """Keep a batch of a step, and none of steps before `oldest`."""
@@ -92,10 +91,9 @@ class BatchKeeper:
             if is_mine:
                 store.set(name, path or "")
                 return path
-            patience, self._patience = self._patience, timedelta(milliseconds=1)
-            store.wait([name], patience)
-            self._patience = patience  # else not to be waited for again
+            store.wait([name], self._patience)
             return store.get(name).decode() or None
+        self._patience = timedelta(milliseconds=1)  # not to be waited for again
         return path
 
 

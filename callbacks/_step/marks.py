@@ -5,8 +5,10 @@ import io
 import os
 import re
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,41 +101,40 @@ class MarkStore:
 
     def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> bool:
         """Take a checkpoint, of which there are `most` at a time; `False` where a rank cannot."""
-        agree = trainer.strategy.reduce_boolean_decision
         if self.storage == "auto" and self.is_in_memory:
             fits = most * _bytes_of(trainer) <= self.memory_gb * 1e9 and not is_sharded(trainer)
-            self.is_in_memory = agree(fits, all=True)
+            self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
         # Before ranks write together, as one that fails then may leave the others waiting.
-        if not self.is_in_memory and not agree(self._make_folder(trainer), all=True):
+        if not self._done(trainer, partial(self._prepare, trainer)):
             return False
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        with self._failures.forgiven("mark_not_written", path=str(self._folder.path)):
-            if self.is_in_memory:
-                self._hold(mark.path, checkpoint)
-            else:
-                self._save(trainer, mark.path, checkpoint)
-            self._rng[mark.path] = _collect_rng_states()
-        if agree(mark.path in self._rng, all=True):
+        if self._done(trainer, partial(self._put, trainer, mark.path, checkpoint)):
             return True
         self.remove(mark)
         return False
 
-    def _make_folder(self, trainer: pl.Trainer) -> bool:
-        with self._failures.forgiven("mark_not_written", path=str(self._folder.path)):
-            if trainer.is_global_zero:  # a run without marks leaves no folder
-                self._folder.make()
-            elif is_sharded(trainer):  # every rank writes, maybe on a host of its own
-                self._folder.path.mkdir(parents=True, exist_ok=True)
-            return True
-        return False
+    def _done(self, trainer: pl.Trainer, effect: Callable[[], None]) -> bool:
+        """Return whether an effect has come about on all ranks."""
+        is_done = self._failures.tried("mark_not_written", effect, path=str(self._folder.path))
+        return trainer.strategy.reduce_boolean_decision(is_done, all=True)
 
-    def _hold(self, path: str, checkpoint: dict[str, Any]) -> None:
-        # Nothing goes back to them, and they may refuse to be pickled.
-        checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
-        # Pickled, as the optimizer goes on to write into the tensors of its state.
-        held = io.BytesIO()
-        torch.save(checkpoint, held)
-        self._held[path], self.bytes = held, held.tell()
+    def _prepare(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero and not self.is_in_memory:  # a run without marks has no folder
+            self._folder.make()
+        elif is_sharded(trainer):  # every rank writes, maybe on a host of its own
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+
+    def _put(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
+        if self.is_in_memory:
+            # Nothing goes back to them, and they may refuse to be pickled.
+            checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
+            # Pickled, as the optimizer goes on to write into the tensors of its state.
+            held = io.BytesIO()
+            torch.save(checkpoint, held)
+            self._held[path], self.bytes = held, held.tell()
+        else:
+            self._save(trainer, path, checkpoint)
+        self._rng[path] = _collect_rng_states()
 
     def _save(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
         strategy, theirs = trainer.strategy, trainer.strategy.checkpoint_io

@@ -88,8 +88,7 @@ class Rewinder:
 
     def clear(self) -> None:
         """Remove all checkpoints; on all ranks."""
-        for mark in list(self.marks):
-            self._remove(mark)
+        self.marks.clear()
         self.store.close(is_over=True)
 
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:

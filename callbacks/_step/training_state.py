@@ -88,8 +88,7 @@ class Signals(NamedTuple):
 
     values: Tensor  # loss and gradient norm, fp32, of shape [2]
     judged: Tensor  # which of the values there are
-    # The values; index and norm of the largest gradient; the rank to look at; how many ranks have a
-    # loss: none has where `training_step` returned None.
+    # The values; index and norm of the largest gradient; the rank to look at; how many have a loss.
     packed: Tensor
 
 
@@ -131,9 +130,8 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     # Where HSDP replicates shards, the norm is larger by a constant factor, which no rule minds.
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
     index = norms.argmax()  # NaN is larger than all
-    # See `StepFacts`. A rank without a loss is behind all with one.
-    losses = torch.where(ranks[:, 2] > 0, ranks[:, 0], -torch.inf)
-    rank = (ranks[:, 1] if sharded else losses).nan_to_num(nan=torch.inf).argmax()
+    losses = torch.where(ranks[:, 2] > 0, ranks[:, 0], -torch.inf)  # those without come last
+    rank = (ranks[:, 1] if sharded else losses).nan_to_num(nan=torch.inf).argmax()  # `StepFacts`
     mean, largest = ranks[:, 0].sum() / count, norms.gather(0, index[None])[0]
     numbers = (mean, total_norm, index, largest, rank, count)
     packed = torch.stack([each.to(norms.dtype) for each in numbers])

@@ -7,12 +7,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk(most: int = 1000) -> Iterator[None]:
     """Let the system refuse to write more than the first bytes of a file, with `OSError`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # What pytest captures goes to a file as well.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
         try:
             yield
         finally:

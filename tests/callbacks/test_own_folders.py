@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp._files import SIGNATURE, SignedFolder
+from tests.callbacks.disks import full_disk
 from tests.callbacks.spike_models import PlantedModel, fit, make_batches
 from tests.callbacks.test_rewind import guard
 
@@ -124,6 +125,17 @@ def test_signed_folder_is_taken_by_one_at_a_time(tmp_path: Path) -> None:
     assert second.take()
     second.close()
     assert not first.path.exists()
+
+
+def test_signed_folder_that_cannot_be_signed_is_none(tmp_path: Path) -> None:
+    folder = SignedFolder(tmp_path / "own", OWN)
+    with full_disk(0), pytest.raises(OSError, match="too large"):
+        folder.make()
+    assert list(tmp_path.iterdir()) == []
+    folder.close()
+    folder.make()
+    assert tree(folder.path) == {"in_use": SIGNATURE.encode()}
+    folder.close()
 
 
 def test_signed_folder_is_made_again_where_it_has_vanished(tmp_path: Path) -> None:

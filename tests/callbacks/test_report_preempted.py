@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.callbacks._report.files import rebuild_page
 from lightning_mp.callbacks.instability_report import InstabilityReport
+from lightning_mp.cli.report import rebuild_page
 from tests.callbacks.models import Watched, watch
 from tests.processes import exit_code_of
 

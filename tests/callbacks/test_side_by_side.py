@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +135,15 @@ class ByPlace(InstabilityMonitor):
 
 def test_monitor_of_ones_own_has_all_its_arguments_in_its_key() -> None:
     made = [ByPlace(), ByPlace(4.0), ByPlace(4.0, "a"), ByPlace(4.0, "a", most=1), ByPlace(most=1)]
-    assert [monitor.state_key for monitor in made] == [
-        "ByPlace",
-        "ByPlace{'limit': 4.0}",
-        "ByPlace{'limit': 4.0, 'names': ('a',)}",
-        "ByPlace{'limit': 4.0, 'names': ('a',), 'most': 1}",
-        "ByPlace{'most': 1}",
-    ]
+    keys = [monitor.state_key for monitor in [*made, ByPlace(torch.zeros(3))]]  # type: ignore[arg-type]
+    assert len(set(keys)) == 6
+    assert keys[0] == "ByPlace"
+    assert re.fullmatch(r"ByPlace with [0-9a-f]{12}", keys[1])
+    assert ByPlace(4.0, "a", most=1).state_key == keys[3]
     assert ByPlace(3.0).state_key == ByPlace(limit=3).state_key == "ByPlace"
     assert (
         str(inspect.signature(ByPlace)) == "(limit: float = 3.0, *names: str, **rest: Any) -> None"
     )
-    key = ByPlace(torch.zeros(3)).state_key  # type: ignore[arg-type]
-    assert key == "ByPlace{'limit': tensor([0., 0., 0.])}"
 
 
 # What version 0.1.0 wrote for these arguments, which it kept in no attributes.
@@ -213,6 +210,13 @@ def test_guard_with_another_argument_goes_on_from_the_state_of_before(tmp_path: 
     options = {"max_epochs": 1, "ckpt_path": tmp_path / "last.ckpt"}
     changed = SpikeGuard(**SHORT, z_threshold=8.0)
     fit(PlantedModel(), make_batches(40), changed, **options)
+    assert kinds(changed) == [(SPIKE, "loss_spike")]
+    hidden = SpikeGuard(**SHORT, skip_batches=9)  # what no attribute shows
+    trainer = fit(PlantedModel({SPIKE: "spike"}), make_batches(40), hidden)
+    trainer.save_checkpoint(tmp_path / "hidden.ckpt", weights_only=False)
+    changed = SpikeGuard(**SHORT, patience=8, skip_batches=11)
+    other = {"max_epochs": 1, "ckpt_path": tmp_path / "hidden.ckpt"}
+    fit(PlantedModel(), make_batches(40), changed, **other)
     assert kinds(changed) == [(SPIKE, "loss_spike")]
     # Which of two it was before cannot be known, so that both start anew.
     pair = [SpikeGuard(**SHORT, z_threshold=z) for z in (8.0, 9.0)]
