@@ -242,7 +242,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         """The key of its state in checkpoints, another one for other arguments.
 
         It is made of the arguments that are not at their default, so that a new argument does not
-        change it. Those that no attribute of their name shows, as secrets, are a digest in it.
+        change it. URLs, and what no attribute of its name shows, are a digest in it.
         """
         # Until there is a Trainer, objects are told apart by where they are in memory.
         return self._key or self._make_key(str)
@@ -254,9 +254,9 @@ class InstabilityMonitor(Learning, pl.Callback):
                 if parameter.kind is parameter.KEYWORD_ONLY:
                     defaults[name] = parameter.default
         values = {name: getattr(self, name, default) for name, default in defaults.items()}
-        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        changed = {k: v for k, v in values.items() if v != defaults[k] and "://" not in repr(v)}
         key = stable(self._generate_state_key(**changed) if changed else type(self).__qualname__)
-        rest = {k: v for k, v in self._arguments.items() if k not in values or not hasattr(self, k)}
+        rest = {k: v for k, v in self._arguments.items() if k not in changed}
         digest = hashlib.sha256(stable(repr(rest)).encode()).hexdigest()[:12]
         return f"{key}{_WITH}{digest}" if rest else key
 

@@ -146,6 +146,22 @@ def test_monitor_of_ones_own_has_all_its_arguments_in_its_key() -> None:
     )
 
 
+class Posts(InstabilityMonitor):
+    """Keeps a URL as an attribute."""
+
+    def __init__(self, *, url: str = "", limit: float = 1.0) -> None:
+        super().__init__()
+        self.url, self.limit = url, limit
+
+
+def test_key_shows_no_url_of_a_monitor_of_ones_own() -> None:
+    made = [Posts(url=f"https://hooks.example/{token}", limit=2.0) for token in ("T0KEN", "OTHER")]
+    keys = [monitor.state_key for monitor in made]
+    assert keys[0] != keys[1]
+    assert all(re.fullmatch(r"Posts\{'limit': 2.0\} with [0-9a-f]{12}", key) for key in keys)
+    assert Posts(limit=2.0).state_key == "Posts{'limit': 2.0}"
+
+
 # What version 0.1.0 wrote for these arguments, which it kept in no attributes.
 OLDER: dict[str, tuple[Any, str]] = {
     "guard": (
