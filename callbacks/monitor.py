@@ -253,10 +253,11 @@ class InstabilityMonitor(Learning, pl.Callback):
             for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
                 if parameter.kind is parameter.KEYWORD_ONLY:
                     defaults[name] = parameter.default
-        values = {name: getattr(self, name, default) for name, default in defaults.items()}
-        changed = {k: v for k, v in values.items() if v != defaults[k] and "://" not in repr(v)}
+        kept = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
+        shown = {name: value for name, value in kept.items() if "://" not in repr(value)}
+        changed = {name: value for name, value in shown.items() if value != defaults[name]}
         key = stable(self._generate_state_key(**changed) if changed else type(self).__qualname__)
-        rest = {k: v for k, v in self._arguments.items() if k not in changed}
+        rest = {name: value for name, value in self._arguments.items() if name not in shown}
         digest = hashlib.sha256(stable(repr(rest)).encode()).hexdigest()[:12]
         return f"{key}{_WITH}{digest}" if rest else key
 

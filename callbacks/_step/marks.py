@@ -28,8 +28,7 @@ from lightning_mp.callbacks._step.training_state import is_sharded
 
 __all__ = ["Mark", "MarkStore"]
 
-_PREFIX = "spike_guard-"
-_NAME = re.compile(_PREFIX + "[0-9a-f]{8}")
+_NAME = re.compile("spike_guard-[0-9a-f]{8}")
 # A checkpoint is a file or, with shards, a folder as torch and DeepSpeed fill it. A killed run may
 # leave a temporary file.
 _OWN = re.compile(
@@ -73,7 +72,7 @@ class MarkStore:
             raise MisconfigurationException(usage("shards_in_memory", strategy=name))
         root = self.dirpath or trainer.log_dir or trainer.default_root_dir
         parent = Path(os.path.abspath(root))
-        folder = SignedFolder(parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}", _OWN)
+        folder = SignedFolder(parent / f"spike_guard-{uuid.uuid4().hex[:8]}", _OWN)
         if trainer.is_global_zero:
             with self._failures.forgiven("marks_not_removed", path=str(parent)):
                 folder = self._earlier(marks) or folder

@@ -38,6 +38,7 @@ SHORT: dict[str, Any] = {"window_steps": 16, "judge_after_steps": 8}
 
 def test_state_key_is_made_of_what_is_not_at_its_default() -> None:
     assert SpikeGuard().state_key == SpikeGuard(action="warn").state_key == "SpikeGuard"
+    assert TensorCollector(include=["*"], collect=["gradients"]).state_key == "TensorCollector"
     strict = SpikeGuard(z_threshold=4, action="skip")
     assert strict.state_key == "SpikeGuard{'action': 'skip', 'z_threshold': 4.0}"
     reports = [InstabilityReport(), InstabilityReport(filename="b.html")]
