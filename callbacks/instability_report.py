@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from lightning_mp._arguments import PATH, Check, explains_arguments
-from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import alarms_since, claim, forgiven, write_atomically
+from lightning_mp._files import Failures, claim, touch, write
+from lightning_mp.callbacks._report.data import parts_of, report_data
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
@@ -44,6 +44,7 @@ _REST = 20  # times as long as the last report took: at most 5% of a run
         "alert": Check(
             test=lambda alert: callable(alert) or alert.startswith(("http://", "https://")),
             words="a function, or a URL that begins with http:// or https://",
+            is_secret=True,  # also a URL that is written wrong
         ),
     }
 )
@@ -94,6 +95,7 @@ class InstabilityReport(InstabilityMonitor):
         self.path: Path | None = None  # of the page, on rank zero, once training has begun
         self._alerts = Alerts(alert)  # a URL may hold a secret: not in the key of checkpoints
         self._pace = _Pace(every_n_seconds)
+        self._failures = Failures(usage)
         self._wanted: Path | None = None  # where to write to, if no other run does
         self._earlier: str | None = None  # the page of the run that is resumed
         self.inbox = deque()
@@ -133,15 +135,18 @@ class InstabilityReport(InstabilityMonitor):
         start = self._starts[-1]["step"]
         # A run from the start continues no other, though the callback may have seen one.
         earlier = self._earlier if start else None
+        parts = parts_of(Path(earlier).with_suffix(".json"), "alarms") if earlier else None
         known = {(a.step, a.kind, a.tensor) for a in self.history.alarms}
-        before = usage("before_resuming")
-        for fields in alarms_since(Path(earlier).with_suffix(".json"), start) if earlier else ():
-            alarm = Alarm(**fields)
-            if (alarm.step, alarm.kind, alarm.tensor) not in known:
-                said = f"{alarm.message.removeprefix(before).strip()} {alarm.remedy}".strip()
-                text = f"{alarm.place}: {before} {said}"
-                self.history.add_alarm(dataclasses.replace(alarm, message=text))
-        return claim(wanted, earlier, lambda page: page.with_suffix(".json").touch(exist_ok=False))
+        names, before = {each.name for each in dataclasses.fields(Alarm)}, usage("before_resuming")
+        for fields in [] if parts is None else parts.get("alarms", [{}]):
+            # Damaged, or of a later version: an alarm that cannot be read is none.
+            with self._failures.forgiven("report_read_in_part", path=earlier):
+                alarm = Alarm(**{name: fields[name] for name in fields if name in names})
+                if alarm.step >= start and (alarm.step, alarm.kind, alarm.tensor) not in known:
+                    said = f"{alarm.message.removeprefix(before).strip()} {alarm.remedy}".strip()
+                    text = f"{alarm.place}: {before} {said}"
+                    self.history.add_alarm(dataclasses.replace(alarm, message=text))
+        return claim(wanted, lambda page: touch(page.with_suffix(".json"), page), earlier)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -188,12 +193,11 @@ class InstabilityReport(InstabilityMonitor):
     def on_exception(self, trainer: pl.Trainer, _: Any, exception: BaseException) -> None:
         if self._wanted is None or self._end["how"] != "running":
             return
-        first_line = str(exception).strip().partition("\n")[0][:500]
-        self._end = {
-            "how": "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed",
-            "time": now(),
-            "exception": f"{type(exception).__name__}: {first_line}".removesuffix(": "),
-        }
+        how = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        # Whatever ends a run behind a SIGTERM: Lightning's exception, a handler's, a lost rank's.
+        how = "preempted" if trainer.received_sigterm else how  # type: ignore[attr-defined]
+        text = f"{type(exception).__name__}: {str(exception).strip().partition(chr(10))[0][:500]}"
+        self._end = {"how": how, "time": now(), "exception": text.removesuffix(": ")}
         self._finish(trainer)
 
     def _finish(self, trainer: pl.Trainer) -> None:
@@ -201,7 +205,7 @@ class InstabilityReport(InstabilityMonitor):
         if path is not None and self.log_artifact:
             data = self._data(trainer)
             for logger in trainer.loggers:
-                with forgiven("report_not_logged", logger=type(logger).__name__):
+                with self._failures.forgiven("report_not_logged", logger=type(logger).__name__):
                     log_report(logger, path, data)
         self._alerts.finish()
 
@@ -222,7 +226,8 @@ class InstabilityReport(InstabilityMonitor):
         if is_trial or not trainer.is_global_zero:
             return None
         wanted = self.path or self._wanted or self._page_path(trainer)
-        with forgiven("report_not_written", path=str(wanted)), self._pace.measured():
+        failures = self._failures.forgiven("report_not_written", path=str(wanted))
+        with failures, self._pace.measured():
             if is_last:  # the steps on their way belong to it
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
                     self.recorder.drain()
@@ -230,8 +235,8 @@ class InstabilityReport(InstabilityMonitor):
             path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
             # Data first, of which `lightning-mp report` can make the page again.
-            write_atomically(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
-            write_atomically(path, report_page(data))
+            write(path.with_suffix(".json"), json.dumps(data, allow_nan=False))
+            write(path, report_page(data))
             return path
         return None
 

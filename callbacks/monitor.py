@@ -3,9 +3,12 @@
 import copy
 import dataclasses
 import functools
+import hashlib
 import inspect
+import itertools
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import explains_arguments, keeps_arguments
 from lightning_mp._foreign import check_trainer
 from lightning_mp.callbacks._rules.records import (
     Alarm,
@@ -31,6 +34,7 @@ from lightning_mp.callbacks._step.training_state import learning_rate_of, step_o
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
+_WITH = " with "  # in keys, before the digest of what no attribute shows
 _log = logging.getLogger(__name__)
 
 
@@ -71,9 +75,13 @@ class InstabilityMonitor(Learning, pl.Callback):
     needs_gradient_norm = False  # of every step, in the facts
     save_batch = False  # of the steps of alarms, those of other monitors too
     keeps: tuple[str, ...] = ()  # attributes that go into checkpoints, beside rules of its own
+    _arguments: Mapping[str, Any] = {}  # other than defaults
+    _key = ""  # in checkpoints, once there is a Trainer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = keeps_arguments(cls.__init__)  # type: ignore[method-assign]
         if "on_exception" in vars(cls):
             cls.on_exception = _never_raising(cls.on_exception)  # type: ignore[method-assign]
 
@@ -88,6 +96,7 @@ class InstabilityMonitor(Learning, pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer, self)
         peers = self._peers(trainer)
+        self._settle_key(peers)
         # All but the last: who skips takes the step from those behind.
         if any(getattr(peer, "action", None) in ("skip", "rewind") for peer in peers[:-1]):
             passed = ", ".join(f"{type(peer).__name__}(action={peer.action!r})" for peer in peers)
@@ -201,37 +210,54 @@ class InstabilityMonitor(Learning, pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
-    @functools.cached_property  # Lightning asks for it at every hook
+    @property
     @override
     def state_key(self) -> str:
         """The key of its state in checkpoints, another one for other arguments.
 
-        It is made of the arguments that are not at their default and that are kept as attributes of
-        their name, so that a new argument does not change the key of older checkpoints.
+        It is made of the arguments that are not at their default, so that a new argument does not
+        change it. URLs, and what no attribute of its name shows, are a digest in it.
         """
+        # Until there is a Trainer, objects are told apart by where they are in memory.
+        return self._key or self._make_key(str)
+
+    def _make_key(self, stable: Callable[[str], str]) -> str:
         defaults: dict[str, Any] = {}
         for base in reversed(type(self).__mro__):  # a subclass may have defaults of its own
             for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
                 if parameter.kind is parameter.KEYWORD_ONLY:
                     defaults[name] = parameter.default
-        values = {name: getattr(self, name, default) for name, default in defaults.items()}
-        changed = {name: value for name, value in values.items() if value != defaults[name]}
-        name = type(self).__qualname__
-        return self._generate_state_key(**changed) if changed else name
+        kept = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
+        shown = {name: value for name, value in kept.items() if "://" not in repr(value)}
+        changed = {name: value for name, value in shown.items() if value != defaults[name]}
+        key = stable(self._generate_state_key(**changed) if changed else type(self).__qualname__)
+        rest = {name: value for name, value in self._arguments.items() if name not in shown}
+        digest = hashlib.sha256(stable(repr(rest)).encode()).hexdigest()[:12]
+        return f"{key}{_WITH}{digest}" if rest else key
+
+    def _settle_key(self, peers: list[Any]) -> None:
+        """Take the key that is the same in every process; monitors alike are numbered."""
+        key = self._make_key(lambda text: re.sub(r" at 0x[0-9a-fA-F]+", "", text))
+        keys = itertools.chain([key], (f"{key} #{number}" for number in itertools.count(2)))
+        taken = {peer._key for peer in peers if peer is not self}
+        self._key = self._key or next(each for each in keys if each not in taken)
 
     def _peers(self, trainer: pl.Trainer) -> list[Any]:
         return [c for c in trainer.callbacks if type(c) is type(self)]  # type: ignore[attr-defined]
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
-        # Lightning finds a state of its own key. Where an argument has changed since, it is the one
-        # state of its class that none claims, if it is the one monitor of its class without.
+        # Lightning finds a state of its own key. Else it is the one that an earlier version would
+        # have found, which knew attributes alone; or, where an argument has changed since, the one
+        # state of its class that none claims, if this is the one monitor of its class without.
         states, peers = checkpoint.get("callbacks", {}), self._peers(trainer)
         claimed, name = {peer.state_key for peer in peers}, type(self).__qualname__
-        free = [k for k in states if k not in claimed and str(k).partition("{")[0] == name]
-        if [peer for peer in peers if peer.state_key not in states] == [self] and len(free) == 1:
+        free = [k for k in states if k not in claimed and re.split("[{ ]", str(k))[0] == name]
+        lost = {p: p.state_key.partition(_WITH)[0] for p in peers if p.state_key not in states}
+        found = [k for k in free if lost.get(self) == k and [*lost.values()].count(k) == 1]
+        if found or ([*lost] == [self] and len(free) == 1):
             # A copy, as Lightning hands over one: others read the same checkpoint.
-            self.load_state_dict(copy.deepcopy(states[free[0]]))
+            self.load_state_dict(copy.deepcopy(states[(found or free)[0]]))
 
     @override
     def learnt(self) -> Iterable[str]:

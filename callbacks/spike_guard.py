@@ -69,7 +69,8 @@ class SpikeGuard(InstabilityMonitor):
         max_rewinds: How often to rewind; spikes after that are only warned of. Default 3.
         checkpoint_every_n_steps: Optimizer steps between two checkpoints to rewind to. Default 50.
         dirpath: Where those on disk are kept while training; the Trainer's log folder by default.
-            They are removed when training ends; those of a killed run, when the next one starts.
+            They are removed when training ends; those of a killed run, when the next one starts
+            there. Nothing else in the folder is touched.
         rewind_storage: Where checkpoints are kept: `"disk"`, `"memory"` of every rank, or `"auto"`:
             in memory if they take at most `rewind_memory_gb` together and nothing is sharded.
         rewind_memory_gb: That limit for a rank, in 1e9 bytes. Default 4.
@@ -236,7 +237,7 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._report_all(trainer)
-        self._rewinder.clear(trainer)
+        self._rewinder.clear()
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:

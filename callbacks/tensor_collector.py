@@ -1,7 +1,6 @@
 """`TensorCollector`: writes down what chosen tensors look like, step by step."""
 
 import fnmatch
-import io
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import PATH, Check, explains_arguments
-from lightning_mp.callbacks._report.files import claim, forgiven, write_atomically
+from lightning_mp._files import Failures, claim, save
 from lightning_mp.callbacks._rules.moments import (
     EXPONENTS,
     Reduction,
@@ -104,6 +103,7 @@ class TensorCollector(SamplingMonitor):
         self.folder: Path | None = None  # on rank zero, once a sample has been written
         self._wanted = Path()
         self._earlier: str | None = None  # the folder of the run that is resumed
+        self._failures = Failures(usage)
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._hooks = ExitStack()
@@ -259,14 +259,12 @@ class TensorCollector(SamplingMonitor):
         if "histogram" in arrays:
             arrays["histogram"] = arrays["histogram"].astype(np.int64)
             arrays["exponents"] = EXPONENTS
-        with forgiven("tensors_not_written", path=str(self._wanted)):
+        with self._failures.forgiven("tensors_not_written", path=str(self._wanted)):
             # `mkdir` fails where a folder is, so that it claims the one that it makes.
-            self.folder = self.folder or claim(self._wanted, self._earlier, Path.mkdir)
-            # In memory first, as the file is to be there whole or not at all.
-            content = io.BytesIO()
-            np.savez_compressed(content, **arrays)
+            self.folder = self.folder or claim(self._wanted, Path.mkdir, self._earlier)
             # Zeros in front, so that names sort by step.
-            write_atomically(self.folder / f"{step:08d}.npz", content.getvalue())
+            path = self.folder / f"{step:08d}.npz"
+            save(path, lambda file: np.savez_compressed(file, **arrays))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Check:
         take: Makes of such a value what is used. An error of either says what is wrong with it.
         words: What is accepted, in place of what follows from the annotation.
         fix: What to do instead, in place of the advice to leave the argument out.
+        is_secret: Whether messages quote no string.
     """
 
     bounds: str = "(-inf, inf)"
@@ -46,6 +47,7 @@ class Check:
     take: Callable[[Any], Any] = lambda value: value
     words: str = ""
     fix: str = ""
+    is_secret: bool = False
 
 
 PATH = Check(also=os.PathLike, take=os.fspath, words="a path")
@@ -53,6 +55,8 @@ PATH = Check(also=os.PathLike, take=os.fspath, words="a path")
 
 def shown(value: Any) -> str:
     """Return a value as messages quote it, in short and on one line."""
+    if isinstance(value, str) and "://" in value:
+        return repr(value.partition("://")[0] + "://...")  # the rest may hold a secret
     return " ".join(_repr.repr(value).split())  # a tensor's has line breaks
 
 
@@ -131,8 +135,9 @@ class ValueTable:
             usual = "Leave it out for the default."
         else:
             usual = f"Leave it out for the default, {default!r}."
+        quoted = "'...'" if check.is_secret and isinstance(value, str) else shown(value)
         raise ValueError(
-            f"Passed `{owner_of(name)}({name}={shown(value)})`. `{name}` must be "
+            f"Passed `{owner_of(name)}({name}={quoted})`. `{name}` must be "
             f"{_accepted_words(kinds, check)}. {check.fix or reason or usual}"
         )
 

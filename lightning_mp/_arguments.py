@@ -1,5 +1,6 @@
 """Says what is wrong with an argument: one that a constructor does not take, or a bad value."""
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -15,6 +16,7 @@ __all__ = [
     "check_arguments",
     "check_values",
     "explains_arguments",
+    "keeps_arguments",
     "nearest",
     "refuse_values",
 ]
@@ -116,6 +118,22 @@ def _called(self: object, cls: type, argument: str) -> str:
     parameters = inspect.signature(type(self).__init__).parameters
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return (type(self) if passes_on or argument in parameters else cls).__name__
+
+
+def keeps_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor keep its arguments, other than defaults, as `_arguments`."""
+
+    @functools.wraps(init)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "_arguments" not in vars(self):  # else this is a base's
+            with contextlib.suppress(TypeError):  # the constructor itself says what is wrong
+                bound = inspect.signature(init).bind(None, *args, **kwargs)
+                known, (_, *passed) = bound.signature.parameters, bound.arguments.items()
+                # An array has no one answer to whether it is equal.
+                self._arguments = {k: v for k, v in passed if (v == known[k].default) is not True}
+        init(self, *args, **kwargs)
+
+    return kept
 
 
 def _unknown_name(

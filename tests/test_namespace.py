@@ -30,7 +30,7 @@ def _run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_import_loads_neither_torch_nor_lightning() -> None:
     ran = _run(
-        "import sys, lightning_mp, lightning_mp.callbacks._report.files, lightning_mp.cli\n"
+        "import sys, lightning_mp, lightning_mp.cli.report, lightning_mp.cli\n"
         "print({'torch', 'lightning', 'triton', 'torchmetrics'} & set(sys.modules))",
         ROOT,
     )

@@ -4,8 +4,11 @@ Legend: `R` rows (tensors) and `C` columns (steps) of a heat map.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +17,9 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # `lightning-mp report` needs no torch
     from lightning_mp.callbacks.monitor import Alarm, History
 
-__all__ = ["FORMAT", "report_data"]
+__all__ = ["NAME", "parts_of", "report_data"]
 
-FORMAT = "lightning-mp instability report 1"
+NAME = "lightning-mp instability report"
 MAX_ALARMS = 500
 # Together at most a few MB, which a browser opens at once.
 _MAX_CURVES, _MAX_POINTS = 40, 1500
@@ -42,7 +45,7 @@ def report_data(
     counts = {s: sum(a.severity == s for a in alarms) for s in ("error", "warning", "info")}
     first = next((alarm for alarm in alarms if alarm.severity != "info"), None)
     return {
-        "format": FORMAT,
+        "format": f"{NAME} 1",
         "run": run,
         "counts": counts,
         "first": None if first is None else _alarm(first),
@@ -53,6 +56,18 @@ def report_data(
             for name, heat in list(maps.items())[:_MAX_MAPS]
         ],
     }
+
+
+def parts_of(data: Path, *keys: str) -> dict[str, Any] | None:
+    """Return the parts of a report's data that can be read; `None` for files of others."""
+    text, parts = "", {}
+    with suppress(OSError):
+        text = data.read_text(encoding="utf-8", errors="replace")
+    for key in keys:  # each by itself, as the file may be damaged or cut off in one
+        with suppress(ValueError):
+            start = text.index(f'"{key}": ') + len(f'"{key}": ')
+            parts[key] = json.JSONDecoder().raw_decode(text, start)[0]
+    return parts if NAME in text[:100] else None
 
 
 def _name_maps(histories: Sequence["History"]) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -43,14 +44,16 @@ class Alerts:
         try:
             call(*args)
         except Exception as error:  # on a thread of its own: `check` warns where training runs
-            self._error = f"{type(error).__name__}: {error}"
+            text = re.sub(r"\w+://\S+", "a URL", str(error))
+            self._error = _kind(error) if call is _post else f"{type(error).__name__}: {text}"
 
     def check(self) -> None:
         """Warn, once a run, of what could not be sent."""
         if self._error and not self._has_warned:
             self._has_warned = True
-            # Without the URL, which may hold a secret.
-            what = "a URL" if isinstance(self._alert, str) else repr(self._alert)
+            # Without the URL, which may hold a secret, as may what is inside of a function.
+            name = getattr(self._alert, "__qualname__", type(self._alert).__name__)
+            what = "a URL" if isinstance(self._alert, str) else f"`{name}`"
             rank_zero_warn(usage("alert_not_sent", alert=what, error=self._error))
 
     def finish(self) -> None:
@@ -68,6 +71,13 @@ def _plain(alarm: Alarm) -> dict[str, object]:
     fields = dataclasses.asdict(alarm).items()
     # JSON has no NaN and no inf.
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}
+
+
+def _kind(error: Exception) -> str:
+    """Return what an error is, without its text, which may repeat the URL and so a secret."""
+    behind = getattr(error, "reason", None)  # of a `URLError`
+    error = behind if isinstance(behind, Exception) else error
+    return f"{type(error).__name__} {getattr(error, 'code', '')}".rstrip()
 
 
 def _post(url: str, body: Any) -> None:

@@ -95,7 +95,7 @@ def _verdicts(data: dict[str, Any]) -> str:
     level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
     lines = [(level, _text(verdict(data)))]
     if end["how"] == "failed":
-        lines.append(("error", f"Ended by <code>{escape(end['exception'])}</code>"))
+        lines.append(("error", f"Ended by <code>{escape(end.get('exception', 'unknown'))}</code>"))
     return "\n".join(
         f'<p class="verdict {level}"><span aria-hidden="true">{_SIGNS[level]}</span> {text}</p>'
         for level, text in lines
@@ -117,7 +117,8 @@ def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
     end = run["end"]
     ended = f"No: still running or killed; this is from {run['written']}"
     if end["how"] != "running":
-        ended = f"{end['how'].capitalize()}, {end['time']}"
+        how = "preempted by SIGTERM" if end["how"] == "preempted" else end["how"]
+        ended = f"{how[:1].upper()}{how[1:]}, {end['time']}"
     times = [("Steps", f"{run['steps']:,}"), ("Started", started["time"])]
     # A run that is preempted may be resumed hundreds of times.
     times += [("Resumed", f"at step {each['step']:,}, {each['time']}") for each in resumed[-5:]]

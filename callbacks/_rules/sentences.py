@@ -7,14 +7,7 @@ from typing import Any
 
 from lightning_mp.callbacks._rules.records import Verdict
 
-__all__ = [
-    "MESSAGES",
-    "REMEDIES",
-    "REMEDIES_AT_THE_END",
-    "USAGE",
-    "usage",
-    "words_for",
-]
+__all__ = ["MESSAGES", "REMEDIES", "REMEDIES_AT_THE_END", "USAGE", "usage", "words_for"]
 
 _COUNT = "There {count:is} {count:count such tensor}."
 _USUAL = "At the start it was at most {usual:.1%}, and {excess:.0%} more is the limit."
@@ -223,7 +216,6 @@ def words_for(verdict: Verdict, *, is_ending: bool = False, **numbers: Any) -> t
 
 # --- how callbacks are used ----------------------------------------------------------------------
 
-_WRITTEN_BY = "It is written by the callback `InstabilityReport`, as `instability.json`."
 _ON = "{error}. Training goes on."
 
 USAGE = {
@@ -255,12 +247,19 @@ USAGE = {
     "bytes each on disk, {total:,} bytes in all.",
     "kept_in_memory": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
     "bytes each in the memory of each rank, {total:,} bytes in all.",
+    "mark_not_written": "`SpikeGuard(action='rewind')` could not write a checkpoint to {path!r}: "
+    + _ON + " There is less to go back to. Pass a `dirpath` that has space and can be written to, "
+    "or `rewind_storage='memory'`.",
+    "marks_not_removed": "`SpikeGuard(action='rewind')` could not remove its files in {path!r}: "
+    + _ON + " Remove them by hand.",
     "batch_saved": "Its batch is in `{path}`.",
     "before_resuming": "This was before the run was resumed.",
     "batch_not_saved": "A batch could not be saved in {path!r}: " + _ON + " Train where the log "
     "folder can be written to.",
     "report_not_written": "`InstabilityReport` could not write {path!r}: " + _ON + " Pass a "
     "`dirpath` that can be written to.",
+    "report_read_in_part": "The data of the report {path!r} are damaged, or from another version "
+    "of lightning-mp. What cannot be read is left out.",
     "report_logged": "All of it is in `{page}`.",
     "report_not_logged": "`InstabilityReport` could not give its page to {logger}: " + _ON,
     "tensors_not_written": "`TensorCollector` could not write to {path!r}: " + _ON + " Pass a "
@@ -268,14 +267,6 @@ USAGE = {
     "alert_not_sent": "Passed `InstabilityReport(alert=...)`, {alert} that an alarm could not be "
     "sent to: " + _ON + " Check that it can be reached from this machine.",
     "hook_failed": "`{callback}.on_exception` failed: {error!r}.",
-    # --- `lightning-mp report` -------------------------------------------------------------------
-    "no_report_data": "Passed {path!r}, which does not hold a report's data. " + _WRITTEN_BY
-    + " Pass the folder of a run.",
-    "no_folder": "Passed {path!r}, which does not exist. Pass the folder of a run.",
-    "several_reports": "Passed {path!r}, which holds the data of {count} reports: {names}. Pass "
-    "one of them.",
-    "no_report": "Passed {path!r}, which holds no report's data, and neither do the folders in it. "
-    + _WRITTEN_BY + " Add it to the callbacks of the run, or pass its `dirpath`.",
 }  # fmt: skip
 
 

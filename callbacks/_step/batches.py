@@ -2,23 +2,28 @@
 
 import copy
 import dataclasses
-import warnings
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from lightning_mp._files import Failures, save_new
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._rules.sentences import usage
 
 __all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 
 _MOST_FILES = 20  # of a run: batches of images fill a disk
+_PATIENCE = timedelta(seconds=20)  # while another rank writes
 
 
 # Lightning's `apply_to_collection` does not copy objects of other classes, such as PyG's.
@@ -45,11 +50,13 @@ def copy_containers(value: Any) -> Any:
 class BatchKeeper:
     """Holds the batches of the newest steps, and writes those of a step to a file of the run."""
 
-    # Made on all ranks, as `log_dir` is broadcast.
+    # Made on all ranks, as both are broadcast.
     def __init__(self, trainer: pl.Trainer) -> None:
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "bad_batches"
+        self._key = trainer.strategy.broadcast(uuid.uuid4().hex)
         self._held: dict[int, list[Any]] = {}
-        self._paths: dict[int, str] = {}  # what was written, by step
+        self._paths: dict[tuple[int, int], str | None] = {}  # by step and rank; `None` has failed
+        self._failures, self._patience = Failures(usage), _PATIENCE
 
     def hold(self, step: int, batch: Any, oldest: int) -> None:
         """Keep a batch of a step, and none of steps before `oldest`."""
@@ -57,23 +64,37 @@ class BatchKeeper:
         self._held.setdefault(step, []).append(copy_containers(batch))
 
     def save(self, trainer: pl.Trainer, facts: StepFacts) -> str | None:
-        """Write the batches of a step on the rank to look at; return the path on all ranks."""
-        if facts.step in self._paths:
-            return self._paths[facts.step]
-        if facts.step not in self._held or len(self._paths) >= _MOST_FILES:
-            return None
-        path = self._folder / f"step={facts.step}-rank={facts.rank}.pt"
-        self._paths[facts.step] = str(path)
-        if trainer.global_rank == facts.rank:
-            batches = move_data_to_device(self._held[facts.step], torch.device("cpu"))
-            content = {"step": facts.step, "epoch": facts.epoch, "rank": facts.rank}
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save({**content, "batches": batches}, path)
-            except Exception as error:  # no reason to end a run
-                text = usage("batch_not_saved", path=str(path), error=repr(error))
-                warnings.warn(text, stacklevel=2)
-        return str(path)
+        """Write the batches of a step on the rank to look at; return its path if there."""
+        key = facts.step, facts.rank
+        if key not in self._paths:
+            if facts.step not in self._held or len(self._paths) >= _MOST_FILES:
+                return None
+            is_mine = trainer.global_rank == facts.rank
+            path = self._write(facts) if is_mine else None
+            self._paths[key] = path if trainer.world_size == 1 else self._tell(key, is_mine, path)
+        return self._paths[key]
+
+    def _write(self, facts: StepFacts) -> str | None:
+        content = {"step": facts.step, "epoch": facts.epoch, "rank": facts.rank}
+        with self._failures.forgiven("batch_not_saved", path=str(self._folder)):
+            content["batches"] = move_data_to_device(self._held[facts.step], torch.device("cpu"))
+            path = self._folder / f"step={facts.step}-rank={facts.rank}.pt"
+            return str(save_new(path, lambda file: torch.save(content, file)))
+        return None
+
+    def _tell(self, key: tuple[int, int], is_mine: bool, path: str | None) -> str | None:
+        """Tell the other ranks what this one has written, or wait to be told; return the path."""
+        # Not by a collective, which would wait for good where one rank alone raises the alarm.
+        name = f"{self._key} {key}"
+        with suppress(Exception):  # no rank has told in time, or there is no store
+            store = dist.distributed_c10d._get_default_store()
+            if is_mine:
+                store.set(name, path or "")
+                return path
+            store.wait([name], self._patience)
+            return store.get(name).decode() or None
+        self._patience = timedelta(milliseconds=1)  # not to be waited for again
+        return path
 
 
 def loss_in(output: Any) -> Tensor | None:

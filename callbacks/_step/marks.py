@@ -2,33 +2,39 @@
 
 import inspect
 import io
-import shutil
+import os
+import re
 import uuid
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
+from lightning_mp._files import Failures, SignedFolder, save
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_sharded
 
-try:
-    import fcntl
-except ImportError:  # Windows: what a killed run leaves there is left alone
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = ["Mark", "MarkStore"]
 
-_PREFIX = "spike_guard-"
-_LOCK = "in_use"
+_NAME = re.compile("spike_guard-[0-9a-f]{8}")
+# A checkpoint is a file or, with shards, a folder as torch and DeepSpeed fill it. A killed run may
+# leave a temporary file.
+_OWN = re.compile(
+    r"\.step=\d+\.ckpt\.\d+"
+    r"|step=\d+\.ckpt(/checkpoint)?(/[^/]+\.(distcp|pt)|/\.metadata(\.tmp)?|/latest|/zero_to_fp32\.py)?"
+)
 
 
 @dataclass
@@ -46,8 +52,8 @@ class Mark:
 class MarkStore:
     """Writes, reads and removes the checkpoints of marks; all methods on all ranks.
 
-    On disk they are in a folder that is locked while its run lives: the next run in the place of
-    that one, or in a folder beside it, removes what nobody has locked.
+    On disk they are in a folder that is signed, and locked while its run lives: the next run in the
+    place of that one removes what nobody has locked.
     """
 
     def __init__(self, *, dirpath: str | None, storage: str, memory_gb: float) -> None:
@@ -56,71 +62,97 @@ class MarkStore:
         self.is_in_memory = storage != "disk"
         self._held: dict[str, io.BytesIO] = {}
         self._rng: dict[str, Any] = {}  # of this rank, by path
-        self._folder = Path()
-        self._lock: IO[str] | None = None
+        self._folder = SignedFolder(Path(), _OWN)  # rank zero has the lock
+        self._failures = Failures(usage)
 
     def start(self, trainer: pl.Trainer, marks: list[Mark]) -> list[Mark]:
         """Find a folder, remove what killed runs have left; return the marks that are there."""
         if self.storage == "memory" and is_sharded(trainer):
             name = type(trainer.strategy).__name__
             raise MisconfigurationException(usage("shards_in_memory", strategy=name))
-        parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-        before = next((Path(m.path).parent for m in reversed(marks) if Path(m.path).exists()), None)
-        self._folder = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
+        root = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        parent = Path(os.path.abspath(root))
+        folder = SignedFolder(parent / f"spike_guard-{uuid.uuid4().hex[:8]}", _OWN)
         if trainer.is_global_zero:
-            if before is not None:
-                self._lock = _locked(before)
-            self._folder = before if before and self._lock else self._folder  # go on in it
-            kept = {Path(m.path) for m in marks if Path(m.path).parent == self._folder}
-            beside = () if self.dirpath else parent.parent.glob(f"*/{_PREFIX}*")
-            self._clean([*parent.glob(f"{_PREFIX}*"), *beside], kept)
-        self._folder = trainer.strategy.broadcast(self._folder)
-        return [mark for mark in marks if Path(mark.path).parent == self._folder]
+            with self._failures.forgiven("marks_not_removed", path=str(parent)):
+                folder = self._earlier(marks) or folder
+                for path in parent.iterdir() if parent.is_dir() else ():
+                    left = SignedFolder(path, _OWN)
+                    if _NAME.fullmatch(path.name) and left.take():
+                        left.close()
+        path = trainer.strategy.broadcast(folder.path)
+        self._folder = folder if trainer.is_global_zero else SignedFolder(path, _OWN)
+        return [mark for mark in marks if Path(mark.path).parent == path]
 
-    def _clean(self, folders: Iterable[Path], kept: set[Path]) -> None:
-        for folder in folders:
-            if folder == self._folder:
-                for path in folder.iterdir():
-                    if path not in kept and path.name != _LOCK:
-                        _delete(path)
-            else:
-                lock = _locked(folder)
-                if lock is not None:
-                    _delete(folder)
-                    lock.close()
+    def _earlier(self, marks: list[Mark]) -> SignedFolder | None:
+        """Return the folder of the run that is resumed, with no files but its marks."""
+        paths = [Path(mark.path) for mark in marks if Path(mark.path).exists()]
+        if not paths or not _NAME.fullmatch(paths[-1].parent.name):
+            return None
+        folder = SignedFolder(paths[-1].parent, _OWN)
+        if not folder.take():
+            return None
+        folder.remove({*os.listdir(folder.path)} - {path.name for path in paths})
+        return folder
 
     def path_of(self, step: int) -> str:
-        return str(self._folder / f"step={step}.ckpt")
+        return str(self._folder.path / f"step={step}.ckpt")
 
-    def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> None:
-        """Take a checkpoint, of which there are `most` at a time."""
+    def write(self, trainer: pl.Trainer, mark: Mark, most: int) -> bool:
+        """Take a checkpoint, of which there are `most` at a time; `False` where a rank cannot."""
         if self.storage == "auto" and self.is_in_memory:
             fits = most * _bytes_of(trainer) <= self.memory_gb * 1e9 and not is_sharded(trainer)
             self.is_in_memory = trainer.strategy.reduce_boolean_decision(fits, all=True)
+        # Before ranks write together, as one that fails then may leave the others waiting.
+        if not self._done(trainer, partial(self._prepare, trainer)):
+            return False
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if self._done(trainer, partial(self._put, trainer, mark.path, checkpoint)):
+            return True
+        self.remove(mark)
+        return False
+
+    def _done(self, trainer: pl.Trainer, effect: Callable[[], None]) -> bool:
+        """Return whether an effect has come about on all ranks."""
+        is_done = self._failures.tried("mark_not_written", effect, path=str(self._folder.path))
+        return trainer.strategy.reduce_boolean_decision(is_done, all=True)
+
+    def _prepare(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero and not self.is_in_memory:  # a run without marks has no folder
+            self._folder.make()
+        elif is_sharded(trainer):  # every rank writes, maybe on a host of its own
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+
+    def _put(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
         if self.is_in_memory:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             # Nothing goes back to them, and they may refuse to be pickled.
             checkpoint.pop(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, None)
             # Pickled, as the optimizer goes on to write into the tensors of its state.
-            held = self._held[mark.path] = io.BytesIO()
+            held = io.BytesIO()
             torch.save(checkpoint, held)
-            self.bytes = held.tell()
+            self._held[path], self.bytes = held, held.tell()
         else:
-            if (
-                trainer.is_global_zero and self._lock is None
-            ):  # a run without marks leaves no folder
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(self._folder)
-            trainer.save_checkpoint(mark.path, weights_only=False)  # written whole or not at all
-            # With shards it is a folder.
-            files = [Path(mark.path), *Path(mark.path).rglob("*")]
-            self.bytes = sum(file.stat().st_size for file in files if file.is_file())
-        self._rng[mark.path] = _collect_rng_states()
+            self._save(trainer, path, checkpoint)
+        self._rng[path] = _collect_rng_states()
+
+    def _save(self, trainer: pl.Trainer, path: str, checkpoint: dict[str, Any]) -> None:
+        strategy, theirs = trainer.strategy, trainer.strategy.checkpoint_io
+        if type(theirs) is TorchCheckpointIO:  # what another one writes, only that can read
+            strategy.checkpoint_io = _WholeFiles()
+        try:
+            strategy.save_checkpoint(checkpoint, path)
+        except CheckpointException as error:  # of all ranks together; it is no `Exception`
+            raise next(iter(error.failures.values()))[0] from None
+        finally:
+            strategy.checkpoint_io = theirs
+        # With shards it is a folder.
+        files = [Path(path), *Path(path).rglob("*")]
+        self.bytes = sum(file.stat().st_size for file in files if file.is_file())
 
     def read(self, trainer: pl.Trainer, mark: Mark) -> tuple[dict[str, Any] | None, Any]:
         """Return a checkpoint and random states, `None` for what some rank cannot read."""
         checkpoint: dict[str, Any] | None = None
-        with suppress(Exception):  # of any kind, where a file is not whole
+        with suppress(Exception, CheckpointException):  # of any kind, where a file is not whole
             if held := self._held.get(mark.path):
                 held.seek(0)
                 checkpoint = torch.load(held, map_location="cpu", weights_only=False)
@@ -130,20 +162,29 @@ class MarkStore:
         is_read = trainer.strategy.reduce_boolean_decision(checkpoint is not None, all=True)
         return checkpoint if is_read else None, self._rng.get(mark.path)
 
-    def remove(self, trainer: pl.Trainer, mark: Mark) -> None:
+    def remove(self, mark: Mark) -> None:
         self._rng.pop(mark.path, None)
-        if self._held.pop(mark.path, None) is None and Path(mark.path).exists():
-            trainer.strategy.remove_checkpoint(mark.path)
+        if self._held.pop(mark.path, None) is None:
+            with self._failures.forgiven("marks_not_removed", path=str(self._folder.path)):
+                self._folder.remove([Path(mark.path).name])
 
     def close(self, *, is_over: bool) -> None:
         """Let go of memory and folder; remove that unless a resumed run may go on with it."""
         self._held.clear()
         self._rng.clear()
-        if self._lock is not None:
+        with self._failures.forgiven("marks_not_removed", path=str(self._folder.path)):
             if is_over:
-                _delete(self._folder)
-            self._lock.close()
-            self._lock = None
+                self._folder.close()
+        self._folder.release()
+
+
+class _WholeFiles(TorchCheckpointIO):
+    """Says what fails, where Lightning takes no permission for success, and leaves no half file."""
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        # Not durable: the disk would hold up training, and a mark that is cut off is skipped.
+        save(Path(path), lambda file: torch.save(checkpoint, file), is_durable=False)
 
 
 def _bytes_of(trainer: pl.Trainer) -> int:
@@ -159,23 +200,3 @@ def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:
     is_told = "weights_only" in inspect.signature(load).parameters
     checkpoint: dict[str, Any] = load(path, weights_only=False) if is_told else load(path)
     return checkpoint
-
-
-def _locked(folder: Path) -> IO[str] | None:
-    """Return a lock on a folder, `None` where a living process has it or it is gone."""
-    if fcntl is None:
-        return None
-    # It lasts as long as the file is open, so that a process that was killed has none.
-    with ExitStack() as stack, suppress(OSError):  # also where the file system has no locks
-        lock = stack.enter_context((folder / _LOCK).open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        stack.pop_all()
-        return lock
-    return None
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

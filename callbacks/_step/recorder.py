@@ -158,7 +158,8 @@ class FactsRecorder(pl.Callback):
         self._gradients, self.signals = None, None
         if self._measures_norm:
             found = self.gradients(trainer, optimizer)
-            if found.gradients or trainer.world_size > 1:  # else `training_step` returned None
+            # Else `training_step` returned None. Ranks cannot know that of each other.
+            if found.gradients or loss is not None or trainer.world_size > 1:
                 self.signals = measure(trainer, found, loss)
                 loss = self.signals.values[0] if loss is not None else None
                 pending.parts |= {"signals": self.signals.packed}
@@ -287,8 +288,8 @@ def _complete(readback: Readback) -> tuple[StepFacts, dict[int, npt.NDArray[Any]
         key: float(part[0]) for key, part in parts.items() if key not in extras and key != "signals"
     }
     if "signals" in parts:
-        _, norm, index, largest, rank = map(float, parts["signals"])
-        found |= {"gradient_norm": norm, "rank": int(rank)}
+        loss, norm, index, largest, rank, losses = map(float, parts["signals"])
+        found |= {"gradient_norm": norm, "rank": int(rank)} | ({"loss": loss} if losses else {})
         if names:
             found |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
     if facts.skipped is None:

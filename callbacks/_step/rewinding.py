@@ -32,13 +32,14 @@ class Rewinder:
     lost: int = field(default=0, init=False)  # marks that could not be read
     _total_factor: float = field(default=1.0, init=False)
     _has_told: bool = field(default=False, init=False)
+    _missed: int = field(default=-1, init=False)  # the last period without its checkpoint
     to_skip: int = field(default=0, init=False)  # batches, from the start of the next epoch
 
     def start(self, trainer: pl.Trainer) -> None:
         """Take the first checkpoint, unless those of an earlier run go on; on all ranks."""
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise MisconfigurationException(usage("dataloader_iter"))
-        self.marks = self.store.start(trainer, self.marks)
+        self.marks, self._missed = self.store.start(trainer, self.marks), -1
         # To save states of FSDP2 that are not there, torch makes a step of zero gradients, which
         # Adam counts: its first update would differ. There the first checkpoint comes after a step.
         has_states = all(optimizer.state for optimizer in trainer.optimizers)
@@ -49,7 +50,7 @@ class Rewinder:
     def is_due(self, trainer: pl.Trainer) -> bool:
         """Return, at the end of a batch, whether it is time for a checkpoint."""
         last = self.marks[-1].global_step // self.every_n_steps if self.marks else -1
-        is_new = trainer.global_step // self.every_n_steps > last
+        is_new = trainer.global_step // self.every_n_steps > max(last, self._missed)
         return is_new and trainer.global_step > 0 and not trainer.fit_loop._should_accumulate()
 
     def save(self, trainer: pl.Trainer, step: int, position: int) -> None:
@@ -65,10 +66,13 @@ class Rewinder:
         self.marks.append(mark)  # before it is saved, so that it is in its own checkpoint
         # Those within `rewind_steps`, one that is as far back, and the one just taken.
         most = -(-self.rewind_steps // self.every_n_steps) + 2  # checkpoints at a time
-        self.store.write(trainer, mark, most)
+        if not self.store.write(trainer, mark, most):
+            self.marks.remove(mark)
+            self._missed = mark.global_step // self.every_n_steps  # not to try at every step
+            return
         # Of those that are far enough back the newest will do.
         for stale in self._far_from(mark.global_step)[:-1]:
-            self._remove(trainer, stale)
+            self._remove(stale)
         if mark.global_step > self.marks[0].global_step and not self._has_told:
             self._has_told = True  # optimizers have their states by now
             key = "kept_in_memory" if self.store.is_in_memory else "kept_on_disk"
@@ -78,14 +82,13 @@ class Rewinder:
     def _far_from(self, global_step: int) -> list[Mark]:
         return [m for m in self.marks if global_step - m.global_step >= self.rewind_steps]
 
-    def _remove(self, trainer: pl.Trainer, mark: Mark) -> None:
+    def _remove(self, mark: Mark) -> None:
         self.marks.remove(mark)
-        self.store.remove(trainer, mark)
+        self.store.remove(mark)
 
-    def clear(self, trainer: pl.Trainer) -> None:
+    def clear(self) -> None:
         """Remove all checkpoints; on all ranks."""
-        for mark in list(self.marks):
-            self._remove(trainer, mark)
+        self.marks.clear()
         self.store.close(is_over=True)
 
     def rewind(self, trainer: pl.Trainer, global_step: int) -> tuple[Mark, int] | None:
@@ -94,18 +97,18 @@ class Rewinder:
         Return the mark and how many batches are still to be skipped; `None` without a mark.
         """
         far = self._far_from(global_step)
-        self.lost = 0
+        self.lost, self._missed = 0, -1
         # The newest that is far enough back; else one before it, else one behind it.
         for mark in (*reversed(far), *self.marks[len(far) :]):
             checkpoint, rng = self.store.read(trainer, mark)
             if checkpoint is not None:
                 break
             self.lost += 1
-            self._remove(trainer, mark)
+            self._remove(mark)
         else:
             return None
         for later in self.marks[self.marks.index(mark) + 1 :]:
-            self._remove(trainer, later)
+            self._remove(later)
         self._restore(trainer, mark, checkpoint)
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()  # of a step that accumulation has not finished

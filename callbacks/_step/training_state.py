@@ -88,7 +88,8 @@ class Signals(NamedTuple):
 
     values: Tensor  # loss and gradient norm, fp32, of shape [2]
     judged: Tensor  # which of the values there are
-    packed: Tensor  # the values; index and norm of the largest gradient; the rank to look at
+    # The values; index and norm of the largest gradient; the rank to look at; how many have a loss.
+    packed: Tensor
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -116,22 +117,25 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
 
 
 def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
-    """Return the signals of a step: the loss averaged over ranks, the norm of all gradients."""
+    """Return the signals of a step: the mean loss of the ranks that have one, the gradient norm."""
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
     none = torch.zeros(1, device=trainer.strategy.root_device)
     norms = (_norms(found.gradients) if found.gradients else none) * found.unscale
     device, norm = norms.device, torch.linalg.vector_norm(norms)
-    has_loss = torch.full((), loss is not None, device=device)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
-    ranks = gather_ranks(trainer, torch.stack([local, norm]))
+    has_loss = torch.full_like(norm, loss is not None)
+    ranks = gather_ranks(trainer, torch.stack([local, norm, has_loss]))
+    count = ranks[:, 2].sum()
     sharded = is_sharded(trainer)
     # Where HSDP replicates shards, the norm is larger by a constant factor, which no rule minds.
     total_norm = torch.linalg.vector_norm(ranks[:, 1]) if sharded else ranks[:, 1].amax()
     index = norms.argmax()  # NaN is larger than all
-    rank = ranks[:, int(sharded)].nan_to_num(nan=torch.inf).argmax()  # see `StepFacts`
-    numbers = (ranks[:, 0].mean(), total_norm, index, norms.gather(0, index[None])[0], rank)
+    losses = torch.where(ranks[:, 2] > 0, ranks[:, 0], -torch.inf)  # those without come last
+    rank = (ranks[:, 1] if sharded else losses).nan_to_num(nan=torch.inf).argmax()  # `StepFacts`
+    mean, largest = ranks[:, 0].sum() / count, norms.gather(0, index[None])[0]
+    numbers = (mean, total_norm, index, largest, rank, count)
     packed = torch.stack([each.to(norms.dtype) for each in numbers])
-    return Signals(packed[:2], torch.stack([has_loss, torch.ones_like(has_loss)]), packed)
+    return Signals(packed[:2], torch.stack([count > 0, torch.ones_like(count > 0)]), packed)
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ def report(run_dir: str) -> None:
     Args:
         run_dir: The folder that the callback wrote to, one above it, or the .json file itself.
     """
-    from lightning_mp.callbacks._report.files import rebuild_page
+    from lightning_mp.cli.report import rebuild_page
 
     try:
         page = rebuild_page(run_dir)

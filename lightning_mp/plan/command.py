@@ -62,7 +62,8 @@ def plan(
             config's model here.
         tflops: That a GPU sustains, for the loss, and for the towers where no rate is given.
         network: GB a second that a GPU sends.
-        picture: PNG file for memory against batch; an empty name draws none.
+        picture: PNG file for memory against batch; an empty name draws none. A file that is not an
+            earlier plan's stays, and the name gets `-v1`.
         check_paper: Print the prediction beside every figure of Inf-CL's paper instead.
     """
     if check_paper:
@@ -97,11 +98,11 @@ def plan(
     print(f"\nAdvice: {advice(subject, machine, asked)}")
     if picture:
         try:
-            draw_plan(Path(picture), subject, machine, asked)
+            print(f"Picture: {draw_plan(Path(picture), subject, machine, asked).resolve()}")
         except ModuleNotFoundError:
             print("No picture: it needs matplotlib, `pip install 'lightning-mp[demo]'`.")
-        else:
-            print(f"Picture: {Path(picture).resolve()}")
+        except (OSError, ValueError) as error:  # a name without a format, a disk that is full
+            print(f"No picture: {error}. Pass a PNG file that can be written by `--picture`.")
 
 
 def pairs_of(text: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_mp._files import save_new
 from lightning_mp.plan.estimate import (
     METHODS,
     Machine,
@@ -22,6 +23,8 @@ __all__ = ["COLORS", "advice", "aligned", "draw_plan", "plan_lines"]
 
 # Told apart by eyes that cannot tell red from green; ours is the darkest.
 COLORS = ("#b3b3b3", "#d55e00", "#e69f00", "#56b4e9", "#00429d")
+
+_MARK = "lightning-mp plan"  # in the pictures
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -168,8 +171,11 @@ def advice(subject: Subject, machine: Machine, batch: int) -> str:
     )
 
 
-def draw_plan(path: Path, subject: Subject, machine: Machine, batch: int) -> None:
-    """Write a log-log picture of memory against batch; all of it is computed."""
+def draw_plan(path: Path, subject: Subject, machine: Machine, batch: int) -> Path:
+    """Write a log-log picture of memory against batch, all of it computed; return its path.
+
+    A picture of an earlier plan is replaced; where another file is there, the name gets a number.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -197,5 +203,8 @@ def draw_plan(path: Path, subject: Subject, machine: Machine, batch: int) -> Non
     axes.set_xscale("log", base=2)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    kind = path.suffix[1:].lower() or "png"
+    mark = {"Software": _MARK} if kind == "png" else None
+    return save_new(
+        path, lambda file: figure.savefig(file, dpi=130, format=kind, metadata=mark), _MARK.encode()
+    )

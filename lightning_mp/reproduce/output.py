@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import lightning_mp
+from lightning_mp._files import save_new
 from lightning_mp.plan.table import aligned
 
 __all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row", "cpu_name"]
@@ -23,6 +25,7 @@ __all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row", "cpu_name"]
 MEASURED = "measured"
 COMPUTED = "computed"
 PRINTED = "printed in the paper"
+_MARK = "lightning-mp "  # in all files: those of an earlier run are replaced, and no others
 
 T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
@@ -82,11 +85,11 @@ class Output:
                 f"be {MEASURED!r}, {COMPUTED!r} or {PRINTED!r}. Say in `kind` how it came about."
             )
         path, columns = self.folder / f"{name}.csv", list(rows[0])
-        # The csv module writes line ends itself.
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*columns, *self.provenance])
-            writer.writeheader()
-            writer.writerows({**row, **self.provenance} for row in rows)
+        text = io.StringIO(newline="")  # the csv module writes line ends itself
+        writer = csv.DictWriter(text, [*columns, *self.provenance])
+        writer.writeheader()
+        writer.writerows({**row, **self.provenance} for row in rows)
+        path = save_new(path, lambda file: file.write(text.getvalue().encode()), _MARK.encode())
         lines = [columns, *([_shown(row.get(key)) for key in columns] for row in rows)]
         print("", title, *aligned(lines), path.resolve(), sep="\n")
         return path
@@ -104,8 +107,12 @@ class Output:
         for each in axes:
             each.grid(alpha=0.25)
         figure.supxlabel("; ".join(self.provenance.values()), fontsize=6, color="0.45")
-        path = self.folder / f"{name}.png"
-        figure.savefig(path, dpi=130)
+        mark = {"Software": _MARK}
+        path = save_new(
+            self.folder / f"{name}.png",
+            lambda file: figure.savefig(file, dpi=130, metadata=mark),
+            _MARK.encode(),
+        )
         print(f"{path.resolve()}")
 
 

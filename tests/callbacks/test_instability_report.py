@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_mp import BalancedAMP
-from lightning_mp.callbacks._report.files import rebuild_page
 from lightning_mp.callbacks._step import recorder
 from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.instability_report import InstabilityReport, _Pace
 from lightning_mp.callbacks.monitor import InstabilityMonitor
+from lightning_mp.cli.report import rebuild_page
 from lightning_mp.numerics.async_readback import AsyncReadback
 from tests.callbacks.models import Watched, watch
 from tests.processes import exit_code_of
@@ -339,7 +339,7 @@ def test_report_stays_before_checkpoints_and_behind_monitors() -> None:
         ("filename", 3),
         ("every_n_seconds", 0),
         ("every_n_seconds", "1"),
-        ("alert", "mailto:someone"),
+        ("alert", 5),
         ("max_tensors", 0),
         ("max_tensors", 501),
     ],

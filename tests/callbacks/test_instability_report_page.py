@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_mp.callbacks._report.data import report_data
-from lightning_mp.callbacks._report.files import rebuild_page, write_atomically
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks.monitor import Alarm, History
+from lightning_mp.cli.report import rebuild_page
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
 
@@ -261,10 +261,96 @@ def test_rebuild_of_nothing_or_several_says_so(tmp_path: Path) -> None:
         rebuild_page(tmp_path)
 
 
-def test_write_atomically_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "half of the new \ud800")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+# --- data that is damaged, or of another version --------------------------------------------------
+
+
+def whole() -> dict[str, Any]:
+    """Return data that has some of everything."""
+    own = _with_alarms(_alarm(3, "error"), _alarm(5, tensor="a.weight"), _alarm(7, "info"))
+    for step in range(9):
+        own.add_point("loss", step, 1.0 / (step + 1))
+        own.add_point("gradient_norm", step, math.nan if step == 4 else 2.0)
+        own.add_column("gradient_zero_share", step, {"a.weight": 0.1, "b.weight": math.nan})
+    return json.loads(json.dumps(_data(own)))
+
+
+def test_rebuild_takes_data_of_this_version_as_they_are(tmp_path: Path, recwarn: Any) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(whole()))
+    assert rebuild_page(tmp_path).read_text() == report_page(whole())
+    assert not recwarn
+
+
+def test_rebuild_of_a_later_version_shows_what_this_one_knows(tmp_path: Path) -> None:
+    later = whole()
+    later["format"] = "lightning-mp instability report 7"
+    later["run"] |= {"cluster": "north", "facts": [["Model", "Net"], ["GPUs", "8", "H200"]]}
+    later["run"]["monitors"] = {"SpikeGuard": {}}
+    later["alarms"] += [{**later["alarms"][0], "severity": "fatal"}, {"step": "9"}, "alarm"]
+    later["alarms"][0]["owner"] = "me"
+    later["curves"]["loss"]["unit"] = "nats"
+    later["curves"]["bits"] = {"values_bf16": "AAAA"}
+    later["maps"] += [{"name": "sparse", "rows": ["a"]}, {**later["maps"][0], "cells": [[0.5]]}]
+    del later["counts"], later["first"], later["run"]["written"]
+    (tmp_path / "run.json").write_text(json.dumps(later))
+    with pytest.warns(UserWarning, match=r"run.json' are damaged, or from another version"):
+        page = rebuild_page(tmp_path).read_text()
+    expected = whole()
+    expected["run"] |= {
+        "facts": [],
+        "monitors": ["SpikeGuard"],
+        "written": "an unknown time",
+    }
+    expected["curves"]["loss"]["unit"] = "nats"
+    assert page == report_page(expected)
+
+
+def test_rebuild_of_a_file_that_was_cut_off_anywhere_shows_what_comes_before(
+    tmp_path: Path,
+) -> None:
+    text, path = json.dumps(whole()), tmp_path / "run.json"
+    counts = []
+    for end in range(60, len(text), 151):
+        path.write_text(text[:end])
+        with pytest.warns(UserWarning, match="are damaged"):
+            page = rebuild_page(path).read_text()
+        counts.append(page.count('<li id="alarm-'))
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+
+
+@pytest.mark.parametrize("part", ["run", "counts", "first", "alarms", "curves", "maps"])
+def test_rebuild_of_a_file_damaged_in_one_part_shows_the_others(tmp_path: Path, part: str) -> None:
+    text, path = json.dumps(whole()), tmp_path / "run.json"
+    at = text.index(f'"{part}": ') + len(part) + 5
+    path.write_text(text[:at] + "\0\1" + text[at + 2 :])
+    with pytest.warns(UserWarning, match="are damaged"):
+        page = rebuild_page(path).read_text()
+    data = _embedded(page)
+    assert data["lines"][0]["curve"] == (None if part == "curves" else whole()["curves"]["loss"])
+    assert len(data["maps"]) == (part != "maps")
+    assert page.count('<li id="alarm-') == (0 if part == "alarms" else 3)
+    assert "first at step 3" in page  # told by the alarms, or without them
+
+
+@pytest.mark.parametrize("part", ["run", "counts", "first", "alarms", "curves", "maps"])
+@pytest.mark.parametrize("value", [None, 3, "text", [1], {"a": 1}, [[]], {"a": {"b": []}}])
+def test_rebuild_of_data_with_a_part_of_another_kind_writes_the_page(
+    tmp_path: Path, part: str, value: Any
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({**whole(), part: value}))
+    with pytest.warns(UserWarning, match="are damaged"):
+        page = rebuild_page(tmp_path).read_text()
+    assert page.count('<li id="alarm-') == (0 if part == "alarms" else 3)
+    curve = _embedded(page)["lines"][0]["curve"]
+    assert curve == (None if part == "curves" else whole()["curves"]["loss"])
+
+
+def test_rebuild_leaves_a_page_of_somebody_else_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(whole()))
+    (tmp_path / "run.html").write_text("<h1>My run</h1>")
+    assert rebuild_page(tmp_path) == tmp_path / "run-v1.html"
+    assert (tmp_path / "run.html").read_text() == "<h1>My run</h1>"
+    (tmp_path / "run.html").write_text(report_page(_data()))  # of an earlier time
+    assert rebuild_page(tmp_path) == tmp_path / "run.html"
+    assert (tmp_path / "run.html").read_text() == report_page(whole())

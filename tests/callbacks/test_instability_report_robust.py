@@ -1,11 +1,15 @@
 """Reports of runs that share a folder, are killed, or go on; loggers; who is told of alarms."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,11 +22,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_mp import BalancedAMP, GradientUnderflowMonitor, LossScaleMonitor, SpikeGuard
+from lightning_mp import (
+    BalancedAMP,
+    GradientUnderflowMonitor,
+    LossScaleMonitor,
+    SpikeGuard,
+    TensorCollector,
+)
 from lightning_mp.callbacks import Alarm
 from lightning_mp.callbacks._report.outlets import Alerts
 from lightning_mp.callbacks.instability_report import InstabilityReport, _Pace
 from lightning_mp.callbacks.monitor import InstabilityMonitor
+from tests.callbacks.disks import full_disk
 from tests.callbacks.models import Watched, watch
 from tests.processes import exit_code_of
 
@@ -119,6 +130,108 @@ def test_pace_is_by_time_sooner_after_an_alarm_and_never_dense(
     for clock.now, pace.has_news in times:
         due.append(pace.is_due())
     assert due == expected
+
+
+def test_report_does_not_take_the_name_of_a_page_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<h1>My site</h1>")
+    report = InstabilityReport(dirpath=str(tmp_path), filename="index.html")
+    watch(Watched(steps=3), [report])
+    assert report.path == tmp_path / "index-v1.html"
+    assert (tmp_path / "index.html").read_text() == "<h1>My site</h1>"
+    names = {"index.html", "index-v1.html", "index-v1.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+class Acts(pl.Callback):
+    """Does something to the disk at a step."""
+
+    def __init__(self, **acts: Any) -> None:
+        self.acts = acts
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if act := self.acts.get(f"at_{args[-1]}"):
+            act()
+
+
+def _texts(caught: list[warnings.WarningMessage], text: str) -> list[str]:
+    return [str(each.message) for each in caught if text in str(each.message)]
+
+
+def test_report_whose_folder_vanishes_is_written_later(tmp_path: Path, recwarn: Any) -> None:
+    folder = tmp_path / "run"
+    monitor, acts = AlarmAt(1, 4), Acts(at_3=lambda: shutil.rmtree(folder))
+    report = InstabilityReport(dirpath=str(folder))
+    report._pace = _Pace(1e9, clock=lambda: 0.0)
+    collector = TensorCollector(every_n_steps=1, dirpath=str(folder / "tensors"))
+    watch(Watched(steps=6), [report, monitor, collector, acts])  # type: ignore[list-item]
+    assert [alarm["step"] for alarm in _data(folder / "instability.json")["alarms"]] == [1, 4]
+    assert "It is odd." in (folder / "instability.html").read_text()
+    assert [path.name for path in sorted((folder / "tensors").iterdir())] == [
+        *("00000003.npz", "00000004.npz", "00000005.npz")
+    ]
+    assert _texts(list(recwarn), "could not") == []
+
+
+def test_report_whose_folder_cannot_be_made_yet_is_written_later(
+    tmp_path: Path, recwarn: Any
+) -> None:
+    (tmp_path / "run").write_text("in the way")
+    monitor, acts = AlarmAt(1, 2, 4), Acts(at_3=(tmp_path / "run").unlink)
+    report = InstabilityReport(dirpath=str(tmp_path / "run"))
+    report._pace = _Pace(1e9, clock=lambda: 0.0)
+    collector = TensorCollector(every_n_steps=1, dirpath=str(tmp_path / "run" / "tensors"))
+    watch(Watched(steps=6), [report, monitor, collector, acts])  # type: ignore[list-item]
+    alarms = _data(tmp_path / "run" / "instability.json")["alarms"]
+    assert [alarm["step"] for alarm in alarms] == [1, 2, 4]
+    assert len(list((tmp_path / "run" / "tensors").iterdir())) == 3
+    # Tried at the start, at two alarms, and at three samples.
+    told = _texts(list(recwarn), "could not")
+    assert [text.split("`")[1] for text in told] == ["InstabilityReport", "TensorCollector"]
+
+
+def test_report_on_a_full_disk_warns_once_and_keeps_the_page_of_before(tmp_path: Path) -> None:
+    full = full_disk()
+    monitor = AlarmAt(1, 4, 5, 6)
+    acts = Acts(at_3=full.__enter__, at_8=lambda: full.__exit__(None, None, None))
+    report = InstabilityReport(dirpath=str(tmp_path), every_n_seconds=1e9)
+    report._pace = _Pace(1e9, clock=lambda: 0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch(Watched(steps=9), [report, monitor, acts])  # type: ignore[list-item]
+    (told,) = _texts(caught, "could not")
+    assert "File too large. Training goes on." in told
+    assert {path.name for path in tmp_path.iterdir()} == {"instability.html", "instability.json"}
+    alarms = _data(tmp_path / "instability.json")["alarms"]
+    assert [alarm["step"] for alarm in alarms] == [1, 4, 5, 6]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("how", ["cut off", "cut off behind", "later", "not JSON", "empty"])
+def test_resumed_report_is_written_whatever_the_data_of_before_are(
+    tmp_path: Path, how: str
+) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=20)
+    callbacks: list[Any] = [InstabilityReport(dirpath=str(tmp_path)), saving, AlarmAt(10, 25)]
+    watch(Watched(steps=30), callbacks, enable_checkpointing=True)
+    path = tmp_path / "instability.json"
+    later = _data(path)
+    later["format"] = later["format"].replace(" 1", " 2")
+    later["alarms"] = [{**alarm, "owner": "me"} for alarm in later["alarms"]] + ["gone"]
+    text = path.read_text()
+    texts = {"cut off": text[: text.index('"curves"') - 90], "cut off behind": text[:-300]}
+    texts["later"] = json.dumps(later)
+    path.write_text(texts.get(how, "" if how == "empty" else "\0\1"))
+    resumed = InstabilityReport(dirpath=str(tmp_path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch(Watched(steps=40), [resumed, AlarmAt(30)], ckpt_path=str(tmp_path / "last.ckpt"))
+    # The alarm that no checkpoint has is read from the data where they are ours.
+    known = [25] if how in ("cut off behind", "later") else []
+    assert [alarm["step"] for alarm in _data(path)["alarms"]] == [10, *known, 30]
+    assert "finished" in _data(path)["run"]["end"]["how"]
+    told = _texts(caught, "are damaged, or from another version")
+    assert len(told) == (how in ("cut off", "later"))
+    assert _texts(caught, "could not") == []
 
 
 # --- loggers -------------------------------------------------------------------------------------
@@ -244,7 +357,7 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             posted.append({"type": self.headers["Content-Type"], **json.loads(body)})
-            self.send_response(500 if self.path == "/broken" else 204)
+            self.send_response(500 if self.path.startswith("/broken") else 204)
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
@@ -291,3 +404,79 @@ def test_alert_that_does_not_arrive_warns_without_the_url_and_training_goes_on(
     assert not any(url in str(each.message) for each in caught)
     assert _data(tmp_path / "instability.json")["run"]["end"]["how"] == "finished"
     assert url not in report.state_key
+
+
+SECRET = "T0KEN"
+URLS = {
+    "path": f"{{server}}/broken/{SECRET}",
+    "query": f"{{server}}/broken?key={SECRET}",
+    "user": f"http://me:{SECRET}@{{host}}/broken",
+    "user, bad port": f"http://{SECRET}:{SECRET}@127.0.0.1/",
+    "space": f"{{server}}/hooks/ {SECRET}",
+    "line break": f"{{server}}/hooks/{SECRET}\n{SECRET}",
+    "control": f"{{server}}/hooks/{SECRET}\x7f",
+    "not ASCII": f"{{server}}/hooks/{SECRET}é",
+    "no host": f"http:///{SECRET}",
+    "bad host": f"http://[{SECRET}/",
+    "bad label": f"http://{SECRET}{'a' * 80}/{SECRET}",
+    "nobody": f"http://127.0.0.1:1/{SECRET}?{SECRET}",
+    "no such host": f"http://{SECRET}.invalid/{SECRET}",
+    "other scheme": f"https://127.0.0.1:1/{SECRET}",
+}
+ALARM = Alarm(step=0, monitor="A", kind="odd", severity="warning", message="Odd.", remedy="Go.")
+
+
+@pytest.mark.parametrize("url", URLS.values(), ids=URLS)
+def test_alert_tells_no_secret_of_its_url(
+    url: str,
+    server: tuple[str, list[Any]],
+    logged: list[str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    host = server[0].removeprefix("http://")
+    alerts = Alerts(url.format(server=server[0], host=host))
+    alerts.send("Watched", ALARM)
+    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to: ") as caught:
+        alerts.finish()
+    said = [*(str(each.message) for each in caught), *logged, *capfd.readouterr()]
+    assert not any(SECRET.lower() in text.lower() for text in said)
+    (text,) = (each for each in said if "could not be sent to" in each)
+    # It says what kind of failure it was.
+    assert re.search(r"to: (HTTPError 500|gaierror|\w*(Error|URL)\b)", text)
+
+
+def test_alert_function_that_fails_tells_no_secret_it_holds() -> None:
+    def post(url: str, alarm: Alarm) -> None:
+        raise ConnectionError(f"no route to {url}")
+
+    alerts = Alerts(functools.partial(post, f"https://hooks.example/{SECRET}"))
+    with pytest.warns(UserWarning, match="`partial` that an alarm .*: no route to a URL") as caught:
+        alerts.send("Watched", ALARM)
+    assert not any(SECRET in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"alert": f"htps://hooks.example/{SECRET}"},
+        {"alert": f"hooks.example/{SECRET}"},
+        {"alert": f"https://hooks.example/{SECRET}", "max_tensor": 5},
+        {"alert": f"https://hooks.example/{SECRET}", "max_tensors": 0},
+        {"alert": f"https://hooks.example/{SECRET}", "filename": "page"},
+    ],
+)
+def test_argument_that_is_refused_tells_no_secret_of_a_url(arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match="Passed `InstabilityReport") as caught:
+        InstabilityReport(**arguments)
+    assert SECRET not in str(caught.value)
+
+
+def test_report_keeps_the_secret_of_its_url_out_of_page_and_checkpoint(tmp_path: Path) -> None:
+    report = InstabilityReport(dirpath=str(tmp_path), alert=f"http://127.0.0.1:1/{SECRET}")
+    with pytest.warns(UserWarning, match="a URL that an alarm could not be sent to"):
+        trainer = watch(Watched(steps=3), [report, AlarmAt(1)])
+    trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        assert content
+        assert SECRET.encode() not in content

@@ -2,6 +2,8 @@
 
 import pickle
 import warnings
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from lightning_mp.callbacks import (
     NonFiniteLocator,
     SpikeGuard,
 )
+from lightning_mp.callbacks._step import batches as keeping
+from tests.callbacks.disks import full_disk
 from tests.callbacks.spike_models import PlantedModel, fit, make_batches
 from tests.processes import run_ranks
 
@@ -90,9 +94,52 @@ def test_alarm_saves_no_batch_without_being_asked(tmp_path: Path, make: Any) -> 
 def test_batch_that_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "bad_batches").write_text("in the way")
     monitor, model = MONITORS["guard"](save_batch=True), PlantedModel({BAD: "nan"})
-    with pytest.warns(UserWarning, match="could not be saved"):
+    with pytest.warns(UserWarning, match="could not be saved in .*: FileExistsError: File exists"):
         fit(model, make_batches(44), monitor, default_root_dir=tmp_path)
     assert model.seen[-1] == 43
+    assert not any(
+        alarm.batch_path or "Its batch is in" in alarm.message for alarm in monitor.alarms
+    )
+    assert monitor.alarms
+
+
+def test_batches_on_a_full_disk_are_named_by_no_alarm_and_told_of_once(tmp_path: Path) -> None:
+    class Full(PlantedModel):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == BAD:
+                self.limit = full_disk()
+                self.limit.__enter__()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            self.limit.__exit__(None, None, None)
+
+    planted = {BAD: "nan", BAD + 2: "explosion"}
+    monitors = [make(save_batch=True) for make in MONITORS.values()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Full(planted), make_batches(46), *monitors, default_root_dir=tmp_path)
+    told = [str(each.message) for each in caught if "could not" in str(each.message)]
+    assert len(told) == 1
+    assert "File too large. Training goes on." in told[0]
+    alarms = [alarm for monitor in monitors for alarm in monitor.alarms]
+    assert len({alarm.step for alarm in alarms}) > 1
+    assert not any(alarm.batch_path or "Its batch is in" in alarm.message for alarm in alarms)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_batch_of_another_run_in_the_folder_stays(tmp_path: Path) -> None:
+    paths = []
+    for seed in (0, 1):
+        monitor = MONITORS["guard"](save_batch=True)
+        batches = make_batches(44, seed=seed)
+        fit(PlantedModel({BAD: "nan"}), batches, monitor, default_root_dir=tmp_path)
+        (batch,) = saved(monitor)["batches"]
+        assert all(map(torch.equal, batch, batches[BAD]))
+        paths.append(monitor.alarms[0].batch_path)
+    assert len(set(paths)) == 2
+    first = torch.load(paths[0], weights_only=True)["batches"][0]
+    assert all(map(torch.equal, first, make_batches(44)[BAD]))
 
 
 class OneRank(PlantedModel):
@@ -120,3 +167,51 @@ def test_batch_of_the_rank_that_failed_is_saved(tmp_path: Path, name: str) -> No
     (batch,), expected = pickle.loads(second)
     assert all(map(torch.equal, batch, expected))
     assert len(list(tmp_path.rglob(f"step={BAD}-*.pt"))) == 1
+
+
+def train_on_a_bad_disk(rank: int, folder: str) -> Any:
+    warnings.simplefilter("ignore")
+    if rank == 0:
+        (Path(folder) / "bad_batches").write_text("in the way")
+    torch.distributed.barrier()
+    monitor = MONITORS["guard"](save_batch=True)
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "default_root_dir": folder}
+    fit(OneRank(), make_batches(90)[rank::2], monitor, **options, use_distributed_sampler=False)
+    return [(alarm.kind, alarm.rank, alarm.batch_path) for alarm in monitor.alarms]
+
+
+@pytest.mark.distributed
+def test_batch_that_another_rank_could_not_save_is_named_by_none(tmp_path: Path) -> None:
+    first, second = run_ranks(train_on_a_bad_disk, 2, str(tmp_path))
+    assert first == second
+    assert first[0] == ("non_finite_loss", 1, None)
+    assert not any(path for _, _, path in first)
+
+
+class Alone(InstabilityMonitor):
+    """Raises alarms on rank zero alone, about the batches of the other."""
+
+    save_batch = True
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        facts = self.recorder.now
+        if trainer.is_global_zero and facts is not None and facts.step in (2, 4, 6):
+            self.alarm(trainer, "odd", "Odd.", "Look.", facts=replace(facts, rank=1))
+
+
+def train_alone(rank: int, folder: str) -> Any:
+    warnings.simplefilter("ignore")
+    keeping._PATIENCE = timedelta(seconds=0.5)  # in this process alone
+    monitor, model = Alone(repeat_after_steps=1), PlantedModel()
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "default_root_dir": folder}
+    fit(model, make_batches(20)[rank::2], monitor, **options, use_distributed_sampler=False)
+    return [alarm.batch_path for alarm in monitor.alarms], len(model.seen)
+
+
+@pytest.mark.distributed
+def test_alarm_of_one_rank_alone_does_not_wait_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, steps), (second, others) = run_ranks(train_alone, 2, str(tmp_path))
+    assert (first, second) == ([None] * 3, [])
+    assert steps == others == 10

@@ -34,6 +34,22 @@ def test_table_carries_provenance_and_refuses_rows_of_no_kind(out: Output) -> No
         out.table("small", [{"kind": "guessed", "value": 1.5}], "Small")
 
 
+def test_tables_and_pictures_replace_those_of_an_earlier_run_and_no_others(out: Output) -> None:
+    def make() -> list[str]:
+        path = out.table("small", [{"kind": MEASURED, "value": 1.5}], "Small")
+        with out.picture("small", 1, "Small") as (axes,):
+            axes.plot([1, 2])
+        return sorted(each.name for each in path.parent.iterdir())
+
+    assert make() == make() == ["small.csv", "small.png"]
+    for name in ("small.csv", "small.png"):
+        (out.folder / name).write_text("mine")
+    assert make() == ["small-v1.csv", "small-v1.png", "small.csv", "small.png"]
+    assert (
+        (out.folder / "small.csv").read_text() == (out.folder / "small.png").read_text() == "mine"
+    )
+
+
 def test_unknown_part_is_named_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="inf-cl has no table9. Choose among table1, table2"):
         main(["reproduce", "inf-cl", "--only", "table9", "--output", str(tmp_path)])

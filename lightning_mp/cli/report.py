@@ -1,0 +1,106 @@
+"""`lightning-mp report`: makes the page of a run anew, also from data that are damaged."""
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning_mp._files import save_new
+from lightning_mp.callbacks._report.data import NAME, parts_of
+from lightning_mp.callbacks._report.page import report_page
+from lightning_mp.callbacks._rules.sentences import usage
+
+__all__ = ["rebuild_page"]
+
+_WRITTEN_BY = "It is written by the callback `InstabilityReport`, as `instability.json`."
+
+
+def rebuild_page(run_dir: str | Path) -> Path:
+    """Write the page of a run anew from a report's data, or from the folder that holds one's."""
+    path = Path(run_dir)
+    source, data = (path, _read(path)) if path.is_file() else _search(path)
+    if data is None:
+        raise ValueError(
+            f"Passed {str(path)!r}, which does not hold a report's data. {_WRITTEN_BY} Pass the "
+            "folder of a run."
+        )
+    content = report_page(data).encode()
+    page = source.with_suffix(".html")  # where somebody else's is there, one with a number
+    return save_new(page, lambda file: file.write(content), mark=NAME.encode())
+
+
+def _search(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    if not folder.is_dir():
+        raise ValueError(f"Passed {str(folder)!r}, which does not exist. Pass the folder of a run.")
+    # The folder itself first: reports of other runs may lie below it.
+    for pattern in ("*.json", "**/*.json"):
+        read = {path: _read(path) for path in sorted(folder.glob(pattern))}
+        found = {path: data for path, data in read.items() if data is not None}
+        if len(found) > 1:
+            names = ", ".join(repr(str(each)) for each in list(found)[:5])
+            raise ValueError(
+                f"Passed {str(folder)!r}, which holds the data of {len(found)} reports: {names}. "
+                "Pass one of them."
+            )
+        if found:
+            return next(iter(found.items()))
+    raise ValueError(
+        f"Passed {str(folder)!r}, which holds no report's data, and neither do the folders in it. "
+        f"{_WRITTEN_BY} Add it to the callbacks of the run, or pass its `dirpath`."
+    )
+
+
+_EMPTY: dict[str, Any] = {  # a report of which nothing is known
+    "run": {
+        **{"title": "A model", "steps": 0, "starts": [], "written": "an unknown time"},
+        **{"end": {"how": "running"}, "has_loss_scale": False, "facts": [], "monitors": []},
+    },
+    **{"alarms": [], "counts": dict.fromkeys(("error", "warning", "info"), 0), "first": None},
+    **{"curves": {}, "maps": []},
+}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a report's data, as far as a page can show them; `None` for files of others."""
+    parts = parts_of(path, *_EMPTY)
+    if parts is None:
+        return None
+    known = dict(_EMPTY)
+    for key in _EMPTY:
+        if key == "counts":  # where these are lost, the alarms tell
+            levels = [alarm["severity"] for alarm in known["alarms"]]
+            known[key] = {level: levels.count(level) for level in _EMPTY[key]}
+            known["first"] = next((a for a in known["alarms"] if a["severity"] != "info"), None)
+        known[key] = _known(known, key, parts.get(key) or known[key])
+    if known != parts:
+        warnings.warn(usage("report_read_in_part", path=str(path)), stacklevel=2)
+    return known
+
+
+def _known(data: dict[str, Any], key: str, value: Any) -> Any:
+    """Return a part of a report as far as it can be shown beside what is known already."""
+    default = data[key]
+    if _is_shown({**data, key: value}):
+        return value
+    if isinstance(value, list) and isinstance(default, list):
+        return [each for each in value if _is_shown({**data, key: [each]})]
+    if isinstance(value, dict) and isinstance(default, dict):
+        items = ({name: each} for name, each in value.items())
+        shown = [item for item in items if _is_shown({**data, key: default | item})]
+        return default | {name: each for item in shown for name, each in item.items()}
+    return default
+
+
+def _is_shown(data: dict[str, Any]) -> bool:
+    """Return whether a page can be made, and its charts drawn."""
+    with contextlib.suppress(Exception):
+        report_page(data)
+        for curve in data["curves"].values():
+            list(zip(curve["steps"], curve["values"], strict=True))
+            len(curve["bad"]), curve["bad_count"]
+        for heat in data["maps"]:
+            for row in (heat["steps"], *heat["cells"]):
+                list(zip(heat["steps"], row, strict=True))
+            list(zip(heat["rows"], heat["positions"], heat["cells"], strict=True))
+        return True
+    return False

@@ -1,0 +1,117 @@
+"""A disk that takes no checkpoint of `SpikeGuard(action="rewind")` costs a checkpoint, no run."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
+
+from tests.callbacks.disks import full_disk
+from tests.callbacks.spike_models import PlantedModel, fit, kinds, make_batches
+from tests.callbacks.test_rewind import SPIKE, guard
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+FULL = 25  # the step from which on the disk takes nothing
+
+
+class Trained(PlantedModel):
+    def on_train_end(self) -> None:
+        self.end = [p.detach().clone() for p in self.parameters()]
+
+
+class Sharded(PlantedModel):
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_end(self) -> None:
+        self.end = [p.full_tensor().detach() for p in self.parameters()]  # type: ignore[attr-defined]
+
+
+def train(rank: int, kind: str, how: str, folder: str) -> Any:
+    """Train with a guard whose disk fails, and without a guard; return both and what was said."""
+    ranks = torch.distributed.get_world_size()
+    ends, said = [], []
+    for is_guarded in (True, False):
+        model = {"sharded": Sharded}.get(kind, Trained)(None, lambda p: SGD(p, lr=0.05))
+        watch = guard(Path(folder))
+        if how == "in the way":
+            (Path(folder) / "marks").write_text("a file")
+        strategies: dict[str, Any] = {"sharded": lambda: ModelParallelStrategy(ranks, 1)}
+        options: dict[str, Any] = {"default_root_dir": folder, "devices": ranks}
+        options["strategy"] = strategies.get(kind, lambda: "ddp" if ranks > 1 else "auto")()
+        limit = full_disk() if how == "full" and is_guarded else warnings.catch_warnings()
+        with warnings.catch_warnings(record=True) as caught, limit:
+            warnings.simplefilter("always")
+            batches = make_batches(60 * ranks)[rank::ranks]
+            callbacks = [watch] if is_guarded else []
+            fit(model, batches, *callbacks, **options, use_distributed_sampler=False)
+        said += [str(each.message) for each in caught if "SpikeGuard" in str(each.message)]
+        ends.append(model.end)
+    left = [path.name for path in Path(folder).rglob("*") if path.is_file()]
+    return said, ends, left, len(model.seen)
+
+
+@pytest.mark.parametrize("how", ["in the way", "full"])
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(1, "plain"), (2, "ddp"), (2, "sharded")], ids=["1", "2", "2-sharded"]
+)
+def test_run_whose_checkpoints_cannot_be_written_is_as_without_a_guard(
+    tmp_path: Path, ranks: int, kind: str, how: str
+) -> None:
+    results = run_ranks(train, ranks, kind, how, str(tmp_path))
+    for said, (ours, theirs), left, steps in results:
+        assert steps == 60
+        assert left == (["marks"] if how == "in the way" else [])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert len(said) <= 1
+    (text,) = results[0][0]
+    assert "could not write a checkpoint to" in text
+    assert text.count(str(tmp_path)) == 1  # no temporary file
+    assert "Training goes on." in text
+
+
+class FillsUp(PlantedModel):
+    """Its disk is full from a step on, and its loss explodes later, on all ranks."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == FULL:
+            self.limit = full_disk()
+            self.limit.__enter__()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.limit.__exit__(None, None, None)
+
+
+def train_until_full(rank: int, folder: str) -> Any:
+    ranks = torch.distributed.get_world_size()
+    watch, model = guard(Path(folder)), FillsUp({SPIKE: "explosion"})
+    options: dict[str, Any] = {"strategy": "ddp", "devices": ranks, "default_root_dir": folder}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = make_batches(90 * ranks)[rank::ranks]
+        fit(model, batches, watch, **options, use_distributed_sampler=False)
+    said = [str(each.message) for each in caught if "could not write" in str(each.message)]
+    return said, kinds(watch), [alarm.value for alarm in watch.alarms], model.seen[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rewind_on_a_disk_that_filled_up_goes_back_to_what_was_written_before(
+    tmp_path: Path, ranks: int
+) -> None:
+    results = run_ranks(train_until_full, ranks, str(tmp_path))
+    for said, events, values, last in results:
+        assert events[0] == (SPIKE, "loss_spike")
+        assert [kind for _, kind in events[1:]] == ["rewind_to_step"]
+        assert values[-1] == 20
+        assert last == 89
+        assert len(said) <= 1
+    assert "OSError: File too large" in results[0][0][0]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
