@@ -1,6 +1,6 @@
 """How a loss scale starts, moves and gives up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,13 +31,15 @@ class LossScaleConfig:
     happened. The defaults here are its rule with a floor of 1 and a ceiling of 2^24.
 
     Args:
-        init_scale: The scale of the first step.
+        init_scale: The scale of the first step. `None` for 2^10 where gradients of weights are
+            computed in fp16, which holds |g| < 64 there, else 2^16; within the limits.
         growth_factor: Multiplies the scale after `growth_interval` good steps; above 1. Powers of
             two keep every unscaled gradient exact.
         backoff_factor: Multiplies the scale after an overflowing step; between 0 and 1.
         growth_interval: Good steps in a row between two growths.
         warmup_interval: The same until the first overflow, while the largest gradient is not yet
-            known and the scale can only be too low; `None` for `growth_interval`.
+            known and the scale can only be too low. `None` for 20 where gradients of weights are
+            computed in fp16, else `growth_interval`.
         min_scale: The floor. At least 2^-126, as the fp32 inverse of 2^-128 is inf.
         max_scale: The ceiling.
         hysteresis: Overflowing steps that it takes to lower the scale. The first `hysteresis - 1`
@@ -57,7 +59,7 @@ class LossScaleConfig:
         Mixed Precision Training, arXiv:1710.03740.
     """
 
-    init_scale: float = 2.0**16
+    init_scale: float | None = None
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -69,7 +71,8 @@ class LossScaleConfig:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        if self.dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
+        start = self.min_scale if self.init_scale is None else self.init_scale
+        if self.dynamic and not self.min_scale <= start <= self.max_scale:
             names = ("init_scale", "min_scale", "max_scale")
             reason = "A dynamic scale starts within its limits. Move it, or the limit in its way."
             refuse_values(self, reason, **{name: getattr(self, name) for name in names})
@@ -83,24 +86,38 @@ class LossScaleConfig:
     ) -> "LossScaleConfig":
         """Make the configuration that a plugin's `loss_scale` argument stands for.
 
-        Gradients that rest in fp16, as those of fp16 weights do, overflow where |g| * scale is
-        above 65504. At 2^16 they hold |g| < 1 and no more, and every halving on the way down would
-        cost a skipped step. "dynamic" therefore starts them at 2^10, which holds |g| < 64 and still
-        keeps |g| > 2.9e-11: of gradients drawn from N(0, 1e-7), 0.02% vanish, against 23.4% without
-        a scale. Then it doubles every 20 good steps up to the first overflow: 2^16 after 120 steps
-        and the ceiling of 2^24 after 280, for the one skipped step that ends it.
-
         Args:
             loss_scale: "dynamic"; a positive number for a static scale; or a configuration.
-            gradients_dtype: The dtype that gradients rest in between backward and optimizer.
+            gradients_dtype: The dtype that a backward computes gradients of weights in.
+
+        Returns:
+            A configuration without `None`.
 
         Raises:
             ValueError: If `loss_scale` is something else.
         """
-        if isinstance(loss_scale, LossScaleConfig):
-            return loss_scale
         if loss_scale == "dynamic":
-            if gradients_dtype == torch.float16:
-                return cls(init_scale=2.0**10, warmup_interval=20)
-            return cls()
-        return cls(init_scale=float(loss_scale), dynamic=False)
+            loss_scale = cls()
+        elif not isinstance(loss_scale, LossScaleConfig):
+            loss_scale = cls(init_scale=float(loss_scale), dynamic=False)
+        return loss_scale.resolve(gradients_dtype)
+
+    def resolve(self, gradients_dtype: torch.dtype = torch.float32) -> "LossScaleConfig":
+        """Return a copy with a number for each `None`.
+
+        fp16 gradients overflow where |g| * scale is above 65504. At 2^16 they hold |g| < 1 and no
+        more, and every halving on the way down would cost a skipped step. At 2^10 they hold
+        |g| < 64 and still keep |g| > 2.9e-11: of gradients drawn from N(0, 1e-7), 0.02% vanish,
+        against 23.4% without a scale. Doubled every 20 good steps up to the first overflow, the
+        scale is 2^16 after 120 steps and at the ceiling of 2^24 after 280, for one skipped step.
+
+        Args:
+            gradients_dtype: The dtype that a backward computes gradients of weights in.
+        """
+        is_half = gradients_dtype == torch.float16
+        start, warmup = self.init_scale, self.warmup_interval
+        if start is None:
+            start = min(max(2.0**10 if is_half else 2.0**16, self.min_scale), self.max_scale)
+        if warmup is None:
+            warmup = 20 if is_half else self.growth_interval
+        return replace(self, init_scale=start, warmup_interval=warmup)

@@ -51,8 +51,11 @@ class LossScaler:
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
-        self.config = config
-        self._state = _State(float(config.init_scale), config.hysteresis)
+        self.config = config.resolve()
+        self._state = self._fresh_state()
+
+    def _fresh_state(self) -> _State:
+        return _State(float(self.config.init_scale or 0), self.config.hysteresis)
 
     @property
     def scale(self) -> float:
@@ -272,7 +275,7 @@ class LossScaler:
             ValueError: If keys are missing, or a value cannot be one of `state_dict`.
         """
         config = self.config
-        fresh = asdict(_State(float(config.init_scale), config.hysteresis))
+        fresh = asdict(self._fresh_state())
         names = ["scale", "_growth_tracker"] if "_growth_tracker" in state else list(fresh)
         missing = [name for name in names if name not in state]
         if missing:
@@ -295,7 +298,7 @@ class LossScaler:
         # The configuration may be another than the one that wrote the state.
         fresh["hysteresis_left"] = min(fresh["hysteresis_left"], config.hysteresis)
         scale = min(max(fresh["scale"], config.min_scale), config.max_scale)
-        fresh["scale"] = float(scale if config.dynamic else config.init_scale)
+        fresh["scale"] = float(scale) if config.dynamic else self._fresh_state().scale
         self._state = _State(**fresh)
 
 

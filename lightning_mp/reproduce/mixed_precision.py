@@ -152,10 +152,11 @@ def histogram(out: Output) -> None:
 def scale(out: Output) -> None:
     """Show the loss scale of a run: halved by overflows, doubled after good steps."""
     steps, interval = (60, 10) if out.fast else (600, 50)
-    config = LossScaleConfig(init_scale=2.0**24, growth_interval=interval)
+    start = 2.0**24
+    config = LossScaleConfig(init_scale=start, growth_interval=interval)
     model = _Regression(lambda params: AdamW(params, lr=1e-3), outliers=steps // 4)
     _trained(model, BalancedAMP(half="fp16", loss_scale=config), steps)
-    scales = [config.init_scale, *model.scales]
+    scales = [start, *model.scales]
     falls = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
     row: Row = {"steps": len(model.scales), "skipped": len(falls), "first": scales[0]}
     row |= {"lowest": min(scales), "highest": max(scales), "last": scales[-1], "kind": MEASURED}
