@@ -22,6 +22,7 @@ from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
 from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
 from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
+from lightning_mp.contrastive._cache.declared_names import DeclaredNames
 from lightning_mp.contrastive._cache.node import attach
 from lightning_mp.contrastive._cache.sharding import set_reduction
 from lightning_mp.contrastive._cache.towers import Tower, find_tower
@@ -125,6 +126,8 @@ class GradientCache:
             replay_tolerance=replay_tolerance,
             context=context,
         )
+        self.declared = DeclaredNames(self, {"rows": rows, "whole": whole, "leave_out": leave_out})
+        """The names of arguments and outputs, and whether each of them matches something."""
         self._micro_batch_size = micro_batch_size
         self._activation_bytes = activation_bytes
         self._trained: list[Tensor] = []
@@ -152,7 +155,8 @@ class GradientCache:
                 where those have different first dimensions.
 
         Raises:
-            ValueError: The model has no such tower.
+            ValueError: The model has no such tower, or a name in `rows`, `whole` or `leave_out`
+                has matched nothing once all towers were called.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # towers are named as the user knows them
@@ -170,6 +174,7 @@ class GradientCache:
                 for tower in found:
                     interceptions.enter_context(tower.intercepted(self._serve))
                 yield
+            self.declared.check(towers)
         finally:
             self._expected_rows, self._trained = before, []
 
@@ -230,8 +235,10 @@ class GradientCache:
 
         Raises:
             RuntimeError: A replay gave other outputs than its call.
+            ValueError: A name in `rows`, `whole` or `leave_out` has matched nothing.
         """
         self._judge(self._differences.drain())
+        self.declared.check()
 
     def _serve(
         self, tower: Tower, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -273,6 +280,7 @@ class GradientCache:
         )
         call = Call(self._settings, name, tower, module, arguments)
         outputs = call.run(self._rows_at_a_time(call))
+        self.declared.note(name, signature_of, arguments.paths, call.outputs.paths)
         if call.needs_grad:
             outputs = attach(self, call, outputs)
         return call.outputs.assemble(outputs)
@@ -305,7 +313,7 @@ class GradientCache:
                 0, replayed.difference, tower=call.tower, tolerance=replayed.tolerance
             )
             if call.device.type == "cpu":  # nothing is waited for there
-                self.check()
+                self._judge(self._differences.drain())
         return replayed.gradients
 
     def _judge(self, arrived: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -109,6 +110,7 @@ class ServesTowers(ForLightning, _Strategy):
                 replay_tolerance=self.replay_tolerance,
                 context=self.precision_plugin.train_step_context,
             )
+            self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
             # A checkpoint may have been loaded before there was a cache.
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
 
@@ -131,6 +133,7 @@ class ServesTowers(ForLightning, _Strategy):
         super().teardown()
         # Last, since it may raise: the strategy is torn down by then.
         if cache is not None:
+            cache.declared.close()
             cache.check()  # a GPU's last replays have not been compared yet
 
     @override
@@ -167,6 +170,12 @@ class ServesTowers(ForLightning, _Strategy):
             # The cache copies micro-batches to the device itself, as towers ask for them.
             device = torch.device("cpu")
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _on_any_rank(self, facts: list[bool]) -> list[bool]:
+        """Return which facts hold on some rank; all ranks must call this."""
+        on_some = torch.tensor(facts, dtype=torch.int32, device=self.root_device)
+        dist.all_reduce(on_some, dist.ReduceOp.MAX)
+        return on_some.bool().tolist()
 
     def _check_precision(self, plugin: Precision | None) -> None:
         """Refuse a precision that the strategy cannot work with."""

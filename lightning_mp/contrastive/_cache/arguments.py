@@ -73,6 +73,11 @@ class Arguments:
         keywords = dict(zip(self._keywords, values[self._count :], strict=True))
         return tuple(values[: self._count]), keywords
 
+    @property
+    def paths(self) -> list[str]:
+        """The names of all leaves."""
+        return [leaf.path for leaf in self._structure.leaves]
+
     def name(self, index: int) -> str:
         """Return the name of the leaf at an index."""
         return self._structure.leaves[index].path

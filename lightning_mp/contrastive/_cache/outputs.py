@@ -36,6 +36,11 @@ class Outputs:
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
 
+    @property
+    def paths(self) -> list[str]:
+        """The names of all outputs, also of those left out."""
+        return [leaf.path for leaf in self._structure.leaves] if self._structure else []
+
     def open(self, returned: Any, rows: slice) -> list[Tensor]:
         """Return the tensors among the outputs of a micro-batch, those left out excepted.
 

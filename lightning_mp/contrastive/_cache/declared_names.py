@@ -1,0 +1,87 @@
+"""Names in `rows`, `whole` and `leave_out` that match nothing: misspelt, they change the loss."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_mp._arguments import nearest, refuse_values
+from lightning_mp.contrastive._cache.arguments import is_named
+
+__all__ = ["DeclaredNames"]
+
+
+class DeclaredNames:
+    """Notes what the declared names match, until every tower has been called once.
+
+    Args:
+        owner: Whose arguments the names are.
+        names: The names declared for each argument, such as `{"whole": ["prompt"]}`.
+    """
+
+    def __init__(self, owner: object, names: Mapping[str, Sequence[str]]) -> None:
+        self.owner = owner
+        self.agree: Callable[[list[bool]], list[bool]] = list
+        """Returns which facts hold on any rank, so that ranks raise together."""
+        self._declared = [(role, name) for role, each in names.items() for name in each]
+        self._is_open = bool(self._declared)
+        self._called: set[str] = set()
+        # In the order of the calls, for messages.
+        self._arguments: dict[str, None] = {}
+        self._outputs: dict[str, None] = {}
+
+    def note(
+        self,
+        tower: str,
+        signature_of: Callable[..., Any],
+        arguments: Iterable[str],
+        outputs: Iterable[str],
+    ) -> None:
+        """Note the paths of what a tower takes and returns."""
+        if not self._is_open:
+            return
+        self._called.add(tower)
+        # Also what this call leaves at its default: a later one may pass it.
+        with contextlib.suppress(TypeError, ValueError):  # a function of C has no signature
+            self._arguments.update(dict.fromkeys(inspect.signature(signature_of).parameters))
+        self._arguments.update(dict.fromkeys(arguments))
+        self._outputs.update(dict.fromkeys(outputs))
+
+    def check(self, towers: Collection[str] = ()) -> None:
+        """Refuse names that match nothing, once some towers have been called; then never again.
+
+        Raises:
+            ValueError: A name matches no argument, or for `leave_out` no output, of any tower.
+        """
+        if not self._is_open:
+            return
+        found = [
+            any(is_named(path, [name]) for path in self._paths(role))
+            for role, name in self._declared
+        ]
+        facts = self.agree([*found, *(tower in self._called for tower in towers)])
+        if not all(facts[len(found) :]) or not self._called:
+            return
+        self._is_open = False
+        missing = [
+            each for each, is_found in zip(self._declared, facts, strict=False) if not is_found
+        ]
+        if not missing:
+            return
+        role, name = missing[0]
+        known = list(self._paths(role))
+        near = nearest(name, known)
+        what = "output" if role == "leave_out" else "argument"
+        refuse_values(
+            self.owner,
+            f"No {what} of a tower that was called is named {name!r}. "
+            + (f"Did you mean {near!r}?" if near else f"The names are {known}."),
+            **{role: [other for its_role, other in missing if its_role == role]},
+        )
+
+    def close(self) -> None:
+        """Check no more, as where ranks may end a run at different places."""
+        self._is_open = False
+
+    def _paths(self, role: str) -> dict[str, None]:
+        return self._outputs if role == "leave_out" else self._arguments

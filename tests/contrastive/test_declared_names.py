@@ -1,0 +1,114 @@
+"""Names in `rows`, `whole` and `leave_out` that match nothing are refused after the first step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import GradientCache, InfCLStrategy
+from tests.processes import run_ranks
+from tests.strategies.models import TinyCLIP, loader, make_trainer
+
+ROWS, TABLE = torch.ones(8, 3), torch.ones(8, 3)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, table: Tensor | None = None) -> dict[str, Tensor]:
+        x = x if table is None else x + table.mean(0)
+        return {"features": self.linear(x), "hidden": x}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual, self.text = Tower(), Tower()
+
+
+def serve(towers: str = "visual text", **settings: Any) -> None:
+    model, cache = Model(), GradientCache(micro_batch_size=3, **settings)
+    with cache.serving(model, ["visual", "text"]):
+        for name in towers.split():
+            getattr(model, name)(ROWS, **({"table": TABLE} if name == "text" else {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"whole": ["tabel"]}, r"`GradientCache\(whole=\['tabel'\]\)`.*Did you mean 'table'\?"),
+        ({"rows": ["x"], "whole": ["p", "table"]}, r"whole=\['p'\]\).*are \['x', 'table'\]"),
+        ({"leave_out": ["hiden"]}, r"No output of a tower .*Did you mean 'hidden'\?"),
+        ({"leave_out": ["table"]}, "No output of a tower that was called is named 'table'"),
+    ],
+)
+def test_name_that_matches_nothing_is_refused_once_all_towers_were_called(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        serve(**settings)
+    serve("visual", **settings)  # the other tower may have it
+
+
+def test_names_of_arguments_and_outputs_are_accepted() -> None:
+    serve(rows=["x"], whole=["table"], leave_out=["hidden"])
+    # A tower takes `table`, and no call has passed it yet.
+    model, cache = Model(), GradientCache(micro_batch_size=3, whole=["table"])
+    with cache.serving(model, ["visual", "text"]):
+        model.visual(ROWS)
+        model.text(ROWS)
+
+
+def test_calls_without_a_list_of_towers_are_checked_with_the_replays() -> None:
+    cache = GradientCache(micro_batch_size=3, whole=["tabel"])
+    cache.check()  # nothing was called that could have it
+    cache.call(Tower(), ROWS)["features"].sum().backward()
+    with pytest.raises(ValueError, match=r"whole=\['tabel'\]"):
+        cache.check()
+
+
+class OnOneRank(TinyCLIP):
+    """Its second rank alone calls a tower with a keyword that its signature does not name."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.text = TakesAny(self.text)
+
+    def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        image, text = batch
+        others = {"prompt": torch.ones(1, 12)} if self.global_rank else {}
+        return self.head(self.visual(image)), self.text(text, **others)
+
+
+class TakesAny(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return self.tower(sum(others.values(), x))
+
+
+def _train(rank: int) -> dict[str, str]:
+    said = {}
+    for name in ("prompt", "promt"):
+        trainer = make_trainer(
+            InfCLStrategy(micro_batch_size=5, whole=[name]), devices=2, max_steps=2
+        )
+        try:
+            trainer.fit(OnOneRank(), loader(48, 12))
+        except ValueError as error:
+            said[name] = str(error)
+        else:
+            said[name] = f"{trainer.global_step} steps"
+    return said
+
+
+@pytest.mark.distributed
+def test_ranks_refuse_a_name_together_or_not_at_all() -> None:
+    for said in run_ranks(_train, 2):
+        assert said["prompt"] == "2 steps"
+        assert said["promt"].startswith("Passed `InfCLStrategy(whole=['promt'])`.")
