@@ -29,9 +29,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from lightning_mp.contrastive._exchange.ring import Ring
-from lightning_mp.contrastive._sums.infonce import infonce
-from lightning_mp.contrastive._sums.plan import Plan
+from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._sums.softmax import softmax_loss
+from lightning_mp.contrastive._sums.sweep import Needs, OneRank, plan_of
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS
 from lightning_mp.numerics.row_dots import fused_row_dots
@@ -88,11 +88,11 @@ def sweeps(arch: int) -> None:
         # Fakes have no address; this one is aligned, as what CUDA's allocator gives.
         with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
-            inputs = rows, columns, torch.empty(()), None
-            infonce(*inputs, Plan(Ring([ROWS]), tiles, False, False, False))
+            request, alone = Request(rows, columns, torch.empty(())), OneRank(ROWS)
+            softmax_loss(plan_of(request, alone, tiles, Needs(False, False, False)))
             for keeps in (True, False):
-                plan = Plan(Ring([ROWS]), tiles, *sides, True, directions=directions)
-                infonce(*inputs, dataclasses.replace(plan, keeps_tiles=keeps))
+                asked = dataclasses.replace(request, directions=directions, keeps_tiles=keeps)
+                softmax_loss(plan_of(asked, alone, tiles, Needs(*sides, True)))
             for other in {dtype, FP32}:  # the other losses
                 fused_row_dots(rows, columns.to(other))
 

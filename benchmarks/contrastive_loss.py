@@ -38,9 +38,11 @@ from torch import Tensor
 
 from benchmarks import _common as common
 from benchmarks._contenders import DTYPES, PEERS, UNITS, Case, Contender, Inputs, find_contenders
-from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._exchange.agreement import plan_for
-from lightning_mp.contrastive._sums.infonce import negatives_sweep
+from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._sums.agreement import agreed_plan
+from lightning_mp.contrastive._sums.softmax import Negatives
+from lightning_mp.contrastive._sums.sweep import sweep
+from lightning_mp.contrastive._tiles.tile_backend import Kept
 
 # The relative difference that storing gradients, and a softmax, in this dtype explains.
 STORAGE_TOLERANCE = {"fp32": 0.0, "bf16": 2e-2, "fp16": 4e-3}
@@ -107,12 +109,11 @@ def sampled_errors(case: Case, ours: Contender) -> dict[str, float]:
 def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
     """Return the log-sum-exps of rows and columns, by the first sweep of a `ContrastiveLoss`."""
     image_bD, text_bD, scale = inputs.leaves
-    needs_grad = (False, False, False)
-    plan = plan_for(image_bD, text_bD, needs_grad, PairOptions(), loss.tiles, "slices", None)
+    plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None), None)
     prepared = plan.tiles.prepare(image_bD, text_bD, scale)
-    memory = plan.memory_for_tiles(image_bD)
-    found = negatives_sweep(image_bD, text_bD, scale, memory, plan, prepared)
-    negatives = (found.row_lse_b, found.column_lse_Rn.logsumexp(0))
+    visitor = Negatives(plan, Kept(plan.memory_for_tiles()), prepared, None)
+    ((row_lse_b, column_lse_Rb),) = sweep(plan, [visitor])
+    negatives = (row_lse_b, column_lse_Rb.logsumexp(0))
     # Sweeps leave the positives out.
     return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in negatives]
 

@@ -28,9 +28,11 @@ from triton.runtime import KernelInterface
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._common import Benchmark, Report
-from lightning_mp.contrastive._exchange.agreement import make_plan
+from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import finish_gradients
-from lightning_mp.contrastive._sums.infonce import infonce
+from lightning_mp.contrastive._sums.agreement import exchange_for
+from lightning_mp.contrastive._sums.softmax import softmax_loss
+from lightning_mp.contrastive._sums.sweep import Needs, plan_of
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan.table import aligned
@@ -128,12 +130,14 @@ def count(
         ):
             features = [torch.empty(sizes[0], width, dtype=dtype) for _ in range(2)]
             inputs = (*features, torch.empty(()), None)
-            plan = make_plan(
-                sizes, features[0], exchange, [True] * 3,
-                lambda left: TritonTiles(left, arch=90), workspace_bytes,
+            travel = exchange_for(
+                sizes, features[0], exchange, lambda left: TritonTiles(left, arch=90),
+                workspace_bytes,
             )  # fmt: skip
+            needs = Needs(image=True, text=True, scale=True)
+            plan = plan_of(Request(*inputs), *travel, needs, pairs=sum(sizes))
             with counts:
-                found = infonce(*inputs, plan)
+                found = softmax_loss(plan)
                 found.loss.float()  # as the operator does
                 none = torch.empty(0)
                 gradients = [found.d_image_bD, found.d_text_nD, found.d_scale, none, none]

@@ -34,10 +34,12 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks import TensorCollector as TensorCollector
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
+    from lightning_mp.contrastive import ClipLoss as ClipLoss
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
     from lightning_mp.contrastive import GradientCache as GradientCache
     from lightning_mp.contrastive import LossStatistics as LossStatistics
     from lightning_mp.contrastive import MatryoshkaLoss as MatryoshkaLoss
+    from lightning_mp.contrastive import SigLipLoss as SigLipLoss
     from lightning_mp.contrastive import SigmoidContrastiveLoss as SigmoidContrastiveLoss
     from lightning_mp.metrics import ContrastiveRecall as ContrastiveRecall
     from lightning_mp.metrics import ZeroShotAccuracy as ZeroShotAccuracy
@@ -78,10 +80,12 @@ _NAMES_OF = {
     # Not from `cli`, whose commands run without loading Lightning.
     "cli.lightning_cli": ("LightningMPCLI",),
     "contrastive": (
+        "ClipLoss",
         "ContrastiveLoss",
         "GradientCache",
         "LossStatistics",
         "MatryoshkaLoss",
+        "SigLipLoss",
         "SigmoidContrastiveLoss",
     ),
     "metrics": ("ContrastiveRecall", "ZeroShotAccuracy"),

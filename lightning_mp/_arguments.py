@@ -167,6 +167,8 @@ def _without_name(table: ValueTable, parameters: _Parameters, args: Sequence[Any
         return None
     value = args[len(places)]
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if not names:
+        return f"It takes {len(places)} arguments: {_listed([p.name for p in places])}."
     said = f"{shown(value)} must be passed by name. "
     return said + (_by_value(table, value) or f"The names are {_listed(names)}.")
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
-from lightning_mp.contrastive._exchange import agreement
+from lightning_mp.contrastive._sums import agreement
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     _time_on_device,
@@ -131,13 +131,16 @@ def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
     monkeypatch.setattr(agreement, "all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     gpu.compute(10.0)  # the towers
-    assert agreement._gather([3, True], DEVICE, None) == [[3, 1]] * 2
+    facts = agreement.Facts(1, images=3)
+    assert agreement._gather(facts, DEVICE, None) == [facts] * 2
     assert (gpu.syncs, gpu.waits) == (0, 1)  # for the network
     assert gpu.time < 1.0
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
-    monkeypatch.setattr(agreement, "group_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(agreement, "ranks_of", lambda *_: 2)
     with pytest.raises(ValueError, match="unusable"):
-        agreement.refuse("unusable", "no tensor", None)  # NCCL takes nothing that lies on the host
+        agreement.refuse(
+            "unusable", "Loss", "no tensor", None
+        )  # NCCL takes nothing that lies on the host
     assert all(facts.is_cuda for facts in sent)
-    assert set(sent[1].tolist()) == {-1}
+    assert set(sent[1].tolist()) == {0}
     agreement._stream_of.cache_clear()

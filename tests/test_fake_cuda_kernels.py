@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_mp import SafeAdamW
 from lightning_mp.callbacks._step.sampling import pack_stats
+from lightning_mp.contrastive._tiles.tile_backend import row_dots
 from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
-from lightning_mp.numerics import row_dots, row_dots_kernels, stats_kernels, triton_support
+from lightning_mp.numerics import row_dots_kernels, stats_kernels, triton_support
 from lightning_mp.optim._adamw import fused as fused_adamw
 from lightning_mp.optim._adamw import tables as adamw_tables
 from lightning_mp.optim._adamw.foreach import AdamWBatch, AdamWOptions, foreach_adamw_step
@@ -176,7 +177,7 @@ def test_row_dots_in_float64_are_one_launch(gpu: FakeCuda, monkeypatch: pytest.M
     monkeypatch.setattr(triton_support, "triton_problem", lambda device: None)
     rows = torch.ones(70, 24, device="cuda")
     before = gpu.launches.total()
-    dots = row_dots.row_dots(rows, rows, torch.float64)
+    dots = row_dots(rows, rows, torch.float64)
     assert (dots.dtype, dots.shape) == (torch.float64, (70,))
     assert gpu.launches.total() - before == 2  # memory counts as one
     assert kernel.arguments[0][3:5] == (70, 24)

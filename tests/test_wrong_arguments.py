@@ -76,6 +76,7 @@ def must_be_refused(annotation: Any, name: str, value: Any) -> bool:
     return is_negative or not is_of_type(annotation, value)
 
 
+@pytest.mark.filterwarnings("ignore:Passed `ClipLoss.gather_with_grad=False")
 @every_argument
 def test_a_wrong_value_is_refused_with_class_argument_value_and_what_is_accepted(
     name: str, argument: str

@@ -3,13 +3,16 @@
 from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
+from lightning_mp.contrastive.open_clip import ClipLoss, SigLipLoss
 from lightning_mp.contrastive.sigmoid import SigmoidContrastiveLoss
 from lightning_mp.contrastive.statistics import LossStatistics
 
 __all__ = [
+    "ClipLoss",
     "ContrastiveLoss",
     "GradientCache",
     "LossStatistics",
     "MatryoshkaLoss",
+    "SigLipLoss",
     "SigmoidContrastiveLoss",
 ]

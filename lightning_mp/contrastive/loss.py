@@ -12,30 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.contrastive._call.inputs import (
-    InputChecks,
-    as_tensors,
-    check_derivatives,
-    in_one_dtype,
-)
-from lightning_mp.contrastive._call.open_clip_arguments import ranks_problem, take_open_clip
-from lightning_mp.contrastive._call.pair_options import (
-    RULES,
-    Duplicates,
-    FalseNegatives,
-    PairArguments,
-    PairOptions,
-)
-from lightning_mp.contrastive._call.problems import check_pair_rules, find_problem
-from lightning_mp.contrastive._exchange.agreement import refuse
+from lightning_mp.contrastive._call.checks import check_pair_rules, find_problem
+from lightning_mp.contrastive._call.first_inputs import FirstInputs
+from lightning_mp.contrastive._call.request import RULES, PairArguments, Request
+from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.contrastive._operator import loss_of
-from lightning_mp.contrastive._tiles.backends import (
+from lightning_mp.contrastive._sums.agreement import device_problem, refuse
+from lightning_mp.contrastive._tiles.backends import triton_problem
+from lightning_mp.contrastive._tiles.words import (
     Backend,
     Directions,
+    Duplicates,
     ExchangeName,
-    TileChoice,
+    FalseNegatives,
     TileDtype,
-    triton_problem,
 )
 from lightning_mp.contrastive.statistics import LossStatistics
 
@@ -50,13 +40,6 @@ __all__ = ["ContrastiveLoss"]
         "process_group": Check(fix="A rank outside of the group needs no loss."),
         "workspace_bytes": Check("[2**20, inf)", fix="Pass bytes, such as `64 * 2**20`."),
         "label_smoothing": "[0, 1]",
-        "rank": "[0, inf)",
-        "world_size": "[1, inf)",
-        "use_horovod": Check(
-            test=lambda value: not value,
-            words="False",
-            fix="Start the run with `torchrun`: ranks are those of `torch.distributed`.",
-        ),
     },
     hints={
         "temperature": "Pass `1 / temperature` as `logit_scale` in the call.",
@@ -66,7 +49,7 @@ __all__ = ["ContrastiveLoss"]
 class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss, exact and without a b x b matrix.
 
-    A drop-in for open_clip's `ClipLoss`. A dense loss holds four logit matrices at its peak:
+    `ClipLoss` is its form for code of open_clip. A dense loss holds four logit matrices at a time:
     4.3 GB at b = 16,384 in fp32 and 1.1 TB at 262,144; this one needs a workspace of a fixed size,
     the gradients of the features and some vectors of length b. Where `torch.distributed` is
     initialised, the negatives are those of all ranks.
@@ -174,15 +157,6 @@ class ContrastiveLoss(nn.Module):
         false_negatives: Which negatives are left out of a sum: `"absolute"` those more similar than
             its positive less `margin`, `"relative"` than its positive times `1 - margin`.
         margin: See `false_negatives`.
-        local_loss: As all that follow, for calls written for open_clip's `ClipLoss`. There it keeps
-            each rank to its own rows; here every rank has the loss of the whole batch, from its
-            own rows.
-        gather_with_grad: Gradients are always those of the whole batch. With False and several
-            ranks open_clip's are W times too small, and a warning says what that means.
-        cache_labels: There are no labels to keep.
-        rank: Of this process; the process group knows, and another one is refused.
-        world_size: Ranks; likewise.
-        use_horovod: Only False is accepted.
 
     Shapes:
         image_features: (b, D), which the caller normalises where that is wanted.
@@ -224,20 +198,11 @@ class ContrastiveLoss(nn.Module):
         label_smoothing: float = 0.0,
         false_negatives: FalseNegatives = "keep",
         margin: float = 0.0,
-        local_loss: bool = True,
-        gather_with_grad: bool = True,
-        cache_labels: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
     ) -> None:
         super().__init__()
         check_pair_rules(self, duplicates, label_smoothing, false_negatives, margin)
-        take_open_clip(gather_with_grad, world_size)
         self.process_group = process_group
-        self.rank = rank
-        self.world_size = world_size
-        self._checks = InputChecks()
+        self._first = FirstInputs()
         self.workspace_bytes = workspace_bytes
         self.backend = backend
         self.tile_dtype = tile_dtype
@@ -322,10 +287,11 @@ class ContrastiveLoss(nn.Module):
             guide_image: Another model's features, (b, G), to judge `false_negatives` by.
             guide_text: Of the texts, (n, G).
         """
-        rules: Any = {name: getattr(self, name) for name in RULES}
-        options = (ids, weights, positives, negatives, guide_image, guide_text)
-        pairs = PairOptions(*options, **rules, statistics=statistics, is_softmax=self._is_softmax)
-        loss, found = self.compute(image_features, text_features, logit_scale, logit_bias, pairs)
+        loss, found = self.compute(
+            image_features, text_features, logit_scale, logit_bias,
+            ids=ids, weights=weights, positives=positives, negatives=negatives,
+            guide_image=guide_image, guide_text=guide_text, statistics=statistics,
+        )  # fmt: skip
         result = {"contrastive_loss": loss} if output_dict else loss
         return (result, LossStatistics(*found.unbind())) if statistics else result
 
@@ -356,46 +322,38 @@ class ContrastiveLoss(nn.Module):
         options |= {name: getattr(self, name) for name in RULES if self._is_softmax}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    @property
-    def tiles(self) -> TileChoice:
-        """What multiplies tiles, and how."""
-        return TileChoice(self.backend, self.tile_dtype, self.workspace_bytes, self.autotune)
-
-    def problem(
-        self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
-    ) -> str | None:
+    def problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
-        problem = find_problem(image, text, scale, bias, pairs)
-        if problem is None and self.backend == "triton" and isinstance(image, Tensor):
-            problem = triton_problem(image.device, image.dtype)
+        problem = find_problem(request) or device_problem(request, self.process_group)
+        if problem is None and self.backend == "triton":
+            problem = triton_problem(request.image.device, request.image.dtype)
         return problem
 
     def compute(
         self,
         image: Tensor,
         text: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None,
-        pairs: PairOptions,
+        scale: Tensor | float,
+        bias: Tensor | float | None,
+        **said: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss and the values of its statistics, of pairs with all their options."""
-        name, is_compiling = type(self).__name__, torch.compiler.is_compiling()
-        if not is_compiling:  # no compiler can look into them
-            check_derivatives(name, image, text, logit_scale)
-        # Before the checks: what is no tensor is left for them to refuse, on all ranks.
-        image, text = in_one_dtype(image, text)
-        # Not in the constructor: models are mostly made before ranks are known.
-        group = self.process_group
-        # Not raised here: one rank may be right where another is wrong, and would wait for it.
-        problem = ranks_problem(name, self.rank, self.world_size, group) or self.problem(
-            image, text, logit_scale, logit_bias, pairs
-        )
-        if problem is not None:
-            refuse(problem, image, group)
-        scale, bias = as_tensors(logit_scale, logit_bias, image)
-        where = (self.tiles, self.exchange, group)
-        loss, found = loss_of(image, text, scale, bias, pairs, *where)
-        if not is_compiling:
-            is_normalizing = any(prefix.is_normalized for prefix in pairs.prefixes)
-            self._checks.look(image, text, logit_scale, is_normalizing=is_normalizing)
-        return loss, found
+        """Return the loss and the values of its statistics; `said` are fields of a `Request`."""
+        is_compiling = torch.compiler.is_compiling()
+        request = Request.of(self, image, text, scale, bias, **said)
+        # What was checked last is all right, and so is what differs from it in values alone.
+        kinds = None if is_compiling else request.kinds
+        if is_compiling or kinds != self._first.kinds:
+            # Not raised here: one rank may be right where another is wrong, and would wait for it.
+            problem = self.problem(request)
+            if problem is not None:
+                refuse(problem, request.owner, image, self.process_group)
+        request = request.checked()
+        if is_compiling:
+            return loss_of(request, self.process_group)
+        try:
+            found = loss_of(request, self.process_group)
+        except CollectiveError as error:
+            error.args = (f"{error} This was call {self._first.calls + 1} of the loss.",)
+            raise
+        self._first.look(request, kinds)
+        return found

@@ -4,7 +4,6 @@ Shapes:
     b: this rank's batch. n: its texts. D: feature width.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments, refuse_values
-from lightning_mp.contrastive._call.pair_options import RULES, PairArguments, PairOptions
-from lightning_mp.contrastive._exchange.agreement import refuse
-from lightning_mp.contrastive._sums.nested import Prefix
+from lightning_mp.contrastive._call.request import PairArguments, Request
+from lightning_mp.contrastive._sums.agreement import refuse
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
 if TYPE_CHECKING:
@@ -136,20 +134,18 @@ class MatryoshkaLoss(nn.Module):
                 "out; rules belong to its `loss`, and statistics come from a call of that."
             )
         inputs = (image_features, text_features, logit_scale, logit_bias)
-        rules: Any = {name: getattr(self.loss, name) for name in RULES}
-        options = PairOptions(**pairs, **rules)
         # Before anything is cut, so that errors name what was passed.
-        problem = self.loss.problem(*inputs, options) or self._width_problem(image_features)
+        request = Request.of(self.loss, *inputs, owner=type(self).__name__, **pairs)
+        problem = self.loss.problem(request) or self._width_problem(image_features)
         if problem is not None:
-            refuse(problem, image_features, self.loss.process_group)
+            refuse(problem, request.owner, image_features, self.loss.process_group)
         # Not `isinstance`: subclasses, such as the sigmoid loss, compute something else.
-        is_nested = type(self.loss) is ContrastiveLoss and options.is_swept
-        if is_nested:
-            prefixes = tuple(
-                Prefix(width, float(weight), self.normalize)
-                for width, weight in zip(self.widths, self.weights, strict=True)
-            )
-            total, _ = self.loss.compute(*inputs, dataclasses.replace(options, prefixes=prefixes))
+        is_softmax = type(self.loss) is ContrastiveLoss
+        if is_softmax and request.is_plain and request.false_negatives == "keep":
+            total, _ = self.loss.compute(
+                *inputs, **pairs, widths=self.widths, width_weights=self.weights,
+                normalize=self.normalize, owner=request.owner,
+            )  # fmt: skip
         else:
             total = self._one_by_one(*inputs, pairs)
         return {"contrastive_loss": total} if output_dict else total

@@ -6,20 +6,15 @@ Shapes:
 
 import torch.distributed as dist
 
-from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.contrastive._call.open_clip_arguments import SigLipExchange
-from lightning_mp.contrastive._call.pair_options import RULES, PairOptions
-from lightning_mp.contrastive._tiles.backends import Backend, ExchangeName, TileDtype
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.contrastive._call.request import GIVEN, RULES, Request
+from lightning_mp.contrastive._tiles.words import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
 __all__ = ["SigmoidContrastiveLoss"]
 
 
 @explains_arguments(
-    checks={
-        "chunk_size": Check("[0, inf)", fix="Leave it out; `workspace_bytes` bounds tiles."),
-        "dist_impl": Check(fix="Leave it out; `exchange` says how texts travel."),
-    },
     hints={
         **dict.fromkeys(RULES, "It belongs to a softmax; pass it to `ContrastiveLoss`."),
         "directions": "Each pair counts once, in no direction.",
@@ -28,10 +23,10 @@ __all__ = ["SigmoidContrastiveLoss"]
 class SigmoidContrastiveLoss(ContrastiveLoss):
     r"""Sigmoid (SigLIP) loss of all pairs, exact over all ranks and without a b x b matrix.
 
-    A drop-in for open_clip's `SigLipLoss`, which sends texts around the ranks too, but holds a
-    b x b matrix of logits, of their sigmoids and of their cotangents for each: 12.9 GB at b =
-    32,768 in fp32. Here loss and gradients are worked out tile by tile in one sweep, in memory that
-    grows with b.
+    `SigLipLoss` is its form for code of open_clip, whose own sends texts around the ranks too, but
+    holds a b x b matrix of logits, of their sigmoids and of their cotangents for each: 12.9 GB at
+    b = 32,768 in fp32. Here loss and gradients are worked out tile by tile in one sweep, in memory
+    that grows with b.
 
     .. math::
         L = \frac{1}{B} \sum_{ij} \mathrm{softplus}(-z_{ij} S_{ij}), \qquad
@@ -61,12 +56,6 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         tile_dtype: What Triton tiles multiply.
         autotune: Time the Triton tile shapes.
         exchange: How the texts of other ranks come.
-        cache_labels: As all that follow, for calls written for open_clip's `SigLipLoss`. There are
-            no labels to keep.
-        rank: Of this process; the process group knows, and another one is refused.
-        world_size: Ranks; likewise.
-        dist_impl: How texts travel there; `exchange` says it here. Gradients are the same.
-        chunk_size: Rows of logits at a time there; `workspace_bytes` bounds tiles here.
 
     Shapes:
         image_features: (b, D), which the caller normalises where that is wanted.
@@ -99,26 +88,18 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         tile_dtype: TileDtype = "auto",
         autotune: bool = False,
         exchange: ExchangeName = "slices",
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        dist_impl: SigLipExchange | None = None,
-        chunk_size: int = 0,
     ) -> None:
         super().__init__(
             process_group=process_group, workspace_bytes=workspace_bytes, backend=backend,
-            tile_dtype=tile_dtype, autotune=autotune, exchange=exchange, rank=rank,
-            world_size=world_size,
+            tile_dtype=tile_dtype, autotune=autotune, exchange=exchange,
         )  # fmt: skip
 
-    def problem(
-        self, image: object, text: object, scale: object, bias: object, pairs: PairOptions
-    ) -> str | None:
+    def problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
-        for name, is_given in pairs.given().items():
-            if is_given and name != "ids":
+        for name in GIVEN:
+            if name != "ids" and getattr(request, name) is not None:
                 return (
-                    f"Passed `{name}` to `SigmoidContrastiveLoss`, which knows `ids` alone. Leave "
+                    f"Passed `{name}` to `{request.owner}`, which knows `ids` alone. Leave "
                     f"`{name}` out, or take `ContrastiveLoss`."
                 )
-        return super().problem(image, text, scale, bias, pairs)
+        return super().problem(request)

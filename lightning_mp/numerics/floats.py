@@ -1,10 +1,12 @@
 """Facts of the floating-point formats in one place, and the dtypes that sums are kept in."""
 
+import functools
 import math
 
 import torch
 
 __all__ = [
+    "ACCUMULATION_DTYPES",
     "FLOAT_DTYPES",
     "HALF_DTYPES",
     "VALUE_DTYPES",
@@ -71,6 +73,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+ACCUMULATION_DTYPES = {dtype: accumulation_dtype(dtype) for dtype in FLOAT_DTYPES}
+"""The same as a table, for code that asks many times a step."""
+
+
+@functools.cache
 def state_dtype(device: torch.device) -> torch.dtype:
     """Return the widest dtype that `device` offers for O(batch) running sums.
 

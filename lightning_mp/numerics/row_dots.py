@@ -1,4 +1,4 @@
-"""Inner products of the rows of two matrices, in a wide dtype.
+"""Inner products of the rows of two matrices in float64, by one Triton kernel.
 
 Shapes:
     n: rows. D: width.
@@ -9,35 +9,7 @@ from torch import Tensor
 
 from lightning_mp.numerics import triton_support
 
-__all__ = ["fused_row_dots", "row_dots"]
-
-# Where torch makes float64 copies, rows are taken in chunks of about this many values: 512 KiB for
-# a copy on a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should outlast its launch.
-_CHUNK_VALUES = {"cpu": 2**16, "cuda": 2**22}
-
-
-def row_dots(left_nD: Tensor, right_nD: Tensor, dtype: torch.dtype) -> Tensor:
-    r"""Return :math:`\sum_k l_{ik} r_{ik}` for every row, multiplied and summed in `dtype`.
-
-    Where Triton runs, float64 sums read each value once: 8 bytes for a pair in fp32. torch's own
-    operations write and read float64 copies and their product, 56 bytes a pair.
-    """
-    is_narrow = torch.float64 not in (left_nD.dtype, right_nD.dtype)
-    if (
-        dtype == torch.float64
-        and is_narrow
-        and left_nD.device.type == "cuda"
-        and triton_support.triton_problem(left_nD.device) is None
-    ):
-        return fused_row_dots(left_nD, right_nD)
-    values = _CHUNK_VALUES.get(left_nD.device.type, _CHUNK_VALUES["cpu"])
-    rows = max(1, values // left_nD.shape[1])
-    return torch.cat(
-        [
-            (left_cD.to(dtype) * right_cD.to(dtype)).sum(1)
-            for left_cD, right_cD in zip(left_nD.split(rows), right_nD.split(rows), strict=True)
-        ]
-    )
+__all__ = ["fused_row_dots"]
 
 
 def fused_row_dots(left_nD: Tensor, right_nD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_mp.contrastive._exchange.agreement import share_workspace
+from lightning_mp.contrastive._sums.agreement import share_workspace
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas

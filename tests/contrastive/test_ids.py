@@ -126,7 +126,10 @@ def _message(rank: int) -> str:
 
 @pytest.mark.distributed
 def test_ids_on_some_ranks_only_are_refused_on_all() -> None:
-    assert all("Passed `ids` on ranks [1] of 2 only" in said for said in run_ranks(_message, 2))
+    assert all(
+        "Passed `ids` to `ContrastiveLoss` on ranks [1] of 2 only" in said
+        for said in run_ranks(_message, 2)
+    )
 
 
 @pytest.mark.parametrize(

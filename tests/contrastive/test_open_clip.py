@@ -1,4 +1,4 @@
-"""`ContrastiveLoss` with the arguments of open_clip's `ClipLoss`, against its formula.
+"""`ClipLoss` as open_clip's `create_loss` makes it, against open_clip's formula.
 
 `test_open_clip_classes.py` sets both losses beside open_clip's own classes.
 """
@@ -12,17 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp import ContrastiveLoss
+from lightning_mp import ClipLoss
 from tests.processes import run_ranks
 
 BATCH, WIDTH = 12, 16
 
 
-def factory(rank: int, world_size: int, **changed: Any) -> ContrastiveLoss:
+def factory(rank: int, world_size: int, **changed: Any) -> ClipLoss:
     """Make the loss as open_clip's `create_loss` does with its command line's defaults."""
     arguments = {"local_loss": False, "gather_with_grad": False, "cache_labels": True}
     arguments |= {"rank": rank, "world_size": world_size, "use_horovod": False}
-    return ContrastiveLoss(**{**arguments, **changed})
+    return ClipLoss(**{**arguments, **changed})
 
 
 def formula(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
@@ -95,7 +95,7 @@ def test_ranks_give_the_loss_of_the_whole_batch_and_its_gradients() -> None:
 
 def _with_the_rank_of_the_first(rank: int) -> str:
     with pytest.raises(ValueError, match=".") as error:  # noqa: PT011
-        ContrastiveLoss(rank=0, world_size=2)(*(torch.randn(4, 8) for _ in range(2)), 1.0)
+        ClipLoss(rank=0, world_size=2)(*(torch.randn(4, 8) for _ in range(2)), 1.0)
     return str(error.value)
 
 

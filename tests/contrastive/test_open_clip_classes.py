@@ -16,14 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
+from lightning_mp import ClipLoss, SigLipLoss, SigmoidContrastiveLoss
 from tests.processes import run_ranks
 from tests.reference.contrastive import dense_loss, dense_sigmoid_loss
 
 try:
-    from open_clip.loss import ClipLoss, SigLipLoss
+    from open_clip import loss as theirs
 except ImportError:  # not there, or without torchvision
-    ClipLoss = SigLipLoss = None
+    theirs = None
 
 EXCHANGES = ("bidir", "shift", "reduce", "gather")
 BATCH, WIDTH = 10, 16
@@ -52,18 +52,18 @@ def test_chunks_and_exchanges_of_one_process_change_no_bit(b: int, options: dict
     expected = with_gradients(dense_sigmoid_loss(*doubles, *scalars), doubles)
     assert all((x - y).norm() < RTOL * y.norm() for x, y in zip(plain, expected, strict=True))
     for chunk_size, dist_impl in itertools.product((0, 1, 8, 64), (None, *EXCHANGES)):
-        loss_fn = SigmoidContrastiveLoss(chunk_size=chunk_size, dist_impl=dist_impl, **options)
+        loss_fn = SigLipLoss(chunk_size=chunk_size, dist_impl=dist_impl, **options)
         found = with_gradients(loss_fn(*features, SCALE, BIAS), features)
         assert all(torch.equal(*pair) for pair in zip(plain, found, strict=True))
-        if SigLipLoss is not None:
-            theirs = SigLipLoss(chunk_size=chunk_size)(*features, SCALE, BIAS)
-            parts = with_gradients(theirs, features)
+        if theirs is not None:
+            loss = theirs.SigLipLoss(chunk_size=chunk_size)(*features, SCALE, BIAS)
+            parts = with_gradients(loss, features)
             assert all((x - y).norm() < RTOL * y.norm() for x, y in zip(plain, parts, strict=True))
 
 
-@pytest.mark.parametrize("loss_fn", [ContrastiveLoss(), SigmoidContrastiveLoss()])
+@pytest.mark.parametrize("loss_fn", [ClipLoss(), SigLipLoss()])
 def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
-    loss_fn: ContrastiveLoss | SigmoidContrastiveLoss,
+    loss_fn: ClipLoss | SigLipLoss,
 ) -> None:
     image, text = leaves(BATCH)
     scalars = {"logit_scale": torch.tensor(SCALE), "logit_bias": torch.tensor(BIAS)}
@@ -76,20 +76,26 @@ def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"dist_impl": "ring"}, "one of 'bidir', 'shift', 'reduce', 'gather' or None.*`exchange`"),
-        ({"chunk_size": -1}, "`chunk_size` must be an integer of at least 0.*`workspace_bytes`"),
+        (
+            {"dist_impl": "ring"},
+            "one of 'bidir', 'shift', 'reduce', 'gather' or None.*texts travel by one gather",
+        ),
+        (
+            {"chunk_size": -1},
+            "`chunk_size` must be an integer of at least 0.*the workspace bounds tiles",
+        ),
     ],
 )
 def test_what_open_clip_does_not_know_either_is_refused(
     arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        SigmoidContrastiveLoss(**arguments)
+        SigLipLoss(**arguments)
 
 
 def test_ranks_without_a_group_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`SigmoidContrastiveLoss\(rank=1, world_size=2\)`"):
-        SigmoidContrastiveLoss(rank=1, world_size=2)(*leaves(BATCH), SCALE, BIAS)
+    with pytest.raises(ValueError, match=r"`SigLipLoss\(rank=1, world_size=2\)`"):
+        SigLipLoss(rank=1, world_size=2)(*leaves(BATCH), SCALE, BIAS)
 
 
 def _mean_over_ranks(loss: Tensor, features: list[Tensor]) -> list[Tensor]:
@@ -109,19 +115,19 @@ def _on_rank(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     found = {}
     for dist_impl, chunk_size in itertools.product(EXCHANGES, (0, 3)):
         options: Any = {"dist_impl": dist_impl, "chunk_size": chunk_size, **who}
-        loss = SigmoidContrastiveLoss(**options)(*own, *scalars)
+        loss = SigLipLoss(**options)(*own, *scalars)
         found[f"sigmoid {dist_impl} {chunk_size}"] = _mean_over_ranks(loss, features)
-        if SigLipLoss is not None:
-            loss = SigLipLoss(**options)(*own, *scalars)
+        if theirs is not None:
+            loss = theirs.SigLipLoss(**options)(*own, *scalars)
             found[f"sigmoid of open_clip {dist_impl} {chunk_size}"] = _mean_over_ranks(
                 loss, features
             )
     for local_loss in (False, True):
         options = {"local_loss": local_loss, "gather_with_grad": True, **who}
-        loss = ContrastiveLoss(**options)(*own, SCALE)
+        loss = ClipLoss(**options)(*own, SCALE)
         found[f"softmax {local_loss}"] = _mean_over_ranks(loss, features)
-        if ClipLoss is not None:
-            loss = ClipLoss(**options)(*own, SCALE)
+        if theirs is not None:
+            loss = theirs.ClipLoss(**options)(*own, SCALE)
             found[f"softmax of open_clip {local_loss}"] = _mean_over_ranks(loss, features)
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive import _operator
-from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._call.request import tiles_for
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 
 # Some scales and features here are meant to be extreme.
@@ -119,8 +119,7 @@ def test_compiled_loss_under_autocast_computes_as_outside(dtype: torch.dtype) ->
 def test_auto_takes_torch_tiles_on_a_cpu() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         for backend in ("auto", "torch"):
-            choice = TileChoice(backend, "auto", 2**21, False)
-            assert choice.tiles(CPU, dtype) == TorchTiles(2**21)
+            assert tiles_for(CPU, dtype, backend, workspace_bytes=2**21) == TorchTiles(2**21)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
-from lightning_mp.contrastive._call.pair_options import RULES
+from lightning_mp.contrastive._call.request import RULES
 from tests.processes import run_ranks
 
 GUIDED = {"false_negatives": "absolute"}
@@ -123,5 +123,5 @@ def _messages(rank: int) -> list[str]:
 def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
     for weights, duplicates, loss_class in run_ranks(_messages, 2):
         assert "Called a loss whose class or" in loss_class
-        assert "Passed `weights` on ranks [1] of 2 only" in weights
+        assert "Passed `weights` to `ContrastiveLoss` on ranks [1] of 2 only" in weights
         assert "label_smoothing or false_negatives or margin differs between ranks" in duplicates

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._call.pair_options import PairArguments
+from lightning_mp.contrastive._call.request import PairArguments
 from tests.contrastive.pair_cases import CASES, OF_IMAGES, Case, Sizes, check, found
 from tests.contrastive.test_exchange import EXCHANGES, make_loss
 from tests.contrastive.test_torch_tiles import PeakBytes

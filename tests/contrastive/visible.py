@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive import _operator
-from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
 
 
@@ -41,7 +40,6 @@ def visible() -> Iterator[None]:
 
 def loss_on(tiles: TileBackend, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     """Return the loss of one process on a tile backend that no choice makes."""
-    with mock.patch.object(TileChoice, "tiles", return_value=tiles):
-        choice = TileChoice()
-        loss, _ = _operator.loss_of(image, text, scale, None, PairOptions(), choice, "slices", None)
+    with mock.patch.object(Request, "tiles", return_value=tiles):
+        loss, _ = _operator.loss_of(Request(image, text, scale).checked())
     return loss

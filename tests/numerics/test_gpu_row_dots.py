@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_mp.numerics.row_dots import row_dots
+from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from lightning_mp.numerics.row_dots import fused_row_dots, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import row_dots
+from lightning_mp.numerics.row_dots import fused_row_dots
 from lightning_mp.numerics.row_dots_kernels import COLUMNS, ROWS
 
 pytestmark = pytest.mark.interpreted

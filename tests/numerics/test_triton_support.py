@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._call.request import tiles_for
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.triton_support import triton_problem
 
 GPU = torch.device("cuda", 0)
-AUTO, TRITON = (TileChoice(backend, "auto", None, False) for backend in ("auto", "triton"))
 
 
 class Machine:
@@ -78,13 +77,13 @@ def test_device_is_tried_once(machine: Machine) -> None:
 def test_launch_that_fails_is_warned_of_once_and_torch_goes_on(machine: Machine) -> None:
     machine.error = RuntimeError("Failed to find C compiler.\nSet CC.")
     with pytest.warns(UserWarning, match="RuntimeError: Failed to find C compiler") as caught:
-        assert isinstance(AUTO.tiles(GPU, torch.bfloat16), TorchTiles)
+        assert isinstance(tiles_for(GPU, torch.bfloat16), TorchTiles)
     assert "Triton needs a C compiler" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(AUTO.tiles(GPU, torch.bfloat16), TorchTiles)
+        assert isinstance(tiles_for(GPU, torch.bfloat16), TorchTiles)
         with pytest.raises(ValueError, match=r"backend='triton'.*Failed to find C compiler"):
-            TRITON.tiles(GPU, torch.bfloat16)
+            tiles_for(GPU, torch.bfloat16, "triton")
     assert machine.launches == 1
 
 
@@ -92,7 +91,7 @@ def test_amd_gpu_gets_no_rows_of_hopper(machine: Machine, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(triton_problem(GPU))
     assert machine.launches == 0
-    assert isinstance(AUTO.tiles(GPU, torch.bfloat16), TorchTiles)
+    assert isinstance(tiles_for(GPU, torch.bfloat16), TorchTiles)
 
 
 def test_triton_that_is_not_installed_is_named(
@@ -101,7 +100,7 @@ def test_triton_that_is_not_installed_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert triton_problem(GPU) == "Triton is not installed"
     with pytest.raises(ValueError, match="Triton is not installed"):
-        TRITON.tiles(GPU, torch.bfloat16)
+        tiles_for(GPU, torch.bfloat16, "triton")
 
 
 def test_cpu_is_no_cuda_device() -> None:

@@ -9,8 +9,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._exchange.agreement import make_plan
-from lightning_mp.contrastive._sums.infonce import infonce
+from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._sums.agreement import exchange_for
+from lightning_mp.contrastive._sums.softmax import softmax_loss
+from lightning_mp.contrastive._sums.sweep import Needs, plan_of
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import METHODS, Machine, exchanged, memory, products
@@ -54,10 +56,11 @@ def _multiplied(rows: int, ranks: int) -> int:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         features = [torch.zeros(rows, WIDTH) for _ in range(2)]
-        plan = make_plan([rows] * ranks, features[0], "slices", [True] * 3, TorchTiles, None)
-        inputs = (*features, torch.tensor(1.0), None)
+        found = exchange_for([rows] * ranks, features[0], "slices", TorchTiles, None)
+        request, pairs = Request(*features, torch.tensor(1.0)), rows * ranks
+        plan = plan_of(request, *found, Needs(True, True, True), pairs=pairs)
         with FlopCounterMode(display=False) as flops:
-            infonce(*inputs, plan)
+            softmax_loss(plan)
     finally:
         dist.destroy_process_group()
     return int(flops.get_total_flops()) // (2 * WIDTH)

@@ -68,17 +68,14 @@ class Exchange(Protocol):
         """Rows on all ranks together."""
         ...
 
-    def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
+    def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield all columns, some at a time.
 
         Args:
             shard: This rank's tensors, each with its batch as the first dimension.
-            published: What `publish` returned; its values come last among the visiting columns.
+            values: One or some numbers of each of its columns, small beside the others; they come
+                last among the visiting columns.
         """
-        ...
-
-    def publish(self, values: Tensor) -> Tensor:
-        """Let values of the own columns be known by later visits; return what `visit` takes."""
         ...
 
     def home(self, combine: Combine) -> Home:

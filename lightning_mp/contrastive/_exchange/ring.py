@@ -93,10 +93,10 @@ class Ring:
         """The rank within the group that shards come from."""
         return (self.rank - 1) % self.world_size
 
-    def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
+    def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield this rank's shard, then every other, see `Exchange.visit`."""
-        own_values = [] if published is None else [published]
-        visiting = [tensor.contiguous() for tensor in (*shard, *own_values)]
+        travelling = shard if values is None else [*shard, values]
+        visiting = [tensor.contiguous() for tensor in travelling]
         own = slice(0, len(visiting[0]))
         for step in range(self.world_size):
             sending = None
@@ -109,10 +109,6 @@ class Ring:
     def home(self, combine: Combine) -> "FollowingSum":
         """Return an empty sum that follows each shard, see `Exchange.home`."""
         return FollowingSum(self, combine)
-
-    def publish(self, values: Tensor) -> Tensor:
-        """Return values that travel with their columns, see `Exchange.publish`."""
-        return values
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks, in place; a ring of one has nothing to add."""

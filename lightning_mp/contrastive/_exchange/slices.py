@@ -86,8 +86,9 @@ class Slices:
         """Rows on all ranks together."""
         return sum(self.batch_sizes)
 
-    def visit(self, shard: Sequence[Tensor], published: Tensor | None = None) -> Iterator[Visit]:
+    def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield every slice of all ranks, see `Exchange.visit`."""
+        by_rank = None if values is None else self._all_values(values)
         # The second sweep finds the texts here that came at once for the first.
         # By identity, for to compare values would wait for the device.
         here = [self._block] if self._block is not None and self._of is shard[0] else []
@@ -97,19 +98,11 @@ class Slices:
             travelling = self._send(shard, index + 1)
             if self.count == 1 and self._of is None:
                 self._of, self._block = shard[0], columns[0]
-            if published is not None:
-                columns.append(self._published_to(published, index))
+            if by_rank is not None:
+                columns.append(self._values_of(by_rank, index))
             own = self.own_rows(index)
             first = sum(self.sizes(index)[: self.rank])
             yield Visit(columns, first - own.start, own)
-
-    def publish(self, values: Tensor) -> Tensor:
-        """Bring the values of all ranks here, see `Exchange.publish`."""
-        # All at once, whatever the slices: a number a column makes one small gather.
-        most = max(self.batch_sizes)
-        by_rank = values.new_empty(self.world_size, most)
-        all_gather(by_rank.view(-1), _padded(values, [len(values)], most), group=self.group)
-        return by_rank
 
     def home(self, combine: Combine) -> "SlicedSum":
         """Return an empty sum about columns, see `Exchange.home`."""
@@ -133,12 +126,20 @@ class Slices:
         size = self.batch_sizes[self.rank]
         return slice(index * size // self.count, (index + 1) * size // self.count)
 
-    def _published_to(self, by_rank: Tensor, index: int) -> Tensor:
-        """Return what is published about the columns of a slice."""
+    def _all_values(self, values: Tensor) -> Tensor:
+        """Return the values of all ranks' columns, (W, longest batch) or with more dimensions."""
+        # All at once, whatever the slices: some numbers a column make one small gather.
+        most = max(self.batch_sizes)
+        by_rank = values.new_empty(self.world_size, most, *values.shape[1:])
+        all_gather(by_rank.flatten(0, 1), _padded(values, [len(values)], most), group=self.group)
+        return by_rank
+
+    def _values_of(self, by_rank: Tensor, index: int) -> Tensor:
+        """Return the values of the columns of a slice."""
         starts = [index * size // self.count for size in self.batch_sizes]
         sizes = self.sizes(index)
         if len(set(self.batch_sizes)) == 1:
-            return by_rank[:, starts[0] : starts[0] + sizes[0]].reshape(-1)
+            return by_rank[:, starts[0] : starts[0] + sizes[0]].flatten(0, 1)
         pieces = zip(by_rank, starts, sizes, strict=True)
         return torch.cat([values[start : start + size] for values, start, size in pieces])
 

@@ -9,40 +9,35 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._tiles.tile_backend import Limits, TileBackend
+from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._tiles.tile_backend import Limits, TileBackend, row_dots
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
-from lightning_mp.numerics.row_dots import row_dots
 
 __all__ = ["limits_of"]
 
 
 @torch.no_grad()
-def limits_of(
-    pairs: PairOptions, image_bD: Tensor, text_nD: Tensor, tiles: TileBackend
-) -> Limits | None:
+def limits_of(request: Request, tiles: TileBackend) -> Limits:
     """Return what each image and each text takes for a false negative, by its own positive.
 
     A limit is raised by what rounding moves a similarity: without a margin a copy of the positive
     would be left out by chance, in one sweep and not in the other.
 
     Args:
-        pairs: The rule, its margin, and guides if they judge.
-        image_bD: The images.
-        text_nD: The texts; those beyond the images' own have no limit.
+        request: Features, the rule, its margin, and guides if they judge; texts beyond the images'
+            own have no limit.
         tiles: What works the similarities out.
     """
-    if pairs.false_negatives == "keep":
-        return None
+    image_bD, text_nD = request.image, request.text
     b, state = len(image_bD), state_dtype(image_bD.device)
     dtype = accumulation_dtype(image_bD.dtype)
-    guides = [_as_multiplied(x, dtype) for x in pairs.guides or ()]
+    guides = [_as_multiplied(x, dtype) for x in request.guides or ()]
     left, right = guides or (image_bD, text_nD)
     limit_b = row_dots(left, right[:b], state)
-    if pairs.false_negatives == "absolute":
-        limit_b = limit_b - pairs.margin
+    if request.false_negatives == "absolute":
+        limit_b = limit_b - request.margin
     else:
-        limit_b = limit_b * (1 - pairs.margin)
+        limit_b = limit_b * (1 - request.margin)
     # The constant is that of maxima, which no limit is compared with.
     rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))

@@ -8,7 +8,7 @@ Shapes:
     b: images of this rank. n: its texts. m: texts that visit. D: width of what is multiplied.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.numerics.floats import state_dtype
 
-__all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked", "to_columns", "to_rows"]
+__all__ = ["Everything", "Groups", "Listed", "Match", "Own", "Unmasked"]
 
 
 class Match(Protocol):
@@ -143,33 +143,6 @@ class Unmasked(NamedTuple):
         """Return `M.T @ x`, see `Match`."""
         every, group, own = (match.to_columns(x_bD) for match in self)
         return every - group + own
-
-
-def to_rows(match: Match, x_nD: Tensor) -> Tensor:
-    """Return `M @ x`, and differentiate it."""
-    rows: Tensor = _Product.apply(x_nD, match, True)
-    return rows
-
-
-def to_columns(match: Match, x_bD: Tensor) -> Tensor:
-    """Return `M.T @ x`, and differentiate it."""
-    columns: Tensor = _Product.apply(x_bD, match, False)
-    return columns
-
-
-class _Product(torch.autograd.Function):
-    """A product with M or its transpose; the other is its gradient, of the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, match: Match, is_to_rows: bool) -> Tensor:
-        ctx.match, ctx.is_to_rows = match, is_to_rows
-        return match.to_rows(x) if is_to_rows else match.to_columns(x)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        # A collective, where M spans ranks: all have to come here, in the same order.
-        back = ctx.match.to_columns if ctx.is_to_rows else ctx.match.to_rows
-        return back(cotangent.contiguous()), None, None
 
 
 def add_rows(total: Tensor, places: Tensor, x_mD: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The contrastive loss against targets: two sweeps as in `infonce`, and a task beside them.
+"""The contrastive loss against targets: two sweeps as in `softmax`, and a task beside them.
 
 Shapes:
     b: this rank's images. n: its texts. D: feature width.
@@ -10,7 +10,7 @@ rows, `g_i`, and of columns, `h_j`, is between 0 and 1, and
     dL/dS_ij = g_i exp(S_ij - row_neg_i) + h_j exp(S_ij - column_neg_j)
              = exp(S_ij - (row_neg_i - log g_i)) + exp(S_ij - (column_neg_j - log h_j)):
 
-the second sweep is that of `infonce` with other numbers in place of its log-sum-exps.
+the second sweep is that of `softmax` with other numbers in place of its log-sum-exps.
 """
 
 from collections.abc import Sequence
@@ -18,57 +18,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._sums.infonce import negatives_gradients, negatives_sweep
-from lightning_mp.contrastive._sums.plan import Found, Plan
-from lightning_mp.contrastive._sums.targets import Task, make_task
-from lightning_mp.contrastive.statistics import measure, softmax_probabilities
-from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
-from lightning_mp.numerics.row_dots import row_dots
+from lightning_mp.contrastive._sums.cross_entropies import CrossEntropies
+from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
+from lightning_mp.contrastive._sums.statistics import Largest, measure, softmax_probabilities
+from lightning_mp.contrastive._sums.sweep import Found, Plan, sweep
+from lightning_mp.contrastive._sums.targets import cross_entropies_of
+from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
 
-__all__ = ["targeted_infonce"]
+__all__ = ["targeted_loss"]
 
 
-def targeted_infonce(
-    image_bD: Tensor,
-    text_nD: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    plan: Plan,
-    options: PairOptions,
-    negatives_need_grad: bool,
-) -> Found:
+def targeted_loss(plan: Plan, negatives_need_grad: bool) -> Found:
     """Return the loss and its gradients; one unit of work, and up to three for the gradients."""
-    state, dtype = state_dtype(image_bD.device), accumulation_dtype(image_bD.dtype)
-    memory = plan.memory_for_tiles(image_bD)
-    row_neg_b, column_neg_Rn, maxima = negatives_sweep(image_bD, text_nD, scale, memory, plan)
+    request, state, dtype = plan.request, plan.state, plan.dtype
+    image_bD, text_nD, scale = request.image, request.text, request.scale
+    memory = plan.memory_for_tiles()
+    largest = Largest(plan) if plan.statistics else None
+    negatives = Negatives(plan, Kept(memory), None, largest)
+    found, *maxima = sweep(plan, [negatives, largest] if largest else [negatives])
+    row_neg_b, column_neg_Rn = found
     lses = [row_neg_b, column_neg_Rn.logsumexp(0)]
     statistics_5 = None
-    if maxima is not None:  # there are pairs then, each of which has one positive
-        q = len(image_bD) if plan.matched is None else plan.matched
+    if maxima:  # there are pairs then, each of which has one positive
+        q = plan.matched
         pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale.to(state).reshape(()))
-        weights = None if options.weights is None else options.weights[:q]
-        statistics_5 = measure(
-            image_bD, text_nD, scale, bias, pos_q, softmax_probabilities(pos_q, lses), maxima,
-            plan.exchange, plan.tiles, weights,
-        )  # fmt: skip
-    task = make_task(options, image_bD, text_nD, plan)
+        statistics_5 = measure(plan, pos_q, softmax_probabilities(pos_q, lses), maxima[0])
+    task = cross_entropies_of(plan)
     # Widened, because autograd adds gradients up in the dtype of its leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
     # As all ranks agreed: in the task's graph there may be collectives, which need all of them.
-    needs = [plan.image_needs_grad, plan.text_needs_grad, plan.scale_needs_grad]
-    needs += [plan.trains] * 2
-    if options.negatives is not None:
-        inputs, needs = [*inputs, options.negatives], [*needs, negatives_need_grad]
+    needs = [*plan.needs, plan.trains, plan.trains]
+    if request.negatives is not None:
+        inputs, needs = [*inputs, request.negatives], [*needs, negatives_need_grad]
     part, gradients = _differentiated(task, inputs, needs)
     d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
-    found: tuple[Tensor | None, Tensor | None] = (None, None)
+    of_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
         row_lse_b, column_lse_n = _shifted(row_neg_b, d_row_b), _shifted(lses[1], d_column_n)
-        found = negatives_gradients(image_bD, text_nD, scale, row_lse_b, column_lse_n, memory, plan)
+        (of_sweeps,) = sweep(plan, [Gradients(plan, row_lse_b, Kept(memory))], column_lse_n)
     if d_scale is not None:
         # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
-        sides = zip((image_bD, text_nD), found, strict=True)
+        sides = zip((image_bD, text_nD), of_sweeps, strict=True)
         features, grad = next((x, grad) for x, grad in sides if grad is not None)
         d_scale = d_scale + row_dots(features, grad, state).sum()
     # In one tensor, for one collective.
@@ -76,7 +66,7 @@ def targeted_infonce(
     *d_scales, loss = plan.exchange.all_reduce(torch.stack(parts) * task.shares.unit)
     # W for features alone: the scale's parts were added up over ranks.
     unit = task.shares.unit * plan.exchange.world_size
-    for of_task, of_sweep in zip((d_image_bD, d_text_nD), found, strict=True):
+    for of_task, of_sweep in zip((d_image_bD, d_text_nD), of_sweeps, strict=True):
         if of_task is not None and of_sweep is not None:
             # The task's part has the scale in it, as autograd went through it; the sweep's has not.
             of_task.addcmul_(of_sweep, scale.to(dtype).reshape(())).mul_(unit)
@@ -89,7 +79,7 @@ def targeted_infonce(
 
 
 def _differentiated(
-    task: Task, inputs: Sequence[Tensor], needs: Sequence[bool]
+    task: CrossEntropies, inputs: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return this rank's part of the loss, and its gradients of what needs one."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]

@@ -1,58 +1,15 @@
-"""Which code multiplies tiles: the choice by device and dtype, and why a choice cannot be met."""
+"""Where the Triton tiles run, and why they cannot elsewhere."""
 
 import functools
 import importlib.util
-from typing import Literal, NamedTuple
 
 import torch
 
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
-from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
+from lightning_mp.contrastive._tiles.words import TileDtype
 from lightning_mp.numerics import triton_support
 
-__all__ = [
-    "Backend",
-    "Directions",
-    "ExchangeName",
-    "TileChoice",
-    "TileDtype",
-    "triton_problem",
-]
-
-Backend = Literal["auto", "triton", "torch"]
-Directions = Literal["both", "image_to_text", "text_to_image"]
-ExchangeName = Literal["slices", "ring"]
-TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
-
-
-class TileChoice(NamedTuple):
-    """The arguments of `ContrastiveLoss` that say which code multiplies tiles, and how.
-
-    Without `keeps_tiles` all logits are worked out for the gradients once more, as 16-bit features
-    on a GPU have it, whatever the workspace.
-    """
-
-    backend: str = "auto"
-    tile_dtype: str = "auto"
-    workspace_bytes: int | None = None
-    autotune: bool = False
-    keeps_tiles: bool = True
-
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> TileBackend:
-        """Return the tile backend for features on a device; equal choices get an equal one.
-
-        Raises:
-            ValueError: `backend="triton"` cannot run there.
-        """
-        # Triton's interpreter is for tests that ask for it: in bf16 it is wrong without repairs.
-        if self.backend == "torch" or (self.backend == "auto" and device.type != "cuda"):
-            return TorchTiles(self.workspace_bytes)
-        problem = triton_problem(device, dtype)
-        if self.backend == "auto" and problem is not None:
-            return TorchTiles(self.workspace_bytes)
-        if problem is not None:
-            raise ValueError(problem)
-        return _triton_tiles(self.workspace_bytes, self.tile_dtype, self.autotune)
+__all__ = ["triton_problem", "triton_tiles"]
 
 
 def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -91,8 +48,9 @@ def _is_interpreted() -> bool:
 
 # One object for equal choices: what autotuning finds out lives as long as the process.
 @functools.cache
-def _triton_tiles(workspace_bytes: int | None, tile_dtype: str, autotune: bool) -> TileBackend:
+def triton_tiles(workspace_bytes: int | None, tile_dtype: TileDtype, autotune: bool) -> TileBackend:
+    """Return the Triton tiles; equal arguments get the same ones."""
     # Triton is there on Linux only.
     from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 
-    return TritonTiles(workspace_bytes, tile_dtype, autotune)  # type: ignore[arg-type]
+    return TritonTiles(workspace_bytes, tile_dtype, autotune)

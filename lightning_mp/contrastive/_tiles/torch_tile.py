@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits
+from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits
 
 __all__ = [
     "HEADER",
@@ -41,6 +41,7 @@ HEADER = 16
 """Values before a kept tile, so that tiles stay aligned to 64 bytes."""
 
 
+@dataclasses.dataclass
 class KeptTile:
     """The place of one tile in the memory that lasts from the first sweep to the second.
 
@@ -48,32 +49,25 @@ class KeptTile:
     reference, or NaN, stands in the header.
     """
 
-    def __init__(self, values: Tensor, shape: tuple[int, int]) -> None:
-        self._header = values[0]
-        self.values_rc = values[HEADER:].view(shape)
-
-    @classmethod
-    def of(cls, kept: Kept | None, shape: tuple[int, int]) -> "KeptTile | None":
-        """Take the next place, if there is one."""
-        values = None if kept is None else kept.take(HEADER + shape[0] * shape[1])
-        return None if values is None else cls(values, shape)
+    header: Tensor
+    values_rc: Tensor
 
     @property
     def reference(self) -> Tensor | None:
         """What the values refer to, in powers of two; `None` if they are logits."""
         # On other devices logits are kept, and a look at the header would wait for the device.
-        if self._header.device.type != "cpu" or bool(self._header.isnan()):
+        if self.header.device.type != "cpu" or bool(self.header.isnan()):
             return None
-        return self._header
+        return self.header
 
     def note(self, reference: Tensor | None, logits_rc: Tensor) -> None:
         """Say what the values refer to; without a reference, keep the logits."""
         if reference is None:
             self.values_rc.copy_(logits_rc)
             # No reference is NaN: the sums of a tile with one have failed their comparison.
-            self._header.fill_(math.nan)
+            self.header.fill_(math.nan)
         else:
-            self._header.copy_(reference)
+            self.header.copy_(reference)
 
 
 @dataclasses.dataclass
@@ -100,17 +94,18 @@ class Tile:
         """Work the logits out, in the first buffer."""
         return torch.mm(self.scaled_rD, self.columns_cD.T, out=self.logits_rc)
 
-    def leave_out(self, tile_rc: Tensor, value: float) -> None:
-        """Give what is no negative a value: positives, and pairs of equal ids."""
+    def leave_out(self, tile_rc: Tensor, value: float) -> Tensor:
+        """Give what is no negative a value, in place: positives, and pairs of equal ids."""
         if self.ids is not None:
             tile_rc.masked_fill_(self.ids.rows_b[:, None] == self.ids.columns_m, value)
         if self.diagonal is None:
-            return
+            return tile_rc
         # Only these rows have their positive in the shard, wherever its diagonal runs.
         part_rc = tile_rc[self.positive_rows]
         offset = self.diagonal + min(self.positive_rows.start, tile_rc.shape[0])
         if -part_rc.shape[0] < offset < part_rc.shape[1]:
             part_rc.diagonal(offset).fill_(value)
+        return tile_rc
 
 
 class _Sums(NamedTuple):
@@ -170,7 +165,7 @@ def _log2_sum_exp2(
 
 
 def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
-    """Return `2^(logit - row) + 2^(logit - column)` in the second buffer, positives as they come.
+    """Return `2^(logit - row) + 2^(logit - column)` in the second buffer, 0 for no negatives.
 
     Powers against one reference `t` give both by a factor for each row and one for each column:
     `2^(logit - t) (2^(t - row) + 2^(t - column))`. No row or column that a kept reference served
@@ -191,14 +186,15 @@ def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
         by_row_rc = torch.sub(powers_rc, row_r[:, None], out=tile.spare_rc)
         by_column_rc = torch.sub(powers_rc, column_c[None], out=tile.logits_rc)
         by_row_rc.clamp_(min=least).exp2_()
-        return by_row_rc.add_(by_column_rc.clamp_(min=least).exp2_())
+        by_row_rc.add_(by_column_rc.clamp_(min=least).exp2_())
+        return tile.leave_out(by_row_rc, 0.0)
     row_r, column_c = (
         # In the state dtype up to here: a logarithm in fp32 would be off for its whole row.
         (reference - power).clamp_(min=least).exp2_().to(tile.spare_rc.dtype)
         for power in (row_r, column_c)
     )
     torch.mul(powers_rc, row_r[:, None], out=tile.spare_rc)
-    return tile.spare_rc.addcmul_(powers_rc, column_c[None])
+    return tile.leave_out(tile.spare_rc.addcmul_(powers_rc, column_c[None]), 0.0)
 
 
 def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
@@ -241,7 +237,7 @@ def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor)
     for powers_rc, left_out_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
         # After the exponential: a -inf before it would be lifted to the least exponent.
         powers_rc.clamp_(min=least).exp2_().masked_fill_(left_out_rc, 0)
-    return row_rc.add_(column_rc)
+    return tile.leave_out(row_rc.add_(column_rc), 0.0)
 
 
 def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
@@ -269,5 +265,6 @@ def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
     tile.leave_out(x_rc, -torch.inf)  # last, for the least exponent would count
     x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
     # Above 50, softplus(x) is x: e^-50 is 2e-22.
+    # No sigmoid is left of them either: that of -inf is 0.
     losses = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc).sum()
     return x_rc.sigmoid_(), losses

@@ -30,7 +30,7 @@ from lightning_mp.contrastive._tiles.torch_tile import (
     sigmoid,
     softmax,
 )
-from lightning_mp.numerics.floats import accumulation_dtype, state_dtype, sum_rounding
+from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype, sum_rounding
 
 __all__ = ["DEFAULT_WORKSPACE_BYTES", "TorchTiles"]
 
@@ -143,11 +143,11 @@ class TorchTiles(TileBackend):
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
         """Return what a logit may be off by, see `TileBackend.rounding`."""
-        return sum_rounding(width, accumulation_dtype(dtype)), 0.0
+        return sum_rounding(width, ACCUMULATION_DTYPES[dtype]), 0.0
 
     def tile_size(self, width: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return `t`, the columns of a tile: the largest with `4 t^2 + 5 t D` values in budget."""
-        values = self._tile_budget(device) // accumulation_dtype(dtype).itemsize
+        values = self._tile_budget(device) // ACCUMULATION_DTYPES[dtype].itemsize
         # The positive root of that quadratic, in whole numbers.
         columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
         return max(64, columns // 64 * 64)
@@ -158,7 +158,7 @@ class TorchTiles(TileBackend):
         # A tile of 128 x 64 or more has a header and a gap of 32 values at most.
         everything = b * m + b * m // 256 + b + m + 32
         # `min` would branch on sizes that may be symbolic.
-        size: int = torch.sym_min(everything, room // accumulation_dtype(dtype).itemsize)
+        size: int = torch.sym_min(everything, room // ACCUMULATION_DTYPES[dtype].itemsize)
         return size
 
     def multiplied_twice(
@@ -197,7 +197,7 @@ class TorchTiles(TileBackend):
         rows_bD, columns_mD, scale, diagonal, positive_rows, ids, limits, kept, _ = logits
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
         have = slice(0, b) if positive_rows is None else positive_rows
-        dtype = accumulation_dtype(rows_bD.dtype)
+        dtype = ACCUMULATION_DTYPES[rows_bD.dtype]
         places = list(self._places(b, m, width, dtype, rows_bD.device))
         first_rows, first_columns = places[0]  # no other is larger
         buffers = rows_bD.new_empty(2, first_rows.stop * first_columns.stop, dtype=dtype)
@@ -217,9 +217,11 @@ class TorchTiles(TileBackend):
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
             having = slice(max(have.start - rows.start, 0), max(have.stop - rows.start, 0))
+            values = None if kept is None else kept.take(HEADER + shape[0] * shape[1])
+            place = None if values is None else KeptTile(values[0], values[HEADER:].view(shape))
             yield Tile(
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
-                offset, having, KeptTile.of(kept, shape),
+                offset, having, place,
                 None if ids is None else ids.block(rows, columns),
                 None if limits is None else limits.block(rows, columns), log2_scale,
             )  # fmt: skip
@@ -235,7 +237,7 @@ class TorchTiles(TileBackend):
 
         Args:
             logits: What is swept.
-            weights_of: What a loss gives the pairs of a tile, `B dL/dS`.
+            weights_of: What a loss gives the pairs of a tile, `B dL/dS`, 0 for no negatives.
             d_rows_bD: Gets `weights @ columns`; `None` for no product.
             d_columns_mD: Gets `weights.T @ rows`; likewise.
         """
@@ -244,7 +246,6 @@ class TorchTiles(TileBackend):
                 gradient.zero_()
         for tile in self._tiles(logits):
             weights_rc = weights_of(tile)
-            tile.leave_out(weights_rc, 0.0)  # positives come as they are
             if d_rows_bD is not None:
                 d_rows_bD[tile.rows].addmm_(weights_rc, tile.columns_cD)
             if d_columns_mD is not None:

@@ -14,9 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._call.pair_options import PairOptions
-from lightning_mp.contrastive._operator import loss_of
-from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.plan.formulas import DENSE, LOCAL, OURS
 
 __all__ = ["LEVELS", "MANY_TILES", "METHODS", "DenseLoss", "LocalLoss", "NothingKept", "RanksInOne"]
@@ -117,8 +114,7 @@ class NothingKept(nn.Module):
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Return the loss of one process."""
-        tiles = TileChoice(keeps_tiles=False)
-        loss, _ = loss_of(image_bD, text_bD, scale, None, PairOptions(), tiles, "slices", None)
+        loss, _ = ContrastiveLoss().compute(image_bD, text_bD, scale, None, keeps_tiles=False)
         return loss
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import Kept, Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
@@ -31,6 +30,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     Precision,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
+from lightning_mp.contrastive._tiles.words import TileDtype
 from tests.reference.contrastive import relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

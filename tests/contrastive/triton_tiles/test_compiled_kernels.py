@@ -16,7 +16,6 @@ from typing import get_args
 import pytest
 import torch
 
-from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     Kernel,
     TileConfig,
@@ -25,6 +24,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     find_kept_configs,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision
+from lightning_mp.contrastive._tiles.words import TileDtype
 from tests.contrastive.triton_tiles.compiling import Chip, Compiled, Request, compiler
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._tiles.backends import TileChoice
+from lightning_mp.contrastive._call.request import tiles_for
 from lightning_mp.contrastive._tiles.triton_tiles import tiles as tiles_module
 from tests.contrastive.visible import loss_on
 
@@ -112,7 +112,7 @@ def test_false_negatives_are_left_out_as_in_float64(
 def test_both_kinds_of_kernels_equal_float64(dtype: torch.dtype, arch: int) -> None:
     if arch == 90 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the copy engine of these kernels is Hopper's")
-    tiles = TileChoice("triton", "fp32", 2**22, False).tiles(torch.device("cuda"), dtype)
+    tiles = tiles_for(torch.device("cuda"), dtype, "triton", "fp32", 2**22)
     tiles = dataclasses.replace(tiles, arch=arch)
     image, text = (x.requires_grad_() for x in features(1500, 200, dtype))
     loss = loss_on(tiles, image, text, torch.tensor(-50.0, device="cuda"))
@@ -224,7 +224,7 @@ def test_auto_takes_triton_here_and_torch_for_float64() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs compute capability 8.0")
     names = [
-        type(TileChoice("auto", "auto", None, False).tiles(device, dtype)).__name__
+        type(tiles_for(device, dtype)).__name__
         for dtype in (torch.bfloat16, torch.float32, torch.float64)
     ]
     assert names == ["TritonTiles", "TritonTiles", "TorchTiles"]

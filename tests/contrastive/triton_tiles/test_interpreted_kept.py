@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import loss_of
-from lightning_mp.contrastive._tiles.backends import TileChoice
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Logits, Maxima
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
@@ -154,8 +153,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_kept_products_or_a_locked_
         inputs = [torch.empty(b, width), torch.empty(b, width), torch.ones(())]
         for name, x in zip(names, inputs, strict=True):
             x.requires_grad_(name in trained.split())
-        choice = TileChoice("triton")
-        loss, _ = loss_of(*inputs, None, PairOptions(), choice, "slices", None)
+        loss, _ = loss_of(Request(*inputs, backend="triton").checked())
         if trained:
             loss.backward()
     expected = units * b - kept_rows * bool(trained)

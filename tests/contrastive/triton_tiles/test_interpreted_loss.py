@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._tiles.backends import TileChoice, triton_problem
+from lightning_mp.contrastive._call.request import tiles_for
+from lightning_mp.contrastive._tiles.backends import triton_problem
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.test_operator import opcheck
 from tests.reference.contrastive import reference, relative_error
@@ -113,7 +114,7 @@ def test_bias_changes_nothing_and_gets_a_gradient_of_zero() -> None:
 
 
 def test_choices_reach_the_tiles() -> None:
-    tiles = TileChoice("triton", "tf32", 2**22, True).tiles(CPU, torch.float32)
+    tiles = tiles_for(CPU, torch.float32, "triton", "tf32", 2**22, True)
     assert tiles == TritonTiles(2**22, "tf32", True)
     assert triton_problem(CPU, torch.float32) is None
     assert "float64" in (triton_problem(CPU, torch.float64) or "")

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
+from lightning_mp.contrastive._tiles.words import TileDtype
 
 __all__ = ["KernelLogits", "block_shape", "whole_waves"]
 

@@ -9,7 +9,7 @@ Shapes:
 
 As torch's own operations this is some sixty launches of a few microseconds of the host each, which
 at 256 pairs a rank is more than the products of all sweeps take. Log-sum-exps, the pairs' logits
-and their terms are in float64, as in `infonce`, whose formulas these are.
+and their terms are in float64, as in `_sums/softmax.py`, whose formulas these are.
 """
 
 import torch

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.backends import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import (
     Kept,
     Logits,
@@ -43,6 +42,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import (
     SoftmaxFactors,
     write_softmax,
 )
+from lightning_mp.contrastive._tiles.words import TileDtype
 from lightning_mp.numerics.floats import sum_rounding
 from lightning_mp.numerics.triton_support import launching_on
 

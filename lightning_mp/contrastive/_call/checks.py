@@ -11,29 +11,41 @@ import torch
 from torch import Tensor
 
 from lightning_mp._arguments import refuse_values
-from lightning_mp.contrastive._call.pair_options import PairOptions
+from lightning_mp.contrastive._call.request import Request
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["check_pair_rules", "find_problem"]
+__all__ = ["STATISTICS_PROBLEM", "check_pair_rules", "find_problem"]
+
+STATISTICS_PROBLEM = (
+    "Passed `statistics=True` to a loss with several positives of one image or text, with "
+    "`negatives` of an image alone, or with `false_negatives`. Statistics are of one pair a row, "
+    "among the texts that all images see. Leave it out."
+)
 
 
-def find_problem(
-    image_features: object,
-    text_features: object,
-    logit_scale: object,
-    logit_bias: object,
-    pairs: PairOptions,
-) -> str | None:
+def find_problem(request: Request) -> str | None:
     """Return what was passed, what is accepted and the fix; `None` if all is well."""
+    image, text, scale, bias = request.image, request.text, request.scale, request.bias
     # In this order: each takes for granted what those before it have looked at.
     return (
-        _features_problem("image_features", image_features)
-        or _features_problem("text_features", text_features)
-        or _sides_problem(image_features, text_features, pairs.positives is not None)
-        or _scalar_problem("logit_scale", logit_scale)
-        or (None if logit_bias is None else _scalar_problem("logit_bias", logit_bias))
-        or _options_problem(pairs, image_features, text_features)  # type: ignore[arg-type]
+        _features_problem("image_features", image)
+        or _features_problem("text_features", text)
+        or _sides_problem(image, text, request.positives is not None)
+        or _scalar_problem("logit_scale", scale)
+        or (None if bias is None else _scalar_problem("logit_bias", bias))
+        or _ids_problem(request)
+        or (None if request.weights is None else _weights_problem(request.weights, image))
+        or (None if request.positives is None else _positives_problem(request))
+        or (None if request.negatives is None else _negatives_problem(request))
+        or _guides_problem(request)
+        or (STATISTICS_PROBLEM if request.statistics and not _has_pairs(request) else None)
     )
+
+
+def _has_pairs(request: Request) -> bool:
+    """Return whether rows have one positive each and all have the same negatives."""
+    is_whole = request.negatives is None and request.false_negatives == "keep"
+    return is_whole and request.duplicates == "mask"
 
 
 def _features_problem(name: str, features: object) -> str | None:
@@ -61,9 +73,7 @@ def _features_problem(name: str, features: object) -> str | None:
     return None
 
 
-def _sides_problem(image_features: object, text_features: object, is_paired: bool) -> str | None:
-    if not isinstance(image_features, Tensor) or not isinstance(text_features, Tensor):
-        return None
+def _sides_problem(image_features: Tensor, text_features: Tensor, is_paired: bool) -> str | None:
     shapes = (
         f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` of "
         f"shape {list(text_features.shape)}."
@@ -103,17 +113,6 @@ def _scalar_problem(name: str, value: object) -> str | None:
     )
 
 
-def _options_problem(options: PairOptions, image: Tensor, text: Tensor) -> str | None:
-    """Return what cannot be used with features that can, and the fix."""
-    return (
-        _ids_problem(options, text)
-        or (None if options.weights is None else _weights_problem(options.weights, image))
-        or (None if options.positives is None else _positives_problem(options, image))
-        or (None if options.negatives is None else _negatives_problem(options, image))
-        or _guides_problem(options, image, text)
-    )
-
-
 def check_pair_rules(
     owner: object, duplicates: str, label_smoothing: float, false_negatives: str, margin: float
 ) -> None:
@@ -135,13 +134,13 @@ def check_pair_rules(
         refuse_values(owner, reason, **left_out, **targets)
 
 
-def _ids_problem(options: PairOptions, text: Tensor) -> str | None:
-    ids = options.ids
+def _ids_problem(request: Request) -> str | None:
+    ids, text = request.ids, request.text
     if ids is None:
-        if options.duplicates == "mask":
+        if request.duplicates == "mask":
             return None
         return (
-            f"Called `ContrastiveLoss(duplicates={options.duplicates!r})` without `ids`, which say "
+            f"Called `ContrastiveLoss(duplicates={request.duplicates!r})` without `ids`, which say "
             "what else is a positive. Pass `ids=...` in the call, or leave `duplicates` out."
         )
     if not isinstance(ids, Tensor):
@@ -179,16 +178,16 @@ def _weights_problem(weights: Tensor, image: Tensor) -> str | None:
     return _device_problem("weights", weights, image)
 
 
-def _positives_problem(options: PairOptions, image: Tensor) -> str | None:
-    positives = options.positives
+def _positives_problem(request: Request) -> str | None:
+    positives, image = request.positives, request.image
     if not isinstance(positives, Tensor):
         return (
             f"Passed `positives` of type {type(positives).__name__}. It must be a tensor of the "
             "texts' row numbers, one or several for each image. Pass `torch.tensor(positives)`."
         )
-    if options.duplicates != "mask":
+    if request.duplicates != "mask":
         return (
-            f"Passed `positives` to `ContrastiveLoss(duplicates={options.duplicates!r})`, where "
+            f"Passed `positives` to `ContrastiveLoss(duplicates={request.duplicates!r})`, where "
             "`ids` say what they are. Pass one of the two."
         )
     is_integer = not positives.is_floating_point() and not positives.is_complex()
@@ -203,9 +202,9 @@ def _positives_problem(options: PairOptions, image: Tensor) -> str | None:
     return None
 
 
-def _negatives_problem(options: PairOptions, image: Tensor) -> str | None:
-    negatives = options.negatives
-    if options.directions == "text_to_image":
+def _negatives_problem(request: Request) -> str | None:
+    negatives, image = request.negatives, request.image
+    if request.directions == "text_to_image":
         return (
             "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
             "texts that an image is not to find. Leave one of the two out."
@@ -230,15 +229,16 @@ def _negatives_problem(options: PairOptions, image: Tensor) -> str | None:
     return _device_problem("negatives", negatives, image)
 
 
-def _guides_problem(options: PairOptions, image: Tensor, text: Tensor) -> str | None:
-    guides = {"guide_image": options.guide_image, "guide_text": options.guide_text}
+def _guides_problem(request: Request) -> str | None:
+    image, text = request.image, request.text
+    guides = {"guide_image": request.guide_image, "guide_text": request.guide_text}
     given = [name for name, guide in guides.items() if guide is not None]
     if not given:
         return None
-    if len(given) == 1 or options.false_negatives == "keep" or options.negatives is not None:
+    if len(given) == 1 or request.false_negatives == "keep" or request.negatives is not None:
         said = f"Passed `{'` and `'.join(given)}` to `ContrastiveLoss(false_negatives="
         return (
-            f"{said}{options.false_negatives!r})`. Guides are features of images and of texts that "
+            f"{said}{request.false_negatives!r})`. Guides are features of images and of texts that "
             "judge which negatives are false; `negatives` of an image have none. Pass both, with "
             "'absolute' or 'relative', and such negatives among the texts."
         )
@@ -255,7 +255,7 @@ def _guides_problem(options: PairOptions, image: Tensor, text: Tensor) -> str | 
         problem = _device_problem(name, guide, features)
         if problem is not None:
             return problem
-    left, right = options.guide_image, options.guide_text
+    left, right = request.guide_image, request.guide_text
     if left is not None and right is not None and left.shape[1] != right.shape[1]:
         return (
             f"Passed `guide_image` of shape {list(left.shape)} and `guide_text` of shape "

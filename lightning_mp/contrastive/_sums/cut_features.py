@@ -1,0 +1,64 @@
+"""Prefixes of features, brought to norm 1, and what that makes of their gradients.
+
+Shapes:
+    n: rows. D: full width. d: width of a prefix.
+
+What normalisation makes of a gradient is linear: with `x_d = prefix / |prefix|`,
+
+    dL/dprefix = (dL/dx_d - <dL/dx_d, x_d> x_d) / |prefix|,
+
+of any part of dL/dx_d, and prefixes of other widths are added to it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._call.request import Request
+from lightning_mp.numerics.floats import accumulation_dtype
+
+__all__ = ["CutFeatures", "Prefix", "prefixes_of"]
+
+_LEAST_NORM = 1e-12  # as in torch's `normalize`
+
+
+def prefixes_of(request: Request) -> list["Prefix"]:
+    """Return the prefixes of a request."""
+    return [
+        Prefix(width, weight, request.normalize)
+        for width, weight in zip(request.widths, request.width_weights, strict=True)
+    ]
+
+
+class Prefix(NamedTuple):
+    """A prefix, and how much its loss counts in the sum."""
+
+    width: int
+    weight: float
+    is_normalized: bool
+
+    def of(self, features_nD: Tensor) -> "CutFeatures":
+        """Return the prefixes of features."""
+        part_nd = features_nD[:, : self.width]
+        if not self.is_normalized:
+            return CutFeatures(part_nd.contiguous(), None)
+        wide_nd = part_nd.to(accumulation_dtype(part_nd.dtype))
+        norm_n1 = torch.linalg.vector_norm(wide_nd, dim=1, keepdim=True).clamp_min(_LEAST_NORM)
+        return CutFeatures((wide_nd / norm_n1).to(part_nd.dtype), norm_n1)
+
+
+class CutFeatures(NamedTuple):
+    """Features of one prefix, and the norms that they had."""
+
+    features_nd: Tensor
+    norm_n1: Tensor | None
+
+    def add_gradient(self, total_nD: Tensor, grad_nd: Tensor, weight: float) -> None:
+        """Add a gradient for the prefix's features to that of the full ones, in place."""
+        if self.norm_n1 is not None:
+            # What points along the feature changes its norm alone, which normalising takes away.
+            unit_nd = self.features_nd.to(grad_nd.dtype)
+            along_n1 = (grad_nd * unit_nd).sum(1, keepdim=True)
+            grad_nd = grad_nd.addcmul(along_n1, unit_nd, value=-1.0).div_(self.norm_n1)
+        total_nD[:, : grad_nd.shape[1]].add_(grad_nd, alpha=weight)

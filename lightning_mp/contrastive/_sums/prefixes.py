@@ -1,0 +1,149 @@
+"""The contrastive losses of nested prefixes of the features, added up in one pass over all ranks.
+
+Shapes:
+    b: this rank's images. n: its texts, of which the first b belong to the images. D: full width.
+    m: columns that are visiting. k: prefixes. d: width of one of them.
+
+The texts of other ranks travel once, at full width. While a block of them visits, every prefix is
+swept in turn, as in `softmax`, with the same workspace. Log-sum-exps travel k to a column.
+Gradients go home once, at full width, for what normalisation makes of them is linear.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._sums.cut_features import CutFeatures, Prefix, prefixes_of
+from lightning_mp.contrastive._sums.sweep import Block, Found, Plan, sweep
+from lightning_mp.contrastive._tiles.tile_backend import Kept, PairTerms, Prepared, row_dots
+
+__all__ = ["prefixes_loss"]
+
+
+def prefixes_loss(plan: Plan) -> Found:
+    """Return the weighted sum of the losses of all prefixes, and its gradients."""
+    request, prefixes = plan.request, prefixes_of(plan.request)
+    image_bD, text_nD, scale = request.image, request.text, request.scale
+    memory = plan.memory_for_tiles(len(prefixes))
+    images = [prefix.of(image_bD) for prefix in prefixes]
+    prepared = [
+        plan.tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
+        for image, prefix in zip(images, prefixes, strict=True)
+    ]
+    (lses,) = sweep(plan, [_Negatives(plan, prefixes, images, Kept(memory), prepared)])
+    totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
+    losses_k, found = lses[0].new_empty(len(prefixes)), []
+    for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
+        # Kernels go by vectors without strides.
+        row_b, column_n = (x[:, index].contiguous() for x in lses)
+        found.append(
+            plan.tiles.pair_terms(
+                row_b, column_n[None], prepared[index].pos_b, plan.wanted, plan.terms, loss
+            )
+        )
+        totals[1] += prefix.weight * loss
+    # All ranks return here, or none: needs are agreed.
+    if not plan.trains:
+        return Found(plan.exchange.all_reduce(totals)[1])
+    column_lse_nk = torch.stack([terms.column_lse_n for terms in found], 1)
+    gradients = _Gradients(plan, prefixes, images, Kept(memory), found)
+    ((d_images, d_text_nD),) = sweep(plan, [gradients], column_lse_nk)
+    d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs.image else None
+    for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
+        weight_b1 = found[index].weight_b.to(plan.dtype)[:, None]
+        # Cut once more: to keep it would take a copy of the texts for each prefix.
+        text = prefix.of(text_nD[: len(weight_b1)])
+        if d_text_nD is not None:
+            own_bd = image.features_nd.to(plan.dtype) * -weight_b1
+            text.add_gradient(d_text_nD[: len(own_bd)], own_bd, prefix.weight)
+        if d_images is not None:
+            grad_bd = d_images[index].addcmul_(text.features_nd, weight_b1, value=-1.0)
+            # Of what is not projected yet: the projection takes just this out.
+            along_b = row_dots(image.features_nd, grad_bd, totals.dtype)
+            totals[0] += prefix.weight * along_b.sum() / plan.terms
+            if d_image_bD is not None:
+                image.add_gradient(d_image_bD, grad_bd, prefix.weight)
+    factor = scale.to(totals.dtype).reshape(()) * (plan.exchange.world_size / plan.terms)
+    for grad in (d_image_bD, d_text_nD):
+        if grad is not None:
+            grad.mul_(factor)
+    d_scale, loss = plan.exchange.all_reduce(totals)
+    return Found(loss, d_image_bD, d_text_nD, d_scale=d_scale)
+
+
+class _Negatives:
+    """The log-sum-exps of the negatives of this rank's rows and columns, as a visitor."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        prefixes: list[Prefix],
+        images: list[CutFeatures],
+        kept: Kept,
+        prepared: list[Prepared],
+    ) -> None:
+        image_bD = plan.request.image
+        self._rows_kb = image_bD.new_empty(len(prefixes), len(image_bD), dtype=plan.state)
+        self._columns, self._kept = plan.exchange.home("logsumexp"), kept
+        self._prefixes, self._images, self._prepared = prefixes, images, prepared
+
+    def block(self, block: Block) -> None:
+        """Add the columns' negatives to the rows', and the rows' to theirs."""
+        part_km = self._rows_kb.new_empty(len(self._prefixes), len(block.text_mD))
+        for index, prefix in enumerate(self._prefixes):
+            # Cut from the block here: prefixes would travel beside the features otherwise.
+            text_md = prefix.of(block.text_mD).features_nd
+            logits = block.logits(self._images[index].features_nd, text_md, self._kept)
+            block.plan.tiles.lse_sweep(
+                logits, self._rows_kb[index], part_km[index], self._prepared[index]
+            )
+        # The batch comes first in all that travels.
+        self._columns.add(part_km.T.contiguous())
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        """Return the rows' log-sum-exps, (b, k), and the columns', (n, k)."""
+        return self._rows_kb.T, self._columns.result()
+
+
+class _Gradients:
+    """The negatives' part of the gradients of the images' prefixes and the texts, as a visitor."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        prefixes: list[Prefix],
+        images: list[CutFeatures],
+        kept: Kept,
+        found: list[PairTerms],
+    ) -> None:
+        self._d_images = None
+        # The scale's is in that of the images; normalisation takes it out of that of the texts.
+        if plan.needs.image or plan.needs.scale:
+            self._d_images = [torch.empty_like(x.features_nd, dtype=plan.dtype) for x in images]
+        self._text = plan.exchange.home("sum") if plan.needs.text else None
+        self._kept = kept
+        self._prefixes, self._images, self._found = prefixes, images, found
+
+    def block(self, block: Block) -> None:
+        """Add what these columns and the rows make of each other, prefix by prefix."""
+        dtype, text_mD, total_mD = block.plan.dtype, block.text_mD, None
+        if self._text is not None:
+            total_mD = torch.zeros_like(text_mD, dtype=dtype)
+        for index, prefix in enumerate(self._prefixes):
+            text, part_md = prefix.of(text_mD), None
+            if total_mD is not None:
+                part_md = torch.empty_like(text.features_nd, dtype=dtype)
+            block.plan.tiles.grad_sweep(
+                block.logits(self._images[index].features_nd, text.features_nd, self._kept),
+                self._found[index].row_lse_b,
+                block.values[:, index].contiguous(),
+                None if self._d_images is None else self._d_images[index],
+                part_md,
+            )
+            if total_mD is not None and part_md is not None:
+                text.add_gradient(total_mD, part_md, prefix.weight)
+        if self._text is not None and total_mD is not None:
+            self._text.add(total_mD)
+
+    def home(self) -> tuple[list[Tensor] | None, Tensor | None]:
+        """Return what was added for each prefix of the images, and for the texts, full width."""
+        return self._d_images, None if self._text is None else self._text.result()

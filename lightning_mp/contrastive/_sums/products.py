@@ -1,0 +1,73 @@
+"""Products of features that targets need, with gradients: with a `Match`, and row by row.
+
+Shapes:
+    b: images of this rank. n: its texts. k: negatives of an image. D: width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._sums.matches import Match
+from lightning_mp.contrastive._tiles.tile_backend import row_dots
+
+__all__ = ["dots", "to_columns", "to_rows"]
+
+
+def to_rows(match: Match, x_nD: Tensor) -> Tensor:
+    """Return `M @ x`, and differentiate it."""
+    rows: Tensor = _Product.apply(x_nD, match, True)
+    return rows
+
+
+def to_columns(match: Match, x_bD: Tensor) -> Tensor:
+    """Return `M.T @ x`, and differentiate it."""
+    columns: Tensor = _Product.apply(x_bD, match, False)
+    return columns
+
+
+class _Product(torch.autograd.Function):
+    """A product with M or its transpose; the other is its gradient, of the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, match: Match, is_to_rows: bool) -> Tensor:
+        ctx.match, ctx.is_to_rows = match, is_to_rows
+        return match.to_rows(x) if is_to_rows else match.to_columns(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        # A collective, where M spans ranks: all have to come here, in the same order.
+        back = ctx.match.to_columns if ctx.is_to_rows else ctx.match.to_rows
+        return back(cotangent.contiguous()), None, None
+
+
+def dots(left_bD: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inner products of rows with one row each, (b, D), or with several, (b, k, D)."""
+    right_bkD = right if right.ndim == 3 else right[:, None]
+    dots_bk: Tensor = _Dots.apply(left_bD, right_bkD, dtype)
+    return dots_bk if right.ndim == 3 else dots_bk[:, 0]
+
+
+class _Dots(torch.autograd.Function):
+    """Inner products of rows in a wide dtype, whose gradients are products in a narrow one."""
+
+    @staticmethod
+    def forward(ctx: Any, left_bD: Tensor, right_bkD: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(left_bD, right_bkD)
+        # One of k at a time: wide copies of all would be k times the features.
+        return torch.stack([row_dots(left_bD, x_bD, dtype) for x_bD in right_bkD.unbind(1)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent_bk: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        left_bD, right_bkD = ctx.saved_tensors
+        cotangent_bk = cotangent_bk.to(left_bD.dtype)
+        needs_left, needs_right, _ = ctx.needs_input_grad
+        d_left_bD = torch.zeros_like(left_bD) if needs_left else None
+        d_right_bkD = torch.empty_like(right_bkD) if needs_right else None
+        for place, cotangent_b in enumerate(cotangent_bk.unbind(1)):
+            if d_left_bD is not None:
+                d_left_bD.addcmul_(right_bkD[:, place], cotangent_b[:, None])
+            if d_right_bkD is not None:
+                d_right_bkD[:, place] = left_bD * cotangent_b[:, None]
+        return d_left_bD, d_right_bkD, None

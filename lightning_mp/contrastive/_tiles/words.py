@@ -1,0 +1,19 @@
+"""The words that arguments of the losses take, below all rooms that ask for them."""
+
+from typing import Literal
+
+__all__ = [
+    "Backend",
+    "Directions",
+    "Duplicates",
+    "ExchangeName",
+    "FalseNegatives",
+    "TileDtype",
+]
+
+Backend = Literal["auto", "triton", "torch"]
+Directions = Literal["both", "image_to_text", "text_to_image"]
+Duplicates = Literal["mask", "multi_positive"]
+ExchangeName = Literal["slices", "ring"]
+FalseNegatives = Literal["keep", "absolute", "relative"]
+TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
