@@ -13,12 +13,11 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
-from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
-from lightning_mp.callbacks._step.training_state import loss_scale_of
-from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, step_of
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 from lightning_mp.precision._choice.module_selection import as_written, select_modules
@@ -61,6 +60,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         ValueError: An argument is out of range, or a module is unknown.
     """
 
+    moment: Moment = "batch end"  # when the gradients of outputs are there too
     keeps = ("samples", "_finite")
 
     def __init__(
@@ -115,33 +115,37 @@ class ActivationRangeMonitor(SamplingMonitor):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.is_due(trainer):
+        if self.is_due(step_of(trainer)):
             self._sampler.start()
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        sampled = self._sampler.stop() if self._sampler.is_running else None
-        if sampled is not None:
-            keys, table = sampled
-            state = self._state(trainer)
-            if state:
-                # To one device, where parts of a model lie on several.
-                rows = pack_stats([each.detach().to(table.device) for each in state.values()])
-                keys, table = [*keys, *state], torch.cat([table, rows])
-            # Ranks see different data, and one of them may be near overflow alone.
-            self.submit(trainer, table, gather=True, keys=keys)
-        super().on_train_batch_end(trainer, *_)
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._sampler.pause()
 
-    def _state(self, trainer: pl.Trainer) -> dict[OutputKey, Tensor]:
+    @override
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        sampled = self._sampler.stop()
+        if sampled is None:
+            return None
+        keys, table = sampled
+        state = self._state(step)
+        if state:
+            # To one device, where parts of a model lie on several.
+            rows = pack_stats([each.detach().to(table.device) for each in state.values()])
+            keys, table = [*keys, *state], torch.cat([table, rows])
+        # Ranks see different data, and one of them may be near overflow alone.
+        return step.gather(table, keys=keys)
+
+    def _state(self, step: TrainingStep) -> dict[OutputKey, Tensor]:
         """Return the buffers, the loss, and how many values were clamped."""
         state = {
             OutputKey(as_written(name), "buffer", buffer.dtype.to_real()): buffer
-            for name, buffer in trainer.lightning_module.named_buffers()
+            for name, buffer in step.trainer.lightning_module.named_buffers()
             if buffer.dtype in VALUE_DTYPES and buffer.numel()
         }
-        if self.recorder.newest_loss is not None:
-            state[OutputKey("loss", "loss", torch.float32)] = self.recorder.newest_loss
-        clamp = getattr(trainer.precision_plugin, "inf_clamp", None)
+        if step.loss is not None:
+            state[OutputKey("loss", "loss", torch.float32)] = step.loss
+        clamp = getattr(step.trainer.precision_plugin, "inf_clamp", None)
         if isinstance(clamp, InfClamp) and clamp.names:
             counts = clamp.counts()
             wide = state_dtype(counts.device)
@@ -150,66 +154,63 @@ class ActivationRangeMonitor(SamplingMonitor):
         return state
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_exception(self, *_: Any) -> None:
         # Its hooks would stay on the model that the user goes on with.
         self._sampler.stop()
-        super().on_exception(trainer, *_)
 
     @override
-    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        self._judge_buffers(trainer, sample)
-        metrics = self._judge_logits(trainer, sample)
+    def judge(self, sample: Sample) -> list[Verdict]:
+        metrics: dict[str, float] = {}
+        verdicts = [*self._judge_buffers(sample), *self._judge_logits(sample, metrics)]
         is_lost = any(bad_W.any() for _, bad_W in _rows(sample, "loss", StatField.NON_FINITE))
         for kind in dict.fromkeys(key.kind for key in sample.context["keys"]):
             if kind in ("activation", "output_gradient", "norm_input"):
-                metrics |= self._judge_kind(trainer, sample, kind, is_lost)
-        metrics |= self._judge_clamped(trainer, sample)
-        facts = sample.context["facts"]
+                verdicts += self._judge_kind(sample, kind, is_lost, metrics)
+        verdicts += self._judge_clamped(sample, metrics)
         # Outputs belong to no optimizer, so that their curves get no number.
-        self.record(trainer, metrics, dataclasses.replace(facts, optimizer=0))
+        self.record(metrics, dataclasses.replace(sample.facts, optimizer=0))
+        return verdicts
 
-    def _judge_clamped(self, trainer: pl.Trainer, sample: Readback) -> dict[str, float]:
+    def _judge_clamped(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         rows = _rows(sample, "clamped", StatField.AMAX)
         totals = {name: float(counts_W.sum()) for name, counts_W in rows}
+        if totals:
+            metrics["clamped_values"] = sum(totals.values())
         for name, total in totals.items():
             # Counters only grow: what is new is the difference to the last sample.
             new, self._clamped[name] = total - self._clamped.get(name, 0.0), total
             if new > 0:
-                numbers = {"total": total}
-                verdict = Verdict("activation_clamped", new, 0, tensor=name, numbers=numbers)
-                self.say(trainer, verdict, sample.context["facts"])
-        return {"clamped_values": sum(totals.values())} if totals else {}
+                yield Verdict("activation_clamped", new, 0, tensor=name, numbers={"total": total})
 
     def _judge_kind(
-        self, trainer: pl.Trainer, sample: Readback, kind: str, is_lost: bool
-    ) -> dict[str, float]:
+        self, sample: Sample, kind: str, is_lost: bool, metrics: dict[str, float]
+    ) -> Iterator[Verdict]:
         chosen = [at for at, key in enumerate(sample.context["keys"]) if key.kind == kind]
         keys = [sample.context["keys"][at] for at in chosen]
         labels = [_label(key, keys) for key in keys]
-        ranks = sample.array[:, chosen]
+        ranks, facts = sample.array[:, chosen], sample.facts
         stats = merge_ranks(labels, ranks)
         largest = np.array([torch.finfo(key.dtype).max for key in keys])
         with np.errstate(divide="ignore"):  # all zeros have inf bits
             bits = np.log2(largest) - np.log2(stats.column(StatField.AMAX))
         left = dict(zip(labels, bits.tolist(), strict=True))
-        self.history.add_column(f"{kind}_headroom_bits", sample.step, left)
-        self.history.add_column(f"{kind}_zero_share", sample.step, stats.zero_share)
+        self.history.add_column(f"{kind}_headroom_bits", facts.step, left)
+        self.history.add_column(f"{kind}_zero_share", facts.step, stats.zero_share)
+        metrics[f"{kind}_headroom_bits"] = float(bits.min())  # inf, where all are 0, is left out
+        zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
+        metrics[f"{kind}_zero_share"] = float(zeros)
+        # A fourth leaves the two bits that `min_headroom_bits` asks for.
+        lower = {"lower_scale": (facts.loss_scale or 4.0) / 4}
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             # Where the loss is lost at the first sample, too, it is no mask.
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
-                self._growth.add(f"{kind}:{label}", sample.step, float(bits[at]))
+                self._growth.add(f"{kind}:{label}", facts.step, float(bits[at]))
             verdict = self._judge_tensor(key, label, stats, float(bits[at]))
             if verdict is not None:
-                field = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
-                facts = _of_worst_rank(sample, ranks[:, at, field])
-                scale = loss_scale_of(trainer)
-                # A fourth leaves the two bits that `min_headroom_bits` asks for.
-                lower_scale = 1.0 if scale is None else float(scale) / 4
-                self.say(trainer, verdict, facts, lower_scale=lower_scale)
-        all_zeros = stats.column(StatField.ZEROS).sum() / max(sum(stats.numels), 1)
-        headroom = float(bits.min())  # inf where all are zero, which is not recorded
-        return {f"{kind}_headroom_bits": headroom, f"{kind}_zero_share": float(all_zeros)}
+                column = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
+                numbers, rank = {**verdict.numbers, **lower}, int(ranks[:, at, column].argmax())
+                yield dataclasses.replace(verdict, numbers=numbers, rank=rank)
 
     def _judge_tensor(
         self, key: OutputKey, label: str, stats: TensorStats, bits: float
@@ -235,39 +236,32 @@ class ActivationRangeMonitor(SamplingMonitor):
         kind, numbers = f"{key.kind}_{found.kind}", {**numbers, **found.numbers}
         return dataclasses.replace(found, kind=kind, tensor=key.name, numbers=numbers)
 
-    def _judge_buffers(self, trainer: pl.Trainer, sample: Readback) -> None:
+    def _judge_buffers(self, sample: Sample) -> Iterator[Verdict]:
         for name, bad_W in _rows(sample, "buffer", StatField.NON_FINITE):
             was_finite = self._finite.setdefault(f"buffer:{name}", not bad_W.any())
             if bad_W.any() and was_finite:  # others hold -inf on purpose, as masks
-                verdict = Verdict("buffer_non_finite", bad_W.max(), 0, "error", name)
-                self.say(trainer, verdict, _of_worst_rank(sample, bad_W))
+                rank = int(bad_W.argmax())
+                yield Verdict("buffer_non_finite", bad_W.max(), 0, "error", name, rank=rank)
 
-    def _judge_logits(self, trainer: pl.Trainer, sample: Readback) -> dict[str, float]:
+    def _judge_logits(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         limit, largest = self.max_attention_logit, {}
         for name, logits_W in _rows(sample, "attention_logit", StatField.AMAX):
             largest[name] = float(logits_W.max())
             if largest[name] > limit:
-                verdict = Verdict("attention_logit", largest[name], limit, tensor=name)
-                self.say(trainer, verdict, _of_worst_rank(sample, logits_W))
-        if not largest:
-            return {}
-        self.history.add_column("attention_logit", sample.step, largest)
-        return {"attention_logit": max(largest.values())}
+                rank = int(logits_W.argmax())
+                yield Verdict("attention_logit", largest[name], limit, tensor=name, rank=rank)
+        if largest:
+            self.history.add_column("attention_logit", sample.facts.step, largest)
+            metrics["attention_logit"] = max(largest.values())
 
 
 def _rows(
-    sample: Readback, kind: str, field: StatField
+    sample: Sample, kind: str, field: StatField
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield the name and one statistic by rank of each row of a kind."""
     for at, key in enumerate(sample.context["keys"]):
         if key.kind == kind:
             yield key.name, sample.array[:, at, field]
-
-
-def _of_worst_rank(sample: Readback, values_W: np.ndarray[Any, Any]) -> StepFacts:
-    """Return the step, at the rank with the largest value, whose data it comes from."""
-    facts: StepFacts = sample.context["facts"]
-    return dataclasses.replace(facts, rank=int(values_W.argmax()))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -6,8 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
@@ -19,11 +18,10 @@ from lightning_mp.callbacks._rules.adam import (
     has_second_moments,
     quantized_states,
 )
-from lightning_mp.callbacks._rules.records import Verdict
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
-from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.callbacks._step.training_state import TrainingStep, is_sharded, parameter_names
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["AdamStateMonitor"]
@@ -88,11 +86,6 @@ class AdamStateMonitor(SamplingMonitor):
         self._until = 0  # the last step to sample, whatever is due
 
     @override
-    def is_due(self, trainer: pl.Trainer) -> bool:
-        """Return whether to sample now: also until states are there, and after a high RMS."""
-        return step_of(trainer) <= self._until or super().is_due(trainer)
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         embeddings = [
             as_written(f"{path}.weight")
@@ -109,16 +102,15 @@ class AdamStateMonitor(SamplingMonitor):
             rank_zero_warn(usage("no_adam"))
 
     @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
-        if is_sharded(trainer):  # ranks must agree on the steps to sample
-            self._judge_all(trainer, self._readback.drain())
-        if not self.is_due(trainer):
-            return
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        # Also until states are there, and after a high RMS.
+        if step.facts.step > self._until and not self.is_due(step.facts.step):
+            return None
+        optimizer, found = step.optimizer, step.found
         groups = [group for group in optimizer.param_groups if _is_of_adam(group)]
-        found = self.recorder.gradients(trainer, optimizer)
         known = {id(p) for group in groups for p in group["params"]}
         chosen = [i for i, p in enumerate(found.parameters) if id(p) in known]
-        if not is_sharded(trainer):
+        if not is_sharded(step.trainer):
             # With shards a rank may hold no part of a parameter, and all must send the same rows.
             chosen = [i for i in chosen if has_second_moments(optimizer, found.parameters[i])]
         name, states = type(optimizer).__name__, quantized_states(optimizer)
@@ -127,24 +119,27 @@ class AdamStateMonitor(SamplingMonitor):
             rank_zero_warn(usage("quantized", states=", ".join(states), optimizer=name))
         if not chosen:
             if groups and not optimizer.state:  # no step has been made yet
-                self._until = step_of(trainer) + 1
-            return
+                self._until = step.facts.step + 1
+            return None
         gradients = [found.gradients[i] for i in chosen]
         parameters = [found.parameters[i] for i in chosen]
-        sums_NK = adam_statistics(optimizer, parameters, gradients, found.unscale)
-        used = {"beta2": float(groups[0]["betas"][1]), "eps": float(groups[0]["eps"])}
-        names = [found.names[i] for i in chosen]
-        self.submit(trainer, sums_NK, gather=is_sharded(trainer), names=names, **used)
+        return step.gather(
+            adam_statistics(optimizer, parameters, gradients, found.unscale),
+            shards_only=True,
+            names=[found.names[i] for i in chosen],
+            beta2=float(groups[0]["betas"][1]),
+            eps=float(groups[0]["eps"]),
+        )
 
     @override
-    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        names, facts = sample.context["names"], sample.context["facts"]
+    def judge(self, sample: Sample) -> list[Verdict]:
+        names, facts = sample.context["names"], sample.facts
         # Columns are sums, so that the shards of ranks add up to the whole.
         sums_NK = sample.array.sum(axis=0)
         sums_NK[:, AdamField.STEP] = sample.array[:, :, AdamField.STEP].max(axis=0)
         if not sums_NK[:, AdamField.STEP].any():  # there were no states yet: sample the next step
             self._until = facts.step + 1
-            return
+            return []
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
         self.history.add_column("update_rms", facts.step, {t.name: t.rms for t in tensors})
         metrics = {
@@ -152,7 +147,7 @@ class AdamStateMonitor(SamplingMonitor):
             "below_epsilon_share": max(t.below_epsilon for t in tensors),
             "update_to_weight": max((t.ratio for t in tensors if t.ratio >= 0), default=np.nan),
         }
-        self.record(trainer, metrics, facts)
+        self.record(metrics, facts)
         verdicts = self._rule.judge(
             facts.step,
             [t for t in tensors if t.is_judged],  # what is not finite is for other monitors
@@ -168,10 +163,9 @@ class AdamStateMonitor(SamplingMonitor):
         if is_bad.any():
             # One alarm for all: the largest of them names the place.
             largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
-            lost = Verdict("optimizer_state_non_finite", severity="error", tensor=largest)
+            lost = Verdict("optimizer_state_non_finite", None, None, "error", largest)
             verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))
-        for verdict in verdicts:
-            self.say(trainer, verdict, facts)
+        return verdicts
 
 
 def _is_of_adam(group: dict[str, Any]) -> bool:

@@ -1,24 +1,20 @@
 """`GradientUnderflowMonitor`: sees gradients vanish hours before training stops to learn."""
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
-from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
-from lightning_mp.callbacks._step.training_state import is_sharded, loss_scale_of
-from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.callbacks._step.training_state import TrainingStep, loss_scale_of
 from lightning_mp.numerics.tensor_stats import StatField
 
 __all__ = ["GradientUnderflowMonitor"]
@@ -67,17 +63,14 @@ class GradientUnderflowMonitor(SamplingMonitor):
         self._rule = UnderflowJudge(baseline_samples, warn_share, alarm_share, is_absolute=True)
 
     @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
-        if not self.is_due(trainer):
-            return
-        found = self.recorder.gradients(trainer, optimizer)
-        if not found.gradients:
-            return
-        scale, loss = loss_scale_of(trainer), self.recorder.newest_loss
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        found = step.found if self.is_due(step.facts.step) else None
+        if found is None or not found.gradients:
+            return None
+        scale = loss_scale_of(step.trainer)
         held_at = 1.0 if scale is None else scale
-        held_at = held_at if _passes_through_fp16(trainer) else _WIDE_SCALE
-        # The loss is sent as a tensor of one value: one copy for both.
-        last = torch.full((), torch.nan) if loss is None else loss
+        held_at = held_at if self._passes_through_fp16() else _WIDE_SCALE
+        last = torch.full((), torch.nan) if step.loss is None else step.loss
         packed = pack_stats([*found.gradients, last], scale=held_at, unscale=found.unscale)
         # And the scale behind it: torch's scaler keeps its own on the device, and will change it.
         row = packed.new_empty(1, packed.shape[1])
@@ -86,76 +79,70 @@ class GradientUnderflowMonitor(SamplingMonitor):
         else:
             row.fill_(torch.nan if scale is None else scale)
         # Under DDP all ranks hold the same gradients.
-        packed = torch.cat([packed, row])
-        self.submit(trainer, packed, gather=is_sharded(trainer), names=found.names)
+        return step.gather(torch.cat([packed, row]), shards_only=True, names=found.names)
 
     @override
-    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        facts: StepFacts = sample.context["facts"]
+    def judge(self, sample: Sample) -> list[Verdict]:
+        facts, names = sample.facts, sample.context["names"]
         # The last rows, as they were sent behind the gradients.
-        losses, scale = sample.array[:, -2], _scale_of(sample)
-        stats = merge_ranks(sample.context["names"], sample.array[:, :-2])
+        losses, scale = sample.array[:, -2], float(sample.array[0, -1, 0])
+        stats = merge_ranks(names, sample.array[:, :-2])
         numel = max(sum(stats.numels), 1)
         zeros = float(stats.column(StatField.ZEROS).sum() / numel)
         subnormals = float(stats.column(StatField.SUBNORMALS).sum() / numel)
+        squares = stats.column(StatField.SUM_OF_SQUARES)
         columns = {"gradient_zero_share": stats.zero_share}
         metrics = {
             "gradient_zero_share": zeros,
             "gradient_subnormal_share": subnormals,
-            "gradient_norm": float(np.sqrt(stats.column(StatField.SUM_OF_SQUARES).sum())),
+            "gradient_norm": float(np.sqrt(squares.sum())),
         }
-        if _passes_through_fp16(trainer):
-            headroom = stats.headroom_bits(scale or 1.0)
+        if self._passes_through_fp16():
+            headroom = stats.headroom_bits(1.0 if math.isnan(scale) else scale)
             metrics["gradient_headroom_bits"] = min(headroom.values())
             columns["gradient_headroom_bits"] = headroom
         for name, column in columns.items():
             self.history.add_column(name, facts.step, column)
-        self.record(trainer, metrics, facts)
+        self.record(metrics, facts)
         # A loss of exactly 0 has no gradient; with any other one it has been lost.
         is_finite = not losses[:, StatField.NON_FINITE].any()
         if zeros == 1 and is_finite and not losses[:, StatField.AMAX].any():
-            return  # a loss of exactly 0, as of a margin that all samples keep
-        is_gone = zeros == 1 and is_finite and _passes_through_fp16(trainer)
-        judge, prefix = functools.partial(self._rule.judge, is_gone=is_gone), f"{facts.optimizer}:"
-        squares = stats.column(StatField.SUM_OF_SQUARES)
+            return []  # a loss of exactly 0, as of a margin that all samples keep
+        is_gone = zeros == 1 and is_finite and self._passes_through_fp16()
         # Too small to be of a gradient at all: as of a bias in front of a norm.
         rms = np.sqrt(squares / np.maximum(np.array(stats.numels), 1))
         is_rounding = rms <= ROUNDING * (np.median(rms[rms > 0]) if rms.any() else 0.0)
-        verdicts = [judge(prefix + _ALL, zeros, subnormals)]
-        verdicts += [
-            judge(prefix + name, share, stats.subnormal_share[name], is_rounding=is_small)
-            for (name, share), is_small in zip(stats.zero_share.items(), is_rounding, strict=True)
+        rows: list[tuple[str, Any, Any, Any]] = [(_ALL, zeros, subnormals, False)]
+        rows += zip(
+            names, stats.zero_share.values(), stats.subnormal_share.values(), is_rounding,
+            strict=True,
+        )  # fmt: skip
+        found = [
+            self._rule.judge(f"{facts.optimizer}:{name}", *shares, is_gone=is_gone)
+            for name, *shares in rows
         ]
-        found = [v for v in verdicts if v is not None]
-        found.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
-        for underflow in found[:3]:  # the worst name the place; all would only repeat it
-            self._say(trainer, sample, underflow, len(found))
+        worst = [v for v in found if v is not None]
+        worst.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
+        # The worst name the place; all would only repeat it.
+        return [self._worded(verdict, scale, len(worst)) for verdict in worst[:3]]
 
-    def _say(self, trainer: pl.Trainer, sample: Readback, found: Verdict, count: int) -> None:
-        name, scale = str(found.tensor).partition(":")[2], _scale_of(sample)
+    def _worded(self, found: Verdict, scale: float, count: int) -> Verdict:
+        name = str(found.tensor).partition(":")[2]
         # 64 times the scale now, as a power of two, or the largest that fp16 itself could take.
-        start = torch.finfo(torch.float16).max if scale is None else scale * 64
+        start = torch.finfo(torch.float16).max if math.isnan(scale) else scale * 64
         says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
         # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
         fix = "" if "." in name else "all_gradients_underflow"
-        verdict = replace(
+        more = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
+        return replace(
             found,
             kind="gradient_underflow",
             says=says + found.says,
-            fix=fix if _passes_through_fp16(trainer) else "gradient_underflow_wide",
+            fix=fix if self._passes_through_fp16() else "gradient_underflow_wide",
             tensor=name,
-            numbers={**found.numbers, "count": count},
+            numbers={**found.numbers, **more, "count": count},
         )
-        numbers = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
-        self.say(trainer, verdict, sample.context["facts"], **numbers)
 
-
-def _scale_of(sample: Readback) -> float | None:
-    """Return the loss scale of the sampled step, if there was one."""
-    scale = float(sample.array[0, -1, 0])
-    return None if math.isnan(scale) else scale
-
-
-def _passes_through_fp16(trainer: pl.Trainer) -> bool:
-    # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
-    return str(trainer.precision_plugin.precision).startswith("16")
+    def _passes_through_fp16(self) -> bool:
+        # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
+        return str(self.recorder.trainer.precision_plugin.precision).startswith("16")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_mp.callbacks._report.data import parts_of, report_data
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
@@ -74,6 +74,7 @@ class InstabilityReport(InstabilityMonitor):
         ValueError: An argument is out of range.
     """
 
+    every_step = True
     keeps = ("_starts",)
 
     def __init__(
@@ -98,7 +99,6 @@ class InstabilityReport(InstabilityMonitor):
         self._failures = Failures(usage)
         self._wanted: Path | None = None  # where to write to, if no other run does
         self._earlier: str | None = None  # the page of the run that is resumed
-        self.inbox = deque()
         self._skips = -1  # the last step that was skipped, which several optimizers may share
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
         self._is_started = False  # whether this start is among them
@@ -150,7 +150,6 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._record_steps()
         if not trainer.fit_loop._should_accumulate():
             self._steps = step_of(trainer) + 1
             if self._pace.is_due():
@@ -165,24 +164,27 @@ class InstabilityReport(InstabilityMonitor):
         if self._pace.is_due():
             self._write(trainer)
 
-    def _record_steps(self) -> None:
-        for facts, _ in self.arrived():
-            suffix = f"_{facts.optimizer}" if facts.optimizer else ""
-            numbers = {
-                f"loss{suffix}": facts.loss,
-                f"gradient_norm{suffix}": facts.gradient_norm,
-                "loss_scale": facts.next_loss_scale,
-            }
-            known = {name: value for name, value in numbers.items() if value is not None}
-            for name, value in known.items():
-                self.history.add_point(name, facts.step, value)
-                # A history keeps every 1024th step of a run of 4 million; one NaN would be lost.
-                if not math.isfinite(value):
-                    self.history.add_point(f"{name}_not_finite", facts.step, value)
-            if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
-                self._skips = facts.step
-                before = (self.history.curves.get("skipped") or [(0, 0)])[-1][1]
-                self.history.add_point("skipped", facts.step, before + 1)
+    @override
+    def judge(self, sample: Sample) -> list[Verdict]:
+        """Record every step, and find nothing wrong with any."""
+        facts = sample.facts
+        suffix = f"_{facts.optimizer}" if facts.optimizer else ""
+        numbers = {
+            f"loss{suffix}": facts.loss,
+            f"gradient_norm{suffix}": facts.gradient_norm,
+            "loss_scale": facts.next_loss_scale,
+        }
+        known = {name: value for name, value in numbers.items() if value is not None}
+        for name, value in known.items():
+            self.history.add_point(name, facts.step, value)
+            # A history keeps every 1024th step of a run of 4 million; one NaN would be lost.
+            if not math.isfinite(value):
+                self.history.add_point(f"{name}_not_finite", facts.step, value)
+        if facts.skipped and facts.loss_scale is not None and facts.step != self._skips:
+            self._skips = facts.step
+            before = (self.history.curves.get("skipped") or [(0, 0)])[-1][1]
+            self.history.add_point("skipped", facts.step, before + 1)
+        return []
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,8 +232,7 @@ class InstabilityReport(InstabilityMonitor):
         with failures, self._pace.measured():
             if is_last:  # the steps on their way belong to it
                 with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
-                    self.recorder.drain()
-                self._record_steps()
+                    self.recorder.catch_up()
             path = self.path = self.path or self._claim(wanted)
             data = self._data(trainer)
             # Data first, of which `lightning-mp report` can make the page again.
@@ -258,8 +259,6 @@ class InstabilityReport(InstabilityMonitor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self.recorder.drain()
-        self._record_steps()
         return {**super().state_dict(), "path": str(self.path) if self.path else None}
 
     @override

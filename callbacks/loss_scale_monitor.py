@@ -2,14 +2,13 @@
 
 from collections import deque
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from lightning_mp.precision.loss_scaler import LossScaler
 
@@ -47,6 +46,7 @@ class LossScaleMonitor(InstabilityMonitor):
         ValueError: An argument is out of range.
     """
 
+    every_step = True
     keeps = ("steps", "skipped_steps", "skipped_in_a_row", "scale", "_window")
 
     def __init__(
@@ -63,7 +63,6 @@ class LossScaleMonitor(InstabilityMonitor):
         self.window_steps = window_steps
         self.calibration_steps = calibration_steps
         self.min_scale = min_scale
-        self.inbox = deque()
         self.steps = 0  # judged so far
         self.skipped_steps = 0  # of them
         self.skipped_in_a_row = 0  # the newest ones
@@ -81,16 +80,11 @@ class LossScaleMonitor(InstabilityMonitor):
         self._judged = -1
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        for facts, _ in self.arrived():
-            if facts.next_loss_scale is not None and facts.step != self._judged:
-                self._judged = facts.step
-                self._judge(trainer, facts, facts.next_loss_scale)
-
-    # The last step may have ended training.
-    on_train_end = on_exception = on_train_batch_end  # type: ignore[assignment]
-
-    def _judge(self, trainer: pl.Trainer, facts: StepFacts, scale: float) -> None:
+    def judge(self, sample: Sample) -> list[Verdict]:
+        facts, scale = sample.facts, sample.facts.next_loss_scale
+        if scale is None or facts.step == self._judged:
+            return []
+        self._judged = facts.step
         is_skipped = bool(facts.skipped)
         self.scale = scale
         self.steps += 1
@@ -106,27 +100,27 @@ class LossScaleMonitor(InstabilityMonitor):
             "skipped_in_a_row": float(self.skipped_in_a_row),
             "skip_rate": self.skip_rate,
         }
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        trainer = self.recorder.trainer
         # All optimizers share the scale, so that its curves get no number.
-        self.record(trainer, metrics, replace(facts, optimizer=0), every)
-        in_a_row = {"in_a_row": self.skipped_in_a_row}
+        self.record(metrics, replace(facts, optimizer=0), trainer.log_every_n_steps)
+        in_a_row, verdicts = {"in_a_row": self.skipped_in_a_row}, []
         before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
         # A skip at the lowest scale is one that no lower one can cure.
         if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
             fix = "" if is_dynamic else "loss_scale_floor_static"
-            lowest = Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
-            self.say(trainer, lowest, facts)
+            verdicts = [
+                Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
+            ]
         elif is_dynamic and is_skipped and scale < self.min_scale:
             # torch's scaler has no floor: 166 overflows in a row take it to 0.
             numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
-            self.say(
-                trainer, Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers), facts
-            )
+            verdicts = [Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers)]
         if self.skip_rate > self.max_skip_rate:
             numbers = {"skipped": sum(self._window), "of": len(self._window), "scale": scale}
             numbers["window"] = self.window_steps
-            often = Verdict("skip_rate", self.skip_rate, self.max_skip_rate, numbers=numbers)
-            self.say(trainer, often, facts)
+            rate = Verdict("skip_rate", self.skip_rate, self.max_skip_rate, numbers=numbers)
+            verdicts.append(rate)
+        return verdicts
 
 
 def _limits(trainer: pl.Trainer) -> tuple[float, bool]:

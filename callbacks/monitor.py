@@ -6,16 +6,15 @@ import functools
 import hashlib
 import inspect
 import itertools
-import logging
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, keeps_arguments
@@ -24,18 +23,28 @@ from lightning_mp.callbacks._rules.records import (
     Alarm,
     History,
     Learning,
+    Sample,
     Severity,
     StepFacts,
     Verdict,
 )
 from lightning_mp.callbacks._rules.sentences import usage, words_for
-from lightning_mp.callbacks._step.recorder import Arrived, FactsRecorder, facts_of, recorder_of
-from lightning_mp.callbacks._step.training_state import learning_rate_of, step_of
+from lightning_mp.callbacks._step.recorder import (
+    FactsRecorder,
+    facts_of,
+    recorder_of,
+    without_raising,
+)
+from lightning_mp.callbacks._step.training_state import (
+    Moment,
+    TrainingStep,
+    learning_rate_of,
+    step_of,
+)
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
 _WITH = " with "  # in keys, before the digest of what no attribute shows
-_log = logging.getLogger(__name__)
 
 
 class InstabilityWarning(UserWarning):
@@ -73,6 +82,9 @@ class InstabilityMonitor(Learning, pl.Callback):
     """
 
     needs_gradient_norm = False  # of every step, in the facts
+    moment: Moment = "before step"  # or "batch end": when to observe
+    every_step = False  # whether to judge steps too of which nothing was observed
+    samples = 0  # observed so far
     save_batch = False  # of the steps of alarms, those of other monitors too
     keeps: tuple[str, ...] = ()  # attributes that go into checkpoints, beside rules of its own
     _arguments: Mapping[str, Any] = {}  # other than defaults
@@ -88,7 +100,6 @@ class InstabilityMonitor(Learning, pl.Callback):
     def __init__(self, *, repeat_after_steps: int = 1000) -> None:
         self.repeat_after_steps = repeat_after_steps
         self.history = History()
-        self.inbox: deque[Arrived] | None = None  # for steps that have arrived, if it wants them
         self._raised: dict[tuple[str, str | None], int] = {}  # the step of the last alarm
         self.recorder = FactsRecorder()  # that of the Trainer, once there is one
 
@@ -106,10 +117,13 @@ class InstabilityMonitor(Learning, pl.Callback):
             # What is resumed from a checkpoint is loaded after this.
             self.history.forget_from(step_of(trainer))
 
-    def arrived(self) -> Iterator[Arrived]:
-        """Take the steps that have arrived, one by one."""
-        while self.inbox:
-            yield self.inbox.popleft()
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        """Return numbers of a step, on the device and without waiting for it; `None` for none."""
+        return None
+
+    def judge(self, sample: Sample) -> Iterable[Verdict]:
+        """Return what is wrong, by what was observed: on the host, a step or two later."""
+        return []
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -138,17 +152,19 @@ class InstabilityMonitor(Learning, pl.Callback):
         return self.say(trainer, verdict, facts)
 
     def say(
-        self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None, **numbers: Any
+        self, trainer: pl.Trainer, verdict: Verdict, facts: StepFacts | None = None
     ) -> Alarm | None:
-        """Raise the alarm of a verdict, as `alarm` does; `numbers` are what its words have more."""
+        """Raise the alarm of a verdict, as `alarm` does."""
         facts = facts or self.recorder.now or facts_of(trainer)
+        if verdict.rank is not None:
+            facts = dataclasses.replace(facts, rank=verdict.rank)
         # A step before the last one is of another run, in which it is news.
         key, is_note = (verdict.kind, verdict.tensor), verdict.severity == "info"
         last = self._raised.get(key)
         if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
             return None
         self._raised[key] = facts.step
-        numbers |= {"lower_rate": learning_rate_of(trainer) / 2, "whose": facts.whose}
+        numbers = {"lower_rate": learning_rate_of(trainer) / 2, "whose": facts.whose}
         message, remedy = words_for(verdict, is_ending=facts.is_rate_ending, **numbers)
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
@@ -184,9 +200,7 @@ class InstabilityMonitor(Learning, pl.Callback):
     def on_alarm(self, trainer: pl.Trainer, alarm: Alarm) -> None:
         """Called of every alarm that any monitor of the Trainer raises, on the rank that does."""
 
-    def record(
-        self, trainer: pl.Trainer, metrics: Mapping[str, float], facts: StepFacts, every: int = 1
-    ) -> None:
+    def record(self, metrics: Mapping[str, float], facts: StepFacts, every: int = 1) -> None:
         """Add the finite numbers of a step to the curves, by name; those of optimizer 1 get `_1`.
 
         Loggers get those of every so many steps as `instability/<name>`; none with 0.
@@ -198,7 +212,7 @@ class InstabilityMonitor(Learning, pl.Callback):
         # With 1 added, as Lightning's loggers count: of every 50 steps the last one.
         if finite and every and (facts.step + 1) % every == 0:
             named = {f"instability/{name}": value for name, value in finite.items()}
-            self.log_metrics(trainer, named, facts.step)
+            self.log_metrics(self.recorder.trainer, named, facts.step)
 
     def log_metrics(self, trainer: pl.Trainer, metrics: dict[str, Any], step: int) -> None:
         """Send plain numbers to every logger, under the step that they come from.
@@ -263,18 +277,17 @@ class InstabilityMonitor(Learning, pl.Callback):
     def learnt(self) -> Iterable[str]:
         return self.keeps
 
-    def _rules(self) -> list[Learning]:
-        return [each for each in vars(self).values() if isinstance(each, Learning)]
+    def _rules(self) -> dict[str, Learning]:
+        return {name: each for name, each in vars(self).items() if isinstance(each, Learning)}
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self.recorder.catch_up()
         raised = [[kind, tensor, step] for (kind, tensor), step in self._raised.items()]
         rates = [list(pair) for pair in self.recorder.highest_rates.items()]
         state = {"history": self.history.to_dict(), "raised": raised, "highest_rates": rates}
         state |= super().state_dict()
-        for rule in self._rules():
-            state |= rule.state_dict()
-        return state
+        return state | {name: rule.state_dict() for name, rule in self._rules().items()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -282,18 +295,15 @@ class InstabilityMonitor(Learning, pl.Callback):
         self.history = History.from_dict(state_dict["history"])
         self.recorder.highest_rates = dict(state_dict.get("highest_rates", {}))
         self._raised = {(kind, tensor): step for kind, tensor, step in state_dict["raised"]}
-        for rule in self._rules():
-            rule.load_state_dict(state_dict)
+        for name, rule in self._rules().items():
+            # In checkpoints of 0.1 they stand beside the attributes of the monitor.
+            rule.load_state_dict(state_dict.get(name, state_dict))
 
 
 def _never_raising(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep `on_exception` from hiding the exception that it is called for behind its own."""
-
     @functools.wraps(hook)
     def on_exception(self: pl.Callback, *args: Any) -> None:
-        try:
+        with without_raising(self):
             hook(self, *args)
-        except Exception as error:
-            _log.warning(usage("hook_failed", callback=type(self).__name__, error=error))
 
     return on_exception

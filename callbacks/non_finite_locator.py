@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,7 +21,6 @@ from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
-from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
@@ -91,7 +92,6 @@ class NonFiniteLocator(InstabilityMonitor):
         self._skips = 0  # in a row
         self._step: _Step | None = None
         self._unjudged: _Step | None = None  # until its outcome has arrived
-        self._losses, self._norms = AsyncReadback(), AsyncReadback()
         self._skipper = StepSkipper()
         self._generators: list[Any] = []
 
@@ -130,7 +130,13 @@ class NonFiniteLocator(InstabilityMonitor):
         if step.scale is None:  # ranks replay together, so all must know of it before the step
             all_reduce_found_inf(is_bad)
         # Sent before the backward is queued, so that the host need not wait for that.
-        self._losses.submit(len(step.records) - 1, torch.stack([is_bad, seen]))
+        take = partial(self._take_loss, step, len(step.records) - 1)
+        self.recorder.send(torch.stack([is_bad, seen]), take)
+
+    def _take_loss(self, step: _Step, index: int, array: npt.NDArray[Any]) -> None:
+        is_bad, loss = array.tolist()
+        step.records[index] = replace(step.records[index], loss=loss)
+        step.bad += [index] * bool(is_bad)
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
@@ -141,7 +147,7 @@ class NonFiniteLocator(InstabilityMonitor):
         step.optimizer_steps += 1
         if self._has_bad_loss(trainer, step):
             self._locate(trainer, step, step.bad, SAYS["bad_loss"])
-        elif self._has_bad_gradient(trainer, step, optimizer):
+        elif self._has_bad_gradient(step):
             self._locate(trainer, step, [], SAYS["bad_gradients"])
         if trainer.should_stop and step.located:
             self._skipper.skip(trainer, optimizer)
@@ -173,31 +179,28 @@ class NonFiniteLocator(InstabilityMonitor):
         self._skipper.detach()
 
     def _forget(self) -> None:
-        self._losses.drain()
         self._step = self._unjudged = None
 
     # --- failing steps ---------------------------------------------------------------------------
 
     def _has_bad_loss(self, trainer: pl.Trainer, step: _Step) -> bool:
-        """Take in the losses of a step; return whether ranks agree on one that is not finite."""
-        for arrived in self._losses.drain():
-            is_bad, loss = arrived.array.tolist()
-            step.records[arrived.step] = replace(step.records[arrived.step], loss=loss)
-            step.bad += [arrived.step] * bool(is_bad)
+        """Wait for the losses of a step; return whether ranks agree on one that is not finite."""
+        self.recorder.drain()
         # With a scale, ranks have not exchanged it: they agree in `_judge`, after the step.
         return bool(step.bad) and (step.scale is None or trainer.world_size == 1)
 
-    def _has_bad_gradient(self, trainer: pl.Trainer, step: _Step, optimizer: Optimizer) -> bool:
+    def _has_bad_gradient(self, step: _Step) -> bool:
         """Return whether a rank has a gradient that is not finite; ranks agree."""
-        signals = self.recorder.signals
-        if not self.check_gradients or step.scale is not None or signals is None:
+        seen = self.recorder.step
+        if not self.check_gradients or step.scale is not None or not (seen and seen.signals):
             return False
-        self._norms.submit(step.facts.step, signals.values[1])
-        (norm,) = self._norms.drain()
-        if math.isfinite(norm.array):
+        norms: list[npt.NDArray[Any]] = []
+        self.recorder.send(seen.signals.values[1], norms.append)
+        self.recorder.drain()
+        if math.isfinite(norms[0]):
             return False
         # The squares of finite gradients may overflow in their norm.
-        stats_NK = tensor_stats(self.recorder.gradients(trainer, optimizer).gradients)
+        stats_NK = tensor_stats(seen.found.gradients)
         count = stats_NK[:, StatField.NON_FINITE].sum().float()
         return bool(all_reduce_found_inf(count) != 0)
 

@@ -2,16 +2,18 @@
 
 import math
 from collections import deque
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import PATH, explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.course import CourseRule
-from lightning_mp.callbacks._rules.records import StepFacts, Verdict
+from lightning_mp.callbacks._rules.records import Sample, StepFacts, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._rules.spikes import (
     RobustWindow,
@@ -22,11 +24,15 @@ from lightning_mp.callbacks._rules.spikes import (
 )
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.marks import MarkStore
-from lightning_mp.callbacks._step.recorder import Arrived
 from lightning_mp.callbacks._step.rewinding import Rewinder
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import learning_rate_of, loss_scale_of, step_of
-from lightning_mp.callbacks.monitor import Alarm, InstabilityError, InstabilityMonitor
+from lightning_mp.callbacks._step.training_state import (
+    TrainingStep,
+    learning_rate_of,
+    loss_scale_of,
+    step_of,
+)
+from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 
 __all__ = ["SpikeGuard"]
 
@@ -133,15 +139,15 @@ class SpikeGuard(InstabilityMonitor):
             skip_batches=skip_batches,
         )
         self._skipper = StepSkipper()
-        self.inbox = deque()
         self._windows: list[RobustWindow] = []
         self._courses: list[CourseRule] = []
         self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
         self._has_stepped = True
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
+        self._is_bad: Tensor | None = None  # loss and norm of the step to come, on the device
         self._is_ending = False  # at the step under way
-        self._newest: Alarm | None = None  # of an event
+        self._event: tuple[StepFacts, Verdict] | None = None  # to act on
 
     # --- every step, on the device ---------------------------------------------------------------
 
@@ -170,24 +176,27 @@ class SpikeGuard(InstabilityMonitor):
         return math.sqrt(max(usual / size, 1.0)) if is_known else 1.0
 
     @override
-    @torch.no_grad()
-    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
-        signals, now = self.recorder.signals, self.recorder.now
-        if signals is None or now is None:
-            return  # `training_step` returned None
-        window = self._windows[now.optimizer]
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        self._is_bad = None
+        if step.signals is None:
+            return None  # `training_step` returned None
+        window = self._windows[step.facts.optimizer]
         # On the device: to learn there whether to skip costs no host sync.
-        verdict = window.judge(signals.values, signals.judged, self._spread(trainer))
+        verdict = window.judge(step.signals.values, step.signals.judged, self._spread(step.trainer))
         verdict.is_spike[0] &= ~is_slight(verdict, window.highest_k[0])
-        # One fp32 tensor, which travels with the facts of the step.
-        self.recorder.send_along(self, torch.cat([part.float() for part in verdict]))
-        is_bad = verdict.is_spike | ~verdict.is_finite
+        self._is_bad = verdict.is_spike | ~verdict.is_finite
+        if self.action in ("stop", "raise") and loss_scale_of(step.trainer) is not None:
+            self._is_bad[1] &= verdict.is_finite[1]  # an overflow is left to the scaler
+        return torch.stack([part.float() for part in verdict])
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
+        if self._is_bad is None:
+            return
         if self.action == "skip":
-            self._skipper.skip(trainer, optimizer, is_bad.any().float())
+            self._skipper.skip(trainer, optimizer, self._is_bad.any().float())
         elif self.action in ("stop", "raise"):
-            if loss_scale_of(trainer) is not None:  # an overflow is left to the scaler
-                is_bad[1] &= verdict.is_finite[1]
-            self._is_ending |= bool(is_bad.any())  # the host waits
+            self._is_ending |= bool(self._is_bad.any())  # the host waits
             if self._is_ending:
                 self._end(trainer, optimizer)
 
@@ -198,11 +207,11 @@ class SpikeGuard(InstabilityMonitor):
         if self.action == "stop":
             self._skipper.skip(trainer, optimizer)
             return
-        # No hook comes after the error, so what is on its way is waited for.
-        self.recorder.give_up(trainer)
-        self._report_all(trainer)
-        if self._newest is not None:
-            raise InstabilityError(self._newest)
+        self.recorder.finish()  # no hook comes after the error
+        if self._event is not None:
+            facts, verdict = self._event
+            ours = (a for a in self.alarms if (a.step, a.kind) == (facts.step, verdict.kind))
+            raise InstabilityError(next(ours))
 
     def _add_windows(self, count: int) -> None:
         while len(self._windows) < count:
@@ -221,14 +230,26 @@ class SpikeGuard(InstabilityMonitor):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._is_ending:  # the step must be reported before training stops
-            self.recorder.drain()
-        is_eventful, self._is_ending = self._read(trainer), False
+            self.recorder.catch_up()
+            self._is_ending = False
+        is_eventful = self._act(trainer)
         if self.action == "rewind" and not is_eventful and self._rewinder.is_due(trainer):
             # A checkpoint waits for the device anyway, and none is taken of a step gone wrong.
-            self.recorder.drain()
-            if not self._read(trainer) and not any(self._runs.values()):
+            self.recorder.catch_up()
+            if not self._act(trainer) and not any(self._runs.values()):
                 position = trainer.fit_loop.epoch_loop.batch_progress.total.ready
                 self._rewinder.save(trainer, step_of(trainer) + 1, position)
+
+    def _act(self, trainer: pl.Trainer) -> bool:
+        """Act on the first event among the steps that were judged; return whether there is one."""
+        event = self._event
+        if event is not None and self.action == "stop":
+            trainer.should_stop = True
+        elif event is not None and self.action == "rewind":
+            self.recorder.catch_up()  # what came after belongs to weights about to be undone
+            self._rewind(trainer, event[0])
+        self._event = None
+        return event is not None
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -236,47 +257,23 @@ class SpikeGuard(InstabilityMonitor):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._report_all(trainer)
         self._rewinder.clear()
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_exception(self, *_: Any) -> None:
         self._rewinder.store.close(is_over=False)  # a resumed run may go on with what is on disk
-        self._report_all(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._skipper.detach()
 
-    def _report_all(self, trainer: pl.Trainer) -> None:
-        for arrived in self.arrived():
-            self._report(trainer, arrived)
-
-    def _read(self, trainer: pl.Trainer) -> bool:
-        """Report steps, act on the first event, and return whether there was one."""
-        for arrived in self.arrived():
-            event = self._report(trainer, arrived)
-            if event is None or event.severity == "info":
-                continue
-            if self.action == "stop":
-                trainer.should_stop = True
-            elif self.action == "rewind":
-                # What came after belongs to weights about to be undone.
-                self.recorder.drain()
-                self._report_all(trainer)
-                self._rewind(trainer, arrived.facts)
-            return True
-        return False
-
-    def _report(self, trainer: pl.Trainer, arrived: Arrived) -> Verdict | None:
-        """Log a step and raise its alarms; return the event that begins with it, if any does."""
-        facts, rows = arrived.facts, arrived.extras.get(id(self))
-        if rows is None:
-            return None
-        loss, norm = (SignalVerdict(*row) for row in rows.reshape(-1, 2).T.tolist())
+    @override
+    def judge(self, sample: Sample) -> list[Verdict]:
+        facts, trainer = sample.facts, self.recorder.trainer
+        loss, norm = (SignalVerdict(*row) for row in sample.array.T.tolist())
         metrics = {"loss": loss.value, "loss_z": loss.z}
         metrics |= {"gradient_norm": norm.value, "gradient_norm_z": norm.z}
-        self.record(trainer, metrics, facts, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self.record(metrics, facts, trainer.log_every_n_steps)
         if facts.optimizer == 0 and facts.lr is not None:
             self._lrs.append(facts.lr)
         is_bad = {
@@ -284,7 +281,7 @@ class SpikeGuard(InstabilityMonitor):
             "spike": loss.is_spike or norm.is_spike,
             "non_finite_gradient": loss.is_finite and not norm.is_finite,
         }
-        event = None
+        verdicts, event = [], None
         first, again = facts.step - self.patience + 1, self.judge_after_steps
         numbers = {"first_bad": first, "patience": self.patience, "again": again}
         # Of several bad steps in a row the first one is the event.
@@ -293,24 +290,24 @@ class SpikeGuard(InstabilityMonitor):
             self._runs[key] = self._runs.get(key, 0) + 1 if is_so else 0
             if self._runs[key] == 1 and event is None:
                 event = describe(self._scene(trainer, facts), loss, norm)
-                self._newest = self.say(trainer, event, facts)
+                verdicts.append(event)
             # Spikes in a row are a new level, which `is_new_level` tells.
             if self._runs[key] == self.patience and kind != "spike":
                 fix = "non_finite_run_rewind" if self.action == "rewind" else ""
                 count = float(self.patience)
                 run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
-                self.say(trainer, run, facts)
+                verdicts.append(run)
+        if event is not None and event.severity != "info" and self._event is None:
+            self._event = facts, event
         for name, now in {"loss": loss, "gradient norm": norm}.items():
             if now.is_new_level:
                 shift = Verdict("level_shift", now.value, now.limit, tensor=name, numbers=numbers)
-                self.say(trainer, shift, facts)
+                verdicts.append(shift)
         # Windows follow a slow rise; the course holds it against the best level so far.
         course = self._courses[facts.optimizer]
         used = self._courses[: len(trainer.optimizers)]
         course.rivals = [other for other in used if other is not course]
-        for verdict in course.judge(facts.step, facts.loss, facts.gradient_norm):
-            self.say(trainer, verdict, facts)
-        return event
+        return verdicts + course.judge(facts.step, facts.loss, facts.gradient_norm)
 
     def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> Scene:
         return Scene(
@@ -329,18 +326,19 @@ class SpikeGuard(InstabilityMonitor):
         self.rewinds += 1
         found = self._rewinder.rewind(trainer, facts.global_step)
         if self._rewinder.lost:
-            self.say(trainer, Verdict("rewind_lost", self._rewinder.lost), None)
+            self.say(trainer, Verdict("rewind_lost", self._rewinder.lost))
         if found is None:
-            self.say(trainer, Verdict("rewind_failed"), None)
+            self.say(trainer, Verdict("rewind_failed"))
             return
         mark, left_out = found
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
         says = "rewind_to_step_short" if undone < wanted else ""
-        verdict = Verdict("rewind_to_step", mark.step, severity="info", says=says)
         numbers = {"undone": undone, "wanted": wanted, "left_out": left_out}
         numbers |= {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
-        self.say(trainer, verdict, None, rate=learning_rate_of(trainer), **numbers)
+        rate = {"rate": learning_rate_of(trainer)}
+        verdict = Verdict("rewind_to_step", mark.step, severity="info", says=says)
+        self.say(trainer, replace(verdict, numbers=numbers | rate))
 
     # --- checkpoints -----------------------------------------------------------------------------
 

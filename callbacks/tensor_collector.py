@@ -25,12 +25,18 @@ from lightning_mp.callbacks._rules.moments import (
     reduced,
     tensor_moments,
 )
+from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
-from lightning_mp.callbacks._step.training_state import is_sharded, parameter_names, step_of
-from lightning_mp.numerics.async_readback import Readback
+from lightning_mp.callbacks._step.training_state import (
+    Moment,
+    TrainingStep,
+    is_sharded,
+    parameter_names,
+    step_of,
+)
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.precision._choice.module_selection import as_written
 
@@ -82,6 +88,8 @@ class TensorCollector(SamplingMonitor):
         arXiv:1710.03740, figure 3, is such a histogram; the tensor collections of Amazon SageMaker
         Debugger.
     """
+
+    moment: Moment = "batch end"
 
     def __init__(
         self,
@@ -146,16 +154,16 @@ class TensorCollector(SamplingMonitor):
     # --- a step ----------------------------------------------------------------------------------
 
     @override
-    def is_due(self, trainer: pl.Trainer) -> bool:
-        """Return whether to sample at the step under way; at the start no more often."""
-        return step_of(trainer) % self.every_n_steps == 0
+    def is_due(self, step: int) -> bool:
+        """Return whether to observe a step; at the start no more often."""
+        return step % self.every_n_steps == 0
 
     def _row(self, tensor: Tensor, unscale: float | Tensor = 1.0) -> Tensor:
         return tensor_moments(tensor, unscale=unscale, histogram="histogram" in self.reductions)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "outputs" in self.collect and self.is_due(trainer) and not self._outputs:
+        if "outputs" in self.collect and self.is_due(step_of(trainer)) and not self._outputs:
             for name, module in self._modules.items():
                 self._outputs[name] = []
                 hook = module.register_forward_hook(partial(self._look, name))
@@ -171,10 +179,11 @@ class TensorCollector(SamplingMonitor):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
-        if not self.is_due(trainer):
+        step = self.recorder.step
+        if step is None or not self.is_due(step.facts.step):
             return
         if "gradients" in self.collect:
-            found = self.recorder.gradients(trainer, optimizer)
+            found = step.found
             for parameter, gradient in zip(found.parameters, found.gradients, strict=True):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"gradients/{name}"] = self._row(gradient, found.unscale)
@@ -184,7 +193,7 @@ class TensorCollector(SamplingMonitor):
                 if name := self._names.get(id(parameter)):
                     self._rows[f"weights/{name}"] = self._row(parameter)
         if "optimizer_state" in self.collect:
-            self._add_states(optimizer)
+            self._add_states(step.optimizer)
 
     def _add_states(self, optimizer: Optimizer) -> None:
         stepped = (p for group in optimizer.param_groups for p in group["params"])
@@ -202,13 +211,8 @@ class TensorCollector(SamplingMonitor):
                 self._rows[key] = self._row(state.get(kind, torch.empty(0, device=p.device)))
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self.is_due(trainer) and not trainer.fit_loop._should_accumulate():
-            self._submit_rows(trainer)
-        super().on_train_batch_end(trainer, *args)
-
-    def _submit_rows(self, trainer: pl.Trainer) -> None:
-        root = trainer.strategy.root_device
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        root = step.trainer.strategy.root_device
         home = torch.device("cpu") if root.type == "mps" else root  # it has no float64
         for name, seen in self._outputs.items():
             # Every module has a row, called or not, as all ranks must send the same.
@@ -217,23 +221,24 @@ class TensorCollector(SamplingMonitor):
             self._rows[f"outputs/{name}"] = merge_moments(torch.stack(parts))
         self._unhook()
         rows, self._rows = self._rows, {}
-        if rows:
-            table_NK = torch.stack([row.to(home, non_blocking=True) for row in rows.values()])
-            self.submit(trainer, table_NK, gather=True, keys=list(rows))
+        if not rows:
+            return None
+        table_NK = torch.stack([row.to(home, non_blocking=True) for row in rows.values()])
+        return step.gather(table_NK, keys=list(rows))
 
     # --- files -----------------------------------------------------------------------------------
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_exception(self, *_: Any) -> None:
         self._unhook()
-        super().on_exception(trainer, *args)
 
     @override
-    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
+    def judge(self, sample: Sample) -> list[Verdict]:
         """Write a sample down, on rank zero."""
+        trainer = self.recorder.trainer
         if not trainer.is_global_zero:
-            return
-        keys, facts = sample.context["keys"], sample.context["facts"]
+            return []
+        keys, facts = sample.context["keys"], sample.facts
         ranks_WNK = torch.from_numpy(sample.array)
         merged_NK = merge_moments(ranks_WNK)
         if not is_sharded(trainer):  # all ranks hold the same weights, gradients and states
@@ -241,7 +246,7 @@ class TensorCollector(SamplingMonitor):
             merged_NK = torch.where(same[:, None], ranks_WNK[0], merged_NK)
         arrays = reduced(merged_NK, self.reductions)
         # A trial run leaves no files, as Lightning's loggers and checkpoints leave none.
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not trainer.fast_dev_run:
             counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
             where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
             self._write(facts.step, {"names": np.array(keys), **where, **counts, **arrays})
@@ -254,6 +259,7 @@ class TensorCollector(SamplingMonitor):
                 if np.isfinite(value)
             }
             self.log_metrics(trainer, metrics, facts.step)
+        return []
 
     def _write(self, step: int, arrays: dict[str, Any]) -> None:
         if "histogram" in arrays:

@@ -30,9 +30,9 @@ class UnderflowJudge(Learning):
         name: str,
         zero_share: float,
         subnormal_share: float,
+        is_rounding: bool = False,
         *,
         is_gone: bool = False,
-        is_rounding: bool = False,
     ) -> Verdict | None:
         """Take a sample of a tensor in, and return what is wrong with it: `says` how it was found.
 

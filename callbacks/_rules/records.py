@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = ["Alarm", "History", "Learning", "Severity", "StepFacts", "Verdict"]
+__all__ = ["Alarm", "History", "Learning", "Sample", "Severity", "StepFacts", "Verdict"]
 
 Severity = Literal["info", "warning", "error"]
 # Unbounded, a run of 1e6 steps would take 16 MB for each curve.
@@ -58,6 +58,15 @@ class StepFacts:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What a monitor has observed of a step, on the host."""
+
+    facts: StepFacts
+    array: Any = None  # of numpy; `None` where the monitor has observed nothing
+    context: Mapping[str, Any] = field(default_factory=dict)  # such as the names of rows
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A rule that was broken. `sentences.words_for` puts it into words."""
 
@@ -71,6 +80,7 @@ class Verdict:
     # What the sentences have further, by the names in them.
     numbers: Mapping[str, Any] = field(default_factory=dict)
     words: tuple[str, str] | None = None  # message and remedy, where they are no templates
+    rank: int | None = None  # whose data it comes from, where that is not the rank of the step
 
 
 class Learning:

@@ -51,7 +51,8 @@ class OutputSampler:
     is_running: bool = field(default=False, init=False)  # whether hooks are in place
 
     def start(self) -> None:
-        self.stop()
+        """Put hooks in place; those of another micro-batch go on."""
+        self.pause()
         self.is_running = bool(self.modules or self.norms)
         for name, module in self.modules.items():
             hook = module.register_forward_hook(partial(self._look, name))
@@ -63,10 +64,13 @@ class OutputSampler:
             mode = AttentionMode(self.callers, lambda n, x: self._add(n, "attention_logit", x))
             self._hooks.enter_context(mode)
 
-    def stop(self) -> tuple[list[OutputKey], Tensor] | None:
-        """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
+    def pause(self) -> None:
         self._hooks.close()
         self.is_running = False
+
+    def stop(self) -> tuple[list[OutputKey], Tensor] | None:
+        """Remove the hooks, and return the rows, packed as by `pack_stats`; `None` without any."""
+        self.pause()
         self._calls.clear()
         rows, self._rows = self._rows, {}
         if not rows:

@@ -1,9 +1,12 @@
-"""What a training step was: read once for all callbacks of a Trainer, without a host sync."""
+"""Reads every step once for all monitors of a Trainer; brings what they observe to the host."""
 
+import logging
 from collections import deque
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,12 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.callbacks._rules.records import StepFacts
+from lightning_mp.callbacks._rules.records import Sample, StepFacts
+from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.training_state import (
-    NamedTensors,
-    Signals,
-    gradients_of,
+    Moment,
+    TrainingStep,
     is_fused,
     loss_scale_of,
     measure,
@@ -26,19 +29,13 @@ from lightning_mp.callbacks._step.training_state import (
     scaler_of,
     step_of,
 )
-from lightning_mp.numerics.async_readback import AsyncReadback, Readback
+from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
+_log = logging.getLogger(__name__)
 _LATE = 2  # steps that a sample may arrive after the facts of its step
 
-__all__ = ["Arrived", "FactsRecorder", "facts_of", "recorder_of"]
-
-
-class Arrived(NamedTuple):
-    """A step whose numbers are on the host."""
-
-    facts: StepFacts
-    extras: dict[int, npt.NDArray[Any]]  # what callbacks sent along, by `id(callback)`
+__all__ = ["FactsRecorder", "facts_of", "recorder_of", "without_raising"]
 
 
 @dataclass
@@ -46,22 +43,22 @@ class _Pending:
     """A step whose batch is not over: what the host knows, and numbers on the device."""
 
     facts: StepFacts
-    names: list[str]
-    parts: dict[str | int, Tensor] = field(default_factory=dict)
+    names: list[str]  # of the gradients that were measured
+    parts: dict[Any, Tensor] = field(default_factory=dict)  # by name of a fact, or by monitor
+    context: dict[Any, dict[str, Any]] = field(default_factory=dict)  # by monitor
 
 
 class FactsRecorder(pl.Callback):
-    """Reads every step once; the callbacks of this package share the one of their Trainer.
+    """Reads every step once; the monitors of a Trainer share one.
 
-    Whoever wants steps that have arrived has an `inbox`; the gradient norm, `needs_gradient_norm`.
+    Before each optimizer step, or at the end of the batch, monitors `observe`. What they return
+    travels to the host with the facts of the step, in one copy. A step or two later they `judge`.
     """
 
     def __init__(self) -> None:
-        self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of its users
+        self.highest_rates: dict[int, float] = {}  # by optimizer; in the checkpoints of monitors
         self._names: dict[int, str] = {}
-        self._measures_norm = False
         self._hooks = ExitStack()
-        self._inboxes: list[deque[Arrived]] = []
         self._readback = AsyncReadback()
         self._reset()
 
@@ -69,51 +66,66 @@ class FactsRecorder(pl.Callback):
         self._hooks.close()
         with suppress(RuntimeError):  # of a device that has failed
             self._readback.drain()
+        self.trainer: Any = None  # while training
+        self._monitors: list[Any] = []
+        self._measures_norm = self._is_lockstep = False
         self._due: set[Optimizer] = set()
         self._pending: list[_Pending] = []
+        self._arrived: deque[tuple[StepFacts, dict[Any, Sample]]] = deque()
         self.now: StepFacts | None = None
         self.newest: StepFacts | None = None  # of those that have arrived
         self.newest_loss: Tensor | None = None  # unscaled, of the last backward
         self.skipped: bool | None = None  # the last step; `None` while only `newest` will tell
-        self.signals: Signals | None = None  # of the optimizer that is about to step
+        self.step: TrainingStep | None = None  # of the optimizer that is about to step
         self.batches: BatchKeeper | None = None  # where one of the callbacks has `save_batch`
-        self._gradients: NamedTensors | None = None
         self._losses: list[Tensor] = []  # since the last optimizer step
 
-    # --- for other callbacks ---------------------------------------------------------------------
+    # --- for monitors ----------------------------------------------------------------------------
 
-    def gradients(self, trainer: pl.Trainer, optimizer: Optimizer) -> NamedTensors:
-        """Return the gradients of the optimizer that is about to step, collected once."""
-        if self._gradients is None:
-            self._gradients = gradients_of(trainer, optimizer, self._names)
-        return self._gradients
-
-    def send_along(self, callback: pl.Callback, numbers: Tensor) -> None:
-        """Send numbers on the device, of shape [n], with the step that is about to be made."""
-        self._pending[-1].parts[id(callback)] = numbers  # one copy to the host for all
+    def send(self, tensor: Tensor, receive: Callable[[npt.NDArray[Any]], None]) -> None:
+        """Start to copy a tensor to the host, which `receive` is called with when it is there."""
+        self._readback.submit(self.now.step if self.now else 0, tensor, receive=receive)
 
     def drain(self) -> None:
-        self._deliver(self._readback.drain())
+        """Wait for everything on its way, for those that must know before a step."""
+        for each in self._readback.drain():
+            each.context["receive"](each.array)
 
-    def give_up(self, trainer: pl.Trainer) -> None:
-        """Wait for the step about to be made as well."""
-        self._submit(trainer)
+    def deliver(self) -> None:
+        """Have all monitors judge the steps that have arrived, and raise their alarms."""
+        while self._arrived and self.trainer is not None:
+            facts, samples = self._arrived.popleft()
+            for monitor in self._monitors:
+                sample = samples.get(monitor)
+                if sample is not None or monitor.every_step:
+                    for verdict in monitor.judge(sample or Sample(facts)):
+                        monitor.say(self.trainer, verdict, facts)
+
+    def finish(self) -> None:
+        """Wait for what is on its way, the step about to be made too, and have it judged."""
+        if self.trainer is not None:
+            self._submit(self.trainer)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Wait for what is on its way, and have it judged."""
         self.drain()
+        self.deliver()
 
     # --- hooks -----------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reset()
-        self._names = parameter_names(pl_module)
+        self._names, self.trainer = parameter_names(pl_module), trainer
         # Decided by what is attached, not by what has arrived so far, as all ranks must agree.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._measures_norm = any(getattr(c, "needs_gradient_norm", False) for c in callbacks)
-        inboxes = (getattr(c, "inbox", None) for c in callbacks)
-        self._inboxes = [inbox for inbox in inboxes if inbox is not None]
-        for inbox in self._inboxes:
-            inbox.clear()
-        if any(getattr(c, "save_batch", False) for c in callbacks):
+        self._monitors = [c for c in callbacks if getattr(c, "recorder", None) is self]
+        self._measures_norm = any(monitor.needs_gradient_norm for monitor in self._monitors)
+        # Monitors act on what arrives, on all ranks at the same step.
+        is_late = trainer.strategy.root_device.type != "cpu"
+        self._is_lockstep = trainer.world_size > 1 and is_late
+        if any(monitor.save_batch for monitor in self._monitors):
             self.batches = BatchKeeper(trainer)
         if isinstance(scaler_of(trainer), torch.amp.GradScaler):
             for each in trainer.optimizers:
@@ -136,9 +148,8 @@ class FactsRecorder(pl.Callback):
     @override
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: pl.Trainer, _: Any, optimizer: Optimizer) -> None:
-        if trainer.world_size > 1 and trainer.strategy.root_device.type != "cpu":
-            # Callbacks act on what arrives, on all ranks at the same step. Lightning has waited for
-            # the device at the start of the batch, so that nothing is waited for here.
+        if self._is_lockstep:
+            # Lightning has waited for the device at the start of the batch: nothing is waited for.
             self.drain()
         # Of a `LightningOptimizer` the one inside, which `trainer.optimizers` holds.
         plain, scale = getattr(optimizer, "optimizer", optimizer), loss_scale_of(trainer)
@@ -155,39 +166,46 @@ class FactsRecorder(pl.Callback):
         if loss is not None:  # a `training_step` that returned None is not skipped for overflow
             self._due.add(plain)
         pending = _Pending(self.now, [])
-        self._gradients, self.signals = None, None
-        if self._measures_norm:
-            found = self.gradients(trainer, optimizer)
-            # Else `training_step` returned None. Ranks cannot know that of each other.
-            if found.gradients or loss is not None or trainer.world_size > 1:
-                self.signals = measure(trainer, found, loss)
-                loss = self.signals.values[0] if loss is not None else None
-                pending.parts |= {"signals": self.signals.packed}
-                pending.names = found.names
+        step = self.step = TrainingStep(trainer, self.now, plain, self._names, self.newest_loss)
+        # Without both `training_step` returned None. Ranks cannot know that of each other.
+        if self._measures_norm and (
+            step.found.gradients or loss is not None or trainer.world_size > 1
+        ):
+            step.signals = measure(trainer, step.found, loss)
+            loss = step.signals.values[0] if loss is not None else None
+            pending.parts["signals"] = step.signals.packed
+            pending.names = step.found.names
         numbers = {"loss": loss, "lr": lr, "loss_scale": scale}
         # Cloned, as the scaler and schedules change theirs in place before the copy is made.
         pending.parts |= {
-            k: v.detach().reshape(1).clone() for k, v in numbers.items() if isinstance(v, Tensor)
+            k: v.detach().reshape(()).clone() for k, v in numbers.items() if isinstance(v, Tensor)
         }
         self._pending.append(pending)
+        self._observe("before step")
 
     @override
+    @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
         loss = loss_in(outputs)
         if self._pending and "loss" not in self._pending[-1].parts and loss is not None:
             # In manual optimization a backward may pass Lightning by.
-            self._pending[-1].parts["loss"] = loss.detach().float().mean().reshape(1)
+            self._pending[-1].parts["loss"] = loss.detach().float().mean()
+        self._observe("batch end")
         self._submit(trainer)
-        self._deliver(self._readback.ready())
+        # On a GPU one rank may have what another one still waits for.
+        for each in () if self._is_lockstep else self._readback.ready():
+            each.context["receive"](each.array)
+        self.deliver()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.drain()
+        self.finish()
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        with suppress(RuntimeError):  # a device that has failed gives nothing back
-            self.give_up(trainer)
+        # Of a device that has failed nothing comes back.
+        with without_raising(self), suppress(RuntimeError):
+            self.finish()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -196,6 +214,18 @@ class FactsRecorder(pl.Callback):
         trainer.callbacks = [c for c in callbacks if c is not self]  # type: ignore[attr-defined]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _observe(self, moment: Moment) -> None:
+        step = self.step
+        if step is None or not self._pending:
+            return
+        pending = self._pending[-1]
+        for monitor in (each for each in self._monitors if each.moment == moment):
+            step.context = {}
+            seen = monitor.observe(step)
+            if seen is not None:
+                monitor.samples += 1
+                pending.parts[monitor], pending.context[monitor] = seen, step.context
 
     def _take_loss(self, trainer: pl.Trainer) -> Tensor | None:
         losses, self._losses = self._losses, []
@@ -210,24 +240,22 @@ class FactsRecorder(pl.Callback):
     def _submit(self, trainer: pl.Trainer) -> None:
         """Send the steps of the batch on their way, now that their outcome is known."""
         pending, self._pending = self._pending, []
-        self._gradients, self.signals = None, None
+        self.step = None
         if not pending:
             return
         self.skipped, after = self._outcome(trainer), loss_scale_of(trainer)
-        known, device = after if isinstance(after, float) else None, trainer.strategy.root_device
+        root = trainer.strategy.root_device
+        home = torch.device("cpu") if root.type == "mps" else root  # MPS has no float64
         for each in pending:
+            known = after if isinstance(after, float) else None
             facts = replace(each.facts, skipped=self.skipped, next_loss_scale=known)
             if isinstance(after, Tensor):  # of torch's scaler: read here, it would be a host sync
-                each.parts["next_loss_scale"] = after.detach().reshape(1)
-            parts = each.parts.values()
-            sent = [part.to(device, torch.float32, non_blocking=True) for part in parts]
-            self._readback.submit(
-                facts.step,
-                torch.cat(sent) if sent else torch.zeros(0),
-                facts=facts,
-                names=each.names,
-                lengths={key: len(part) for key, part in each.parts.items()},
-            )
+                each.parts["next_loss_scale"] = after.detach().reshape(())
+            shapes = {key: tuple(part.shape) for key, part in each.parts.items()}
+            parts = (part.detach().reshape(-1) for part in each.parts.values())
+            sent = [part.to(home, non_blocking=True).double() for part in parts]
+            arrive = partial(self._arrive, facts, each.names, shapes, each.context)
+            self.send(torch.cat(sent) if sent else torch.zeros(0), arrive)
         self.now = facts
 
     def _outcome(self, trainer: pl.Trainer) -> bool | None:
@@ -242,18 +270,46 @@ class FactsRecorder(pl.Callback):
             return False
         return None if any(is_fused(each) for each in due) else True
 
-    def _deliver(self, arrived: list[Readback]) -> None:
-        for readback in arrived:
-            facts, extras = _complete(readback)
-            highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
-            self.highest_rates[facts.optimizer] = highest
-            self.newest = replace(facts, highest_lr=highest)
-            for inbox in self._inboxes:
-                inbox.append(Arrived(self.newest, extras))
+    def _arrive(
+        self,
+        facts: StepFacts,
+        names: list[str],
+        shapes: dict[Any, tuple[int, ...]],
+        context: dict[Any, dict[str, Any]],
+        array: npt.NDArray[Any],
+    ) -> None:
+        """Put the numbers that have arrived into the facts of their step, and into samples."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()], dtype=int)
+        split = zip(shapes.items(), np.split(array, ends), strict=False)
+        parts = {key: part.reshape(shape) for (key, shape), part in split}
+        known = {key: part.tolist() for key, part in parts.items() if isinstance(key, str)}
+        if "signals" in known:
+            loss, norm, index, largest, rank, losses = known.pop("signals")
+            known |= {"gradient_norm": norm, "rank": int(rank)} | ({"loss": loss} if losses else {})
+            if names:
+                known |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
+        if facts.skipped is None:
+            # torch's scaler lowers its scale at each overflow and at nothing else.
+            known["skipped"] = known["next_loss_scale"] < known["loss_scale"]
+        facts = replace(facts, **known)
+        highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
+        self.highest_rates[facts.optimizer] = highest
+        facts = self.newest = replace(facts, highest_lr=highest)
+        samples = {m: Sample(facts, parts[m], own) for m, own in context.items()}
+        self._arrived.append((facts, samples))
 
     def _called(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_fused(optimizer):
             self._due.discard(optimizer)
+
+
+@contextmanager
+def without_raising(callback: pl.Callback) -> Iterator[None]:
+    """Keep `on_exception` from hiding the exception that it is called for behind its own."""
+    try:
+        yield
+    except Exception as error:
+        _log.warning(usage("hook_failed", callback=type(callback).__name__, error=error))
 
 
 def facts_of(trainer: pl.Trainer, batch_idx: int | None = None) -> StepFacts:
@@ -276,23 +332,3 @@ def recorder_of(trainer: pl.Trainer) -> FactsRecorder:
         # First, so that what it has read is there in every hook of the others.
         trainer.callbacks = [recorder, *callbacks]  # type: ignore[attr-defined]
     return recorder
-
-
-def _complete(readback: Readback) -> tuple[StepFacts, dict[int, npt.NDArray[Any]]]:
-    """Put the numbers that have arrived into the facts of their step."""
-    facts, names, lengths = (readback.context[key] for key in ("facts", "names", "lengths"))
-    ends = np.cumsum(list(lengths.values()), dtype=int)
-    parts = dict(zip(lengths, np.split(readback.array, ends), strict=False))
-    extras = {key: part for key, part in parts.items() if isinstance(key, int)}
-    found: dict[str, Any] = {
-        key: float(part[0]) for key, part in parts.items() if key not in extras and key != "signals"
-    }
-    if "signals" in parts:
-        loss, norm, index, largest, rank, losses = map(float, parts["signals"])
-        found |= {"gradient_norm": norm, "rank": int(rank)} | ({"loss": loss} if losses else {})
-        if names:
-            found |= {"largest_gradient": names[int(index)], "largest_gradient_norm": largest}
-    if facts.skipped is None:
-        # torch's scaler lowers its scale at each overflow and at nothing else.
-        found["skipped"] = found["next_loss_scale"] < found["loss_scale"]
-    return replace(facts, **found), extras

@@ -1,29 +1,22 @@
-"""Monitors that look at tensors every so many steps and judge what they saw a little later."""
+"""Monitors that look at tensors every so many steps."""
 
-import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._step.recorder import facts_of
-from lightning_mp.callbacks._step.training_state import gather_ranks, step_of
 from lightning_mp.callbacks.monitor import InstabilityMonitor
-from lightning_mp.numerics.async_readback import AsyncReadback, Readback
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats, stored_numels, tensor_stats
 
 __all__ = ["SamplingMonitor", "merge_ranks", "merge_rows", "pack_stats"]
 
 
 @explains_arguments(checks={"every_n_steps baseline_samples": "[1, inf)"})
-class SamplingMonitor(InstabilityMonitor, ABC):
-    """Samples at some steps, without a host sync, and judges samples when they have arrived."""
+class SamplingMonitor(InstabilityMonitor):
+    """Observes some steps only, and more of them at the start."""
 
     keeps: tuple[str, ...] = ("samples",)
 
@@ -33,43 +26,13 @@ class SamplingMonitor(InstabilityMonitor, ABC):
         super().__init__(repeat_after_steps=repeat_after_steps)
         self.every_n_steps = every_n_steps
         self.baseline_samples = baseline_samples
-        self.samples = 0  # judged so far
-        self._readback = AsyncReadback()
 
-    def is_due(self, trainer: pl.Trainer) -> bool:
-        """Return whether to sample at the step under way."""
+    def is_due(self, step: int) -> bool:
+        """Return whether to observe a step."""
         # From the first samples a monitor learns what is usual for each tensor.
-        is_early = self.samples + len(self._readback) < self.baseline_samples
+        is_early = self.samples < self.baseline_samples
         every = max(self.every_n_steps // 5, 1) if is_early else self.every_n_steps
-        return step_of(trainer) % every == 0
-
-    def submit(self, trainer: pl.Trainer, packed: Tensor, *, gather: bool, **context: Any) -> None:
-        """Send a sample, with `gather` those of all ranks, to the host for `judge`."""
-        sample = gather_ranks(trainer, packed) if gather else packed[None]
-        facts = self.recorder.now or facts_of(trainer)
-        self._readback.submit(facts.step, sample, facts=facts, **context)
-
-    @abstractmethod
-    def judge(self, trainer: pl.Trainer, sample: Readback) -> None:
-        """Look at a sample: `sample.array` has one entry a rank along its first dimension."""
-
-    def _judge_all(self, trainer: pl.Trainer, samples: Sequence[Readback]) -> None:
-        for sample in samples:
-            self.judge(trainer, sample)
-            self.samples += 1
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._judge_all(trainer, self._readback.ready())
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._judge_all(trainer, self._readback.drain())
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # a device that has failed gives nothing back
-            self._judge_all(trainer, self._readback.drain())
+        return step % every == 0
 
 
 def pack_stats(

@@ -1,7 +1,9 @@
 """What monitors read from a Trainer: step, loss scale, ranks, gradients; with any plugin."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -10,12 +12,15 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = [
+    "Moment",
     "NamedTensors",
     "Signals",
+    "TrainingStep",
     "gather_ranks",
     "gradients_of",
     "is_fused",
@@ -90,6 +95,37 @@ class Signals(NamedTuple):
     judged: Tensor  # which of the values there are
     # The values; index and norm of the largest gradient; the rank to look at; how many have a loss.
     packed: Tensor
+
+
+Moment = Literal["before step", "batch end"]
+
+
+@dataclass(eq=False)
+class TrainingStep:
+    """What a monitor observes: the step of an optimizer. Nothing here waits for the device."""
+
+    trainer: pl.Trainer
+    facts: StepFacts
+    optimizer: Optimizer
+    names: dict[int, str]  # of parameters, by `id`
+    loss: Tensor | None  # unscaled, of the last backward
+    signals: Signals | None = None  # where a monitor needs the gradient norm
+    context: dict[str, Any] = field(default_factory=dict)  # of the monitor that observes
+
+    @cached_property
+    def found(self) -> NamedTensors:
+        """The gradients of the optimizer, collected once for all monitors."""
+        return gradients_of(self.trainer, self.optimizer, self.names)
+
+    def gather(self, tensor: Tensor, *, shards_only: bool = False, **context: Any) -> Tensor:
+        """Return what ranks have observed as one tensor: [W, *tensor.shape]; W is 1 for one rank.
+
+        With `shards_only`, ranks that hold the same values send those of one. `context`, such as
+        the names of rows, comes with the sample.
+        """
+        self.context = context
+        is_same = shards_only and not is_sharded(self.trainer)
+        return tensor[None] if is_same else gather_ranks(self.trainer, tensor)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

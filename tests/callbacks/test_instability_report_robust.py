@@ -84,7 +84,7 @@ def test_killed_run_leaves_its_last_alarm_and_the_resumed_one_goes_on_with_the_p
     assert exit_code_of(_train_until_killed, str(tmp_path)) == -signal.SIGKILL
     data, page = _data(tmp_path / "instability.json"), tmp_path / "instability.html"
     assert [alarm["step"] for alarm in data["alarms"]] == [10, 25]
-    assert data["curves"]["loss"]["steps"] == list(range(25))
+    assert data["curves"]["loss"]["steps"] == list(range(26))  # the alarm's own too
     assert "It is odd." in page.read_text()
     folder = tmp_path / "version_1" if elsewhere else tmp_path  # as of a logger's new version
     resumed = InstabilityReport(dirpath=str(folder))

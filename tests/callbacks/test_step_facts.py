@@ -1,7 +1,7 @@
 """A step is read once for all callbacks of a Trainer, in whatever order they stand."""
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +22,8 @@ from lightning_mp.callbacks import (
     SpikeGuard,
 )
 from lightning_mp.callbacks._report.page import MAP_TITLES
-from lightning_mp.callbacks._rules.records import StepFacts
-from lightning_mp.callbacks._step import recorder
+from lightning_mp.callbacks._rules.records import Sample, StepFacts, Verdict
+from lightning_mp.callbacks._step import recorder, training_state
 from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 from tests.callbacks.models import Watched, watch
@@ -37,17 +37,15 @@ pytestmark = pytest.mark.filterwarnings(
 class Keeps(InstabilityMonitor):
     """Keeps the facts of every step."""
 
-    needs_gradient_norm = True
+    needs_gradient_norm = every_step = True
 
     def __init__(self) -> None:
         super().__init__()
         self.facts: list[StepFacts] = []
-        self.inbox = deque()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.facts += [facts for facts, _ in self.arrived()]
-
-    on_train_end = on_train_batch_end
+    def judge(self, sample: Sample) -> list[Verdict]:
+        self.facts.append(sample.facts)
+        return []
 
 
 def stock() -> MixedPrecision:
@@ -100,14 +98,14 @@ def test_facts_say_where_a_step_was() -> None:
 
 def test_gradients_are_collected_and_measured_once_for_all(monkeypatch: Any) -> None:
     calls: Counter[str] = Counter()
-    for name in ("gradients_of", "measure"):
-        original = getattr(recorder, name)
+    for module, name in ((training_state, "gradients_of"), (recorder, "measure")):
+        original = getattr(module, name)
 
         def counted(*args: Any, _name: str = name, _original: Any = original) -> Any:
             calls[_name] += 1
             return _original(*args)
 
-        monkeypatch.setattr(recorder, name, counted)
+        monkeypatch.setattr(module, name, counted)
     watching = [
         SpikeGuard(),
         InstabilityReport(),

@@ -1,0 +1,110 @@
+"""A monitor observes a step on the device, and judges it on the host with the facts of its step."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mp.callbacks import AdamStateMonitor, InstabilityMonitor, SpikeGuard
+from lightning_mp.callbacks._rules.records import Learning, Sample, Verdict
+from lightning_mp.callbacks._step.training_state import TrainingStep
+from lightning_mp.numerics.async_readback import AsyncReadback
+from tests.callbacks.models import Watched, watch
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_mp.callbacks.InstabilityWarning",
+    "ignore:Be aware that when using `ckpt_path`",
+)
+
+
+class Norms(InstabilityMonitor):
+    """Sends the norm of every second step's weights, in float64 digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, list[float], str]] = []
+        self.sent: list[list[float]] = []
+
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        if step.facts.step % 2:
+            return None
+        norm = torch.stack([p.detach().double().norm() for p in step.found.parameters])
+        self.sent.append(norm.tolist())
+        return step.gather(norm, names=step.found.names)
+
+    def judge(self, sample: Sample) -> list[Verdict]:
+        facts, name = sample.facts, sample.context["names"][0]
+        self.seen.append((facts.step, sample.array[0].tolist(), name))
+        assert facts.loss is not None
+        words = ("It is seen.", "Look.")
+        return [Verdict("seen", float(sample.array[0, 0]), tensor=name, words=words)]
+
+
+def test_numbers_travel_unrounded_with_the_facts_of_their_step_and_come_back_as_alarms() -> None:
+    monitor = Norms()
+    watch(Watched(steps=7), [monitor, SpikeGuard(), AdamStateMonitor(every_n_steps=1)])
+    assert [step for step, *_ in monitor.seen] == [0, 2, 4, 6]
+    assert [norms for _, norms, _ in monitor.seen] == monitor.sent
+    assert monitor.samples == 4
+    assert [(a.step, a.kind, a.tensor) for a in monitor.alarms] == [(0, "seen", "network.0.weight")]
+
+
+def test_samples_that_come_late_are_judged_when_training_ends_or_fails(monkeypatch: Any) -> None:
+    monkeypatch.setattr(AsyncReadback, "drain", AsyncReadback.ready)
+    monkeypatch.setattr(AsyncReadback, "ready", lambda self: [])
+
+    def fail(module: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            raise RuntimeError("no memory")
+
+    ended, failed = Norms(), Norms()
+    watch(Watched(steps=6), [ended])
+    with pytest.raises(RuntimeError, match="no memory"):
+        watch(Watched(steps=6, sabotage=fail), [failed])
+    assert [step for step, *_ in ended.seen] == [step for step, *_ in failed.seen] == [0, 2, 4]
+
+
+@dataclass(eq=False)
+class Counts(Learning):
+    """Counts what it is given."""
+
+    by: int
+    _count: int = field(default=0, init=False)
+
+    def add(self) -> None:
+        self._count += self.by
+
+
+class TwoRules(InstabilityMonitor):
+    """Holds two rules of one class."""
+
+    every_step = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fast, self._slow = Counts(10), Counts(1)
+
+    def judge(self, sample: Sample) -> list[Verdict]:
+        self._fast.add()
+        self._slow.add()
+        return []
+
+
+def test_two_rules_of_a_class_keep_their_own_states() -> None:
+    before, after = TwoRules(), TwoRules()
+    watch(Watched(steps=3), [before])
+    state = before.state_dict()
+    assert (state["_fast"], state["_slow"]) == ({"count": 30}, {"count": 3})
+    after.load_state_dict(state)
+    assert (after._fast._count, after._slow._count) == (30, 3)
+
+
+def test_state_of_rules_from_a_checkpoint_of_0_1_is_read() -> None:
+    before, after = AdamStateMonitor(every_n_steps=1), AdamStateMonitor(every_n_steps=1)
+    watch(Watched(steps=9), [before])
+    state = before.state_dict()
+    assert state["_rule"]["usual"]
+    after.load_state_dict({**{k: v for k, v in state.items() if k != "_rule"}, **state["_rule"]})
+    assert after._rule.state_dict() == before._rule.state_dict()
