@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -17,8 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.contrastive._cache.graph import hooks_held
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
+from lightning_mp.strategies._inf_cl.averaging import average_gradients, sparse_weights
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLStrategy"]
@@ -51,7 +50,8 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     difference beyond rounding is an error. Dropout masks are drawn again from the same generator
     states (CPU, GPU, Python, numpy, those of modules); buffers such as running statistics are
     updated once a step; the autocast of the forward holds in the replay. Every parameter gets its
-    whole gradient once, with hooks, and gradients are all-reduced once a bucket and step.
+    whole gradient once, with hooks, and gradients are all-reduced once a bucket and step: those of
+    all that trains in the step, whatever was frozen before, through DDP's communication hook.
 
     **Not the same as a whole batch**: layers that mix rows (BatchNorm) see micro-batches, and
     dropout draws micro-batch by micro-batch, so its masks differ from those of one big call.
@@ -118,7 +118,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        # DDP would prepare to reduce during the loss's backward; `backward` reduces after it.
+        # DDP would prepare to reduce during the loss's backward; `backward` averages after it.
         pass
 
     @override
@@ -133,14 +133,20 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
         ):
-            _reduce_gradients(self.model)
+            average_gradients(
+                list(self.model.parameters()),
+                group=self.model.process_group,
+                hook=self.model._comm_hooks[-1] if self.model._comm_hooks else None,
+                bucket_bytes=self.model.bucket_bytes_cap,
+                sparse=sparse_weights(self.model),
+            )
         return closure_loss
 
     @override
     def _check_others(self, arguments: dict[str, Any]) -> None:
         if arguments.get("static_graph"):
             reason = (
-                "Gradients are reduced when all are complete, not in the graph that DDP would "
+                "Gradients are averaged when all are complete, not in the graph that DDP would "
                 "record. Leave `static_graph` out; they are all-reduced once a step all the same."
             )
             refuse_values(self, reason, static_graph=True)
@@ -159,8 +165,8 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
 class _NoSyncForwardRedirection(_ForwardRedirection):
     """Runs `training_step` through DDP's forward without preparing DDP to reduce.
 
-    Reentrant checkpoints in towers accumulate into the parameters themselves, once a micro-batch,
-    which DDP would take for an error; and parameters that a step leaves out need no setting.
+    DDP's reducer averages what trained when it was made, and takes gradients of micro-batches for
+    whole ones; `average_gradients` averages what trains now, once gradients are complete.
     """
 
     @override
@@ -175,33 +181,3 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
         self, wrapper_module: nn.Module, original_module: "pl.LightningModule"
     ) -> None:
         wrapper_module.require_backward_grad_sync = self._sync
-
-
-def _reduce_gradients(model: DistributedDataParallel) -> None:
-    """All-reduce complete gradients, a bucket at a time; users' hooks have had theirs before."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # All may be frozen after DDP has wrapped them, and a graph of none has no backward.
-    if not trained:
-        return
-    touched: Tensor = _Touch.apply(*trained)
-    prepare_for_backward(model, touched)
-    with hooks_held(trained):
-        touched.backward()
-
-
-class _Touch(torch.autograd.Function):
-    """A graph that reaches every parameter and gives none of them a gradient.
-
-    Its backward makes DDP's hooks fire once a parameter, and so reduces the gradients that the
-    parameters hold by then, without reading a parameter or writing a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, ...]:
-        count: int = ctx.count
-        return (None,) * count

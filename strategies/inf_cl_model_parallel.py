@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
@@ -20,6 +19,7 @@ from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.contrastive._cache.sharding import own_parameters, sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
+from lightning_mp.strategies._inf_cl.averaging import average_gradients
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLModelParallelStrategy"]
@@ -125,8 +125,14 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # backward.
         cache.finish(reduce=self._reduces)
         if self._reduces:
-            _average_gradients([p for p in self._own if p.requires_grad])
+            average_gradients(self._own)
+        self._reshard()
         return closure_loss
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._reshard()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -157,6 +163,16 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # By 'auto', all ranks of a node would be a tensor-parallel mesh.
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
 
+    def _reshard(self) -> None:
+        """Leave nothing gathered between steps.
+
+        What a frozen tower or a validation has gathered stays so, as no backward follows. Then
+        `requires_grad_` and an optimizer's new group would get the gathered parameters, and the
+        shards, which are trained, would stay frozen.
+        """
+        for part in sharded_modules(self.lightning_module):
+            part.reshard()
+
     def _check_clipping(self, trainer: "pl.Trainer") -> None:
         by_value = trainer.gradient_clip_algorithm == "value"
         large = [
@@ -173,24 +189,3 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
                 f"{large[0]!r} is not sharded, and torch takes no norm over shards and whole "
                 "gradients. Call `fully_shard` for what holds it, or clip by value."
             )
-
-
-def _average_gradients(parameters: list[Tensor]) -> None:
-    """Average the gradients of what is not sharded, in one all-reduce a dtype."""
-    if not parameters or dist.get_world_size() == 1:
-        return
-    # In the order of the parameters, which is that of all ranks; a set has one of each process.
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        group = [p for p in parameters if p.dtype == dtype]
-        # A rank that did not train a parameter takes part all the same.
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        # One message: each all-reduce of a scalar would cost a round trip of its own.
-        total = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-        means = total.split([part.numel() for part in parts])
-        for parameter, mean in zip(group, means, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean.view_as(parameter))
-            elif mean.any():  # trained on other ranks only
-                parameter.grad = mean.view_as(parameter).clone()

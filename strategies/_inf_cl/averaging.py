@@ -1,0 +1,169 @@
+"""Averages the gradients of all parameters that currently train, whatever DDP once registered.
+
+DDP's reducer knows the parameters that trained when it was made. A tower that is frozen then and
+trained later would keep the gradients of each rank, and one that is frozen later would be waited
+for. So what trains is looked up at each average, in the order of the model, which is that of all
+ranks; the gradients travel in flat buckets, as DDP's do, and through its communication hook.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["average_gradients", "sparse_weights"]
+
+_BUCKET_BYTES = 25 * 2**20  # DDP's own default
+_IN_FLIGHT = 2  # buckets: one is filled while another travels
+
+Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    hook: tuple[Hook, Any] | None = None,
+    bucket_bytes: int = _BUCKET_BYTES,
+    sparse: Collection[int] = (),
+) -> None:
+    """Average the gradients of the parameters that require them over all ranks, in place.
+
+    A rank without a gradient takes part with zeros, and gets the average if any rank has one. All
+    ranks must train the same parameters.
+
+    Args:
+        parameters: In the same order on all ranks.
+        group: The ranks; `None`: all of them.
+        hook: DDP's communication hook with its state, which averages in place of an all-reduce.
+        bucket_bytes: Bytes that one collective sends at most, or those of one parameter.
+        sparse: Identities of parameters with sparse gradients, each of which travels alone.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    world_size = dist.get_world_size(group)
+    if not trained or (world_size == 1 and hook is None):
+        return
+    # Whether any rank has a gradient: a zero is not what `None` is, as weight decay follows it.
+    is_there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+    is_there = is_there.to(trained[0].device, non_blocking=True)
+    asked = dist.all_reduce(is_there, dist.ReduceOp.MAX, group=group, async_op=True)
+    buckets = list(_cut([p for p in trained if id(p) not in sparse], bucket_bytes))
+    missing: dict[int, Tensor] = {}
+    travelling: deque[tuple[_Bucket, Any]] = deque()
+    for index, members in enumerate(buckets):
+        bucket = _Bucket(index, index == len(buckets) - 1, members)
+        if hook is None:
+            # Before the sum, which could overflow in half precision.
+            flat = bucket.buffer().mul_(1.0 / world_size)
+            travelling.append((bucket, dist.all_reduce(flat, group=group, async_op=True)))
+        else:
+            travelling.append((bucket, hook[0](hook[1], bucket)))
+        # A hook may start collectives when others end, whose order would differ between ranks.
+        if hook is not None or len(travelling) == _IN_FLIGHT:
+            missing |= _arrived(*travelling.popleft())
+    for bucket, sent in travelling:
+        missing |= _arrived(bucket, sent)
+    for parameter in trained:
+        if id(parameter) in sparse:
+            missing |= _average_sparse(parameter, world_size, group)
+    asked.wait()
+    # Read back only where something is missing, as the host would wait for the device.
+    for parameter, is_elsewhere in zip(trained, is_there.tolist() if missing else (), strict=False):
+        if is_elsewhere and id(parameter) in missing:
+            # Of its own dtype: a hook may return another.
+            parameter.grad = missing[id(parameter)].to(parameter.dtype, copy=True)
+
+
+def sparse_weights(module: nn.Module) -> set[int]:
+    """Return the identities of weights whose gradients are sparse on every rank."""
+    kinds = nn.Embedding, nn.EmbeddingBag
+    return {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
+
+
+class _Bucket:
+    """Gradients in one flat tensor; what communication hooks know as `dist.GradBucket`."""
+
+    def __init__(self, index: int, is_last: bool, parameters: list[Tensor]) -> None:
+        self._index, self._is_last, self._parameters = index, is_last, parameters
+        # A rank that did not train a parameter takes part all the same.
+        self._buffer = torch.cat(
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype)).flatten()
+                for p in parameters
+            ]
+        )
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        return self.split(self._buffer)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+
+def _cut(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        members: list[Tensor] = []
+        size = 0
+        for parameter in (p for p in parameters if p.dtype == dtype):
+            own = parameter.numel() * parameter.element_size()
+            if members and size + own > most:
+                yield members
+                members, size = [], 0
+            members.append(parameter)
+            size += own
+        yield members
+
+
+def _arrived(bucket: _Bucket, sent: Any) -> dict[int, Tensor]:
+    """Write the averages of a bucket to its gradients; return those without one by identity."""
+    result = sent.wait()
+    # An all-reduce has written to the buffer; a hook returns a tensor or a list of one.
+    if isinstance(result, (list, tuple)):
+        result = result[0]
+    means = bucket.split(result if isinstance(result, Tensor) else bucket.buffer())
+    written: list[Tensor] = []
+    averages: list[Tensor] = []
+    missing: dict[int, Tensor] = {}
+    for parameter, mean in zip(bucket.parameters(), means, strict=True):
+        if parameter.grad is None:
+            missing[id(parameter)] = mean
+        else:
+            written.append(parameter.grad)
+            averages.append(mean)
+    if written:
+        torch._foreach_copy_(written, averages)
+    return missing
+
+
+def _average_sparse(
+    parameter: Tensor, world_size: int, group: dist.ProcessGroup | None
+) -> dict[int, Tensor]:
+    gradient = parameter.grad
+    mean = torch.zeros_like(parameter) if gradient is None else gradient * (1.0 / world_size)
+    # Of a weight that is used densely too, the gradient is dense.
+    mean = (mean if mean.is_sparse else mean.to_sparse(1)).coalesce()
+    dist.all_reduce(mean, group=group)
+    if gradient is None:
+        return {id(parameter): mean}
+    parameter.grad = mean if gradient.is_sparse else gradient.copy_(mean.to_dense())
+    return {}

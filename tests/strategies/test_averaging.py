@@ -1,0 +1,95 @@
+"""Averages of gradients over ranks: some of `None`, sparse ones, buckets, communication hooks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from lightning_mp.strategies._inf_cl.averaging import average_gradients, sparse_weights
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+RANKS = 3
+# Ranks that have a gradient; all others hold `None`.
+HAVE = {
+    "first.weight": {0, 1, 2},
+    "first.bias": {1},
+    "half.weight": {0, 1, 2},
+    "table.weight": {0, 1},
+}
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(40, 30)
+        self.half = nn.Linear(30, 20).bfloat16()  # whose bias no rank has used
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def _gradient(name: str, rank: int, shape: torch.Size) -> Tensor:
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    return value * (torch.arange(9)[:, None] % 3 == rank) if name == "table.weight" else value
+
+
+def _average(rank: int, bucket_bytes: int, hook: str | None) -> dict[str, Tensor | None]:
+    model = Parts()
+    for name, parameter in model.named_parameters():
+        if name == "frozen" or rank in HAVE.get(name, ()):
+            gradient = _gradient(name, rank, parameter.shape).to(parameter.dtype)
+            parameter.grad = gradient.to_sparse(1) if name == "table.weight" else gradient
+    hooks: dict[str | None, Any] = {
+        None: None,
+        "fp16": (default_hooks.fp16_compress_hook, None),
+        "wrapped": (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), None),
+        # Of full rank, so that nothing is lost but rounding.
+        "power": (
+            powerSGD_hook.powerSGD_hook,
+            powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=30, start_powerSGD_iter=2, min_compression_rate=0.1
+            ),
+        ),
+    }
+    for _ in range(4 if hook == "power" else 1):
+        average_gradients(
+            list(model.parameters()),
+            hook=hooks[hook],
+            bucket_bytes=bucket_bytes,
+            sparse=sparse_weights(model),
+        )
+    return {n: None if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "hook", "eps"),
+    [
+        (2**20, None, 2**-22),
+        (1, None, 2**-22),
+        (2**20, "fp16", 2**-9),
+        (1, "wrapped", 2**-6),
+        (2**20, "power", 2**-8),
+    ],
+)
+def test_average_has_zeros_for_ranks_without_a_gradient_and_none_where_no_rank_has_one(
+    bucket_bytes: int, hook: str | None, eps: float
+) -> None:
+    first, *others = run_ranks(_average, RANKS, bucket_bytes, hook)
+    for name, parameter in Parts().named_parameters():
+        value = first[name]
+        if name == "frozen":  # as each rank had it
+            assert not torch.equal(value, others[0][name])
+            continue
+        assert all((value is None) == (other[name] is None) for other in others)
+        if name not in HAVE:
+            assert value is None
+            continue
+        assert all(torch.equal(value, other[name]) for other in others), name
+        gradients = [_gradient(name, rank, parameter.shape).double() for rank in HAVE[name]]
+        expected = sum(gradients) / RANKS
+        bound = max(eps, 2**-6 if parameter.dtype == torch.bfloat16 else 0.0)
+        assert (value.double() - expected).norm() < bound * expected.norm(), name

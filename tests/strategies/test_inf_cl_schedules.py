@@ -1,0 +1,158 @@
+"""Towers that are frozen and thawed while training, against one process with the whole batch."""
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_mp import InfCLModelParallelStrategy, InfCLStrategy
+from tests.processes import run_ranks
+from tests.quiet import parameters_of
+from tests.reference.contrastive import relative_error
+from tests.strategies.models import TinyCLIP, loader, make_trainer
+
+pytestmark = pytest.mark.distributed
+
+BATCH, STEPS, EPOCHS, ROWS = 24, 2, 4, 5
+
+
+class Scheduled(TinyCLIP):
+    """In float64, with weight decay, which follows a gradient of zeros and not one of `None`."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__(dropout=0.0, automatic=schedule != "toggled")
+        self.schedule = schedule
+        self.double()
+        if schedule == "finetuning":
+            self.backbone = self.visual
+            del self.visual
+        if schedule in THAWED:
+            self.thaw(0)
+        self.teacher = copy.deepcopy(self.text).requires_grad_(False)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for tower in (self.tower, self.text, self.head, self.teacher):
+                fully_shard(tower, mesh=self.device_mesh["data_parallel"])
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.backbone if self.schedule == "finetuning" else self.visual
+
+    def features(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        image = self.head(self.tower(batch[0]))
+        if self.schedule == "unused" and self.trainer.global_step % 2:
+            image = self.tower(batch[0])
+        return tuple(nn.functional.normalize(x, dim=-1) for x in (image, self.text(batch[1])))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if self.schedule != "toggled":
+            loss = super().training_step(batch, batch_idx)
+            if self.schedule == "teacher":
+                with torch.no_grad():
+                    target = self.teacher(batch[1])
+                loss = loss + (self.text(batch[1]) - target - 1).square().mean()
+            return loss
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(*self.features(batch), self.log_scale.exp()))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.schedule == "teacher":
+            for slow, fast in zip(self.teacher.parameters(), self.text.parameters(), strict=True):
+                slow.data.lerp_(fast.data, 0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.schedule in THAWED:
+            self.thaw(self.current_epoch)
+
+    def thaw(self, epoch: int) -> None:
+        for name, frozen in THAWED[self.schedule].items():
+            self.get_submodule(name).requires_grad_(epoch not in frozen)
+
+    def configure_optimizers(self) -> Any:
+        def adam(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+        if self.schedule == "toggled":
+            others = [*self.text.parameters(), *self.head.parameters(), self.log_scale]
+            return [adam(self.visual.parameters()), adam(others)]
+        if self.schedule == "finetuning":
+            return adam([p for p in self.parameters() if p.requires_grad])
+        return adam(self.parameters())
+
+    def on_train_end(self) -> None:
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
+        self.end = torch.cat([p.detach().flatten() for p in full])
+
+
+# The epochs in which parts are frozen.
+THAWED: dict[str, dict[str, set[int]]] = {
+    "locked image, then unlocked": {"visual": {0, 1}},
+    "progressive": {"visual": {0, 1}, "text.0": {0, 1, 2}, "text.4": {0}},
+    "frozen in the middle": {"text": {1, 2}, "head": {2}},
+}
+SCHEDULES = [*THAWED, "finetuning", "toggled", "teacher", "unused"]
+
+
+def _fit(strategy: Any, schedule: str, rows: slice, **kwargs: Any) -> Scheduled:
+    model = Scheduled(schedule)
+    callbacks: list[pl.Callback] = []
+    if schedule == "finetuning":
+        callbacks = [BackboneFinetuning(1, backbone_initial_lr=1e-2, should_align=False)]
+    batches = [[x[rows].double() for x in batch] for batch in loader(BATCH * STEPS, BATCH)]
+    trainer = make_trainer(
+        strategy, max_epochs=EPOCHS, callbacks=callbacks, use_distributed_sampler=False, **kwargs
+    )
+    data = DataLoader(batches, batch_size=None)
+    trainer.fit(model, data, DataLoader(batches, batch_size=None))  # validation gathers shards
+    return model
+
+
+def _train(rank: int, world_size: int, sharded: bool, schedules: list[str]) -> dict[str, Any]:
+    size = BATCH // world_size
+    results = {}
+    for schedule in schedules:
+        towers = ["backbone" if schedule == "finetuning" else "visual", "text"]
+        kind = InfCLModelParallelStrategy if sharded else InfCLStrategy
+        strategy = kind(towers=towers, micro_batch_size=ROWS)
+        rows = slice(rank * size, (rank + 1) * size)
+        results[schedule] = _fit(strategy, schedule, rows, devices=world_size).end
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    ends = {schedule: _fit("auto", schedule, slice(None)).end for schedule in SCHEDULES}
+    for schedule, end in ends.items():
+        # Each part moves in the end: nothing here is equal because it stood still.
+        moved = (end - parameters_of(Scheduled(schedule))).abs()
+        assert moved[: len(moved) // 4].max() > 1e-2
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharded"),
+    [(1, False), (2, False), pytest.param(3, False, marks=pytest.mark.slow), (2, True)],
+    ids=["1", "2", "3", "2-sharded"],
+)
+def test_what_is_frozen_and_thawed_trains_as_in_one_process(
+    expected: dict[str, Tensor], world_size: int, sharded: bool
+) -> None:
+    first, *others = run_ranks(_train, world_size, world_size, sharded, SCHEDULES)
+    for schedule, end in first.items():
+        # float64, of which AdamW's quotients may lose some digits where gradients are small.
+        assert relative_error(end, expected[schedule]) < 1e-9, schedule
+        for other in others:
+            assert torch.equal(end, other[schedule]), f"{schedule}: ranks differ"
