@@ -1,0 +1,65 @@
+"""Plant faults in small runs, and print how many were planted and how many runs held.
+
+python -m tests.faults                     # all; half an hour on two cores
+python -m tests.faults --only kills disks
+python -m tests.faults --short             # what `make test` tries
+python -m tests.faults --count             # how many there are; plants none
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from lightning_mp.plan.table import aligned
+from tests.faults.table import CASES, counts, is_short, outcome, title_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 1 where a run has not held."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--short", action="store_true", help="those of `make test` alone")
+    parser.add_argument("--count", action="store_true", help="plant none")
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    if options.count:
+        print("\n".join(aligned([["fault", "tried"], *_count_rows()])))
+        return 0
+    work = [
+        (family, index)
+        for family in options.only
+        for index, case in enumerate(CASES[family])
+        if is_short(case) or not options.short
+    ]
+    began, failures = time.monotonic(), []
+    # Of pools' workers: they start processes of their own, which those of multiprocessing may not.
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for (family, index), said in zip(work, pool.map(outcome, work), strict=True):
+            if said:
+                failures.append((family, index))
+                print(f"{CASES[family][index]}: {said}", file=sys.stderr, flush=True)
+    tried = Counter(title_of(family, CASES[family][index]) for family, index in work)
+    failed = Counter(title_of(family, CASES[family][index]) for family, index in failures)
+    rows = [[title, str(n), str(n - failed[title])] for title, n in tried.items()]
+    total = ["all", str(len(work)), str(len(work) - len(failures))]
+    print("\n".join(aligned([["fault", "tried", "held"], *rows, total])))
+    print(f"\n{time.monotonic() - began:.0f} s on {options.jobs} processes")
+    return int(bool(failures))
+
+
+def _count_rows() -> list[list[str]]:
+    found = counts()
+    return [*([title, str(n)] for title, n in found.items()), ["all", str(sum(found.values()))]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""All cases of all kinds of faults, and how many there are of which."""
+
+import contextlib
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from tests.faults import disks, hooks, kills, ranks
+
+__all__ = ["CASES", "Case", "counts", "is_short", "outcome", "title_of"]
+
+
+class Case(Protocol):
+    """A fault that is planted in a run."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def check(self) -> None:
+        """Plant it; `AssertionError` where a promise does not hold."""
+
+
+CASES: dict[str, Sequence[Case]] = {
+    "kills": kills.KILLS,
+    "disks": disks.DISKS,
+    "hooks": hooks.HOOKS,
+    "ranks": ranks.RANKS,
+}
+_SHORT = kills.SHORT | disks.SHORT | hooks.SHORT | ranks.SHORT
+_TITLES = {
+    ("kills", "hook"): "killed in a hook",
+    ("kills", "effect"): "killed before an effect on disk",
+    ("kills", "write"): "killed amid a write",
+    ("disks", "spent"): "disk full from a step on",
+    ("disks", "in the way"): "folder that cannot be made",
+    ("disks", "removed"): "folder removed at a step",
+    ("disks", "removed at every step"): "folder removed at every step",
+    ("disks", "effect"): "one effect on disk fails",
+    ("hooks", "callback before"): "error in a callback before the monitors",
+    ("hooks", "callback behind"): "error in a callback behind the monitors",
+    ("hooks", "module"): "error in a hook of the model",
+    ("hooks", "strategy"): "error in a method of the strategy",
+    ("hooks", "precision"): "error in a method of the precision plugin",
+    ("ranks", "raises"): "one of two ranks raises an error",
+    ("ranks", "leaves"): "one of two ranks leaves without a word",
+    ("ranks", "is killed"): "one of three ranks is killed",
+    ("ranks", "hangs"): "one of two ranks hangs",
+}
+
+
+def title_of(family: str, case: Case) -> str:
+    """Return what kind of fault a case is."""
+    return _TITLES[family, getattr(case, "how", None) or getattr(case, "source", "")]
+
+
+def is_short(case: Case) -> bool:
+    """Return whether `make test` tries a case; `make sweep` tries all."""
+    return str(case) in _SHORT
+
+
+def counts() -> dict[str, int]:
+    """Return how many cases there are of each kind of fault."""
+    return dict(Counter(title_of(family, c) for family, cases in CASES.items() for c in cases))
+
+
+def outcome(work: tuple[str, int]) -> str:
+    """Return how a case has failed, if it has."""
+    family, index = work
+    logging.disable()
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            CASES[family][index].check()
+        except BaseException as error:
+            return f"{type(error).__name__}: {str(error)[:500]}"
+    return ""
