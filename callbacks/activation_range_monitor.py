@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
-from lightning_mp.callbacks._rules.records import Sample, Verdict
-from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, step_of
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import VALUE_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import StatField, TensorStats
 from lightning_mp.precision._choice.module_selection import as_written, select_modules
@@ -169,7 +169,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         verdicts += self._judge_clamped(sample, metrics)
         # Outputs belong to no optimizer, so that their curves get no number.
         self.record(metrics, dataclasses.replace(sample.facts, optimizer=0))
-        return verdicts
+        return first_of_each_kind(verdicts)
 
     def _judge_clamped(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         rows = _rows(sample, "clamped", StatField.AMAX)
@@ -218,6 +218,7 @@ class ActivationRangeMonitor(SamplingMonitor):
         where = f"{key.kind}:{label}"
         numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
         found: Verdict | None = None
+        tags: tuple[str, ...] = ()
         # bf16 has the range of fp32, so that its zeros have other causes.
         if key.dtype == torch.float16 and key.kind != "norm_input":
             found = self._rule.judge(where, stats.zero_share[label], stats.subnormal_share[label])
@@ -228,13 +229,14 @@ class ActivationRangeMonitor(SamplingMonitor):
         elif bits < self.min_headroom_bits:
             numbers["largest"] = torch.finfo(key.dtype).max
             overflow = self._growth.overflow_step(where)
-            says = "" if overflow is None else f"{key.kind}_headroom_forecast"
             numbers["overflow"] = overflow
-            found = Verdict("headroom", bits, self.min_headroom_bits, says=says)
+            tags = () if overflow is None else ("forecast",)
+            found = Verdict("headroom", bits, self.min_headroom_bits, tags=tags)
         if found is None:
             return None
         kind, numbers = f"{key.kind}_{found.kind}", {**numbers, **found.numbers}
-        return dataclasses.replace(found, kind=kind, tensor=key.name, numbers=numbers)
+        tags = (*found.tags, "fp16" if key.dtype == torch.float16 else "wide")
+        return dataclasses.replace(found, kind=kind, tensor=key.name, tags=tags, numbers=numbers)
 
     def _judge_buffers(self, sample: Sample) -> Iterator[Verdict]:
         for name, bad_W in _rows(sample, "buffer", StatField.NON_FINITE):

@@ -18,10 +18,10 @@ from lightning_mp.callbacks._rules.adam import (
     has_second_moments,
     quantized_states,
 )
-from lightning_mp.callbacks._rules.records import Sample, Verdict
-from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
 from lightning_mp.callbacks._step.training_state import TrainingStep, is_sharded, parameter_names
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["AdamStateMonitor"]
@@ -165,7 +165,7 @@ class AdamStateMonitor(SamplingMonitor):
             largest = names[(sums_NK[:, AdamField.NUMEL] * is_bad).argmax()]
             lost = Verdict("optimizer_state_non_finite", None, None, "error", largest)
             verdicts.append(replace(lost, numbers={"count": int(is_bad.sum())}))
-        return verdicts
+        return first_of_each_kind(verdicts)
 
 
 def _is_of_adam(group: dict[str, Any]) -> bool:

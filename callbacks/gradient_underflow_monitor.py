@@ -12,9 +12,9 @@ from typing_extensions import override
 from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
 from lightning_mp.callbacks._rules.records import Sample, Verdict
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import TrainingStep, loss_scale_of
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.tensor_stats import StatField
 
 __all__ = ["GradientUnderflowMonitor"]
@@ -130,15 +130,13 @@ class GradientUnderflowMonitor(SamplingMonitor):
         name = str(found.tensor).partition(":")[2]
         # 64 times the scale now, as a power of two, or the largest that fp16 itself could take.
         start = torch.finfo(torch.float16).max if math.isnan(scale) else scale * 64
-        says = "all_gradients_underflow" if name == _ALL else "gradient_underflow"
         # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
-        fix = "" if "." in name else "all_gradients_underflow"
+        remedy = "all" if name == _ALL or "." not in name else "one"
         more = {"owner": name.rpartition(".")[0], "higher_scale": 2 ** int(np.log2(start))}
         return replace(
             found,
             kind="gradient_underflow",
-            says=says + found.says,
-            fix=fix if self._passes_through_fp16() else "gradient_underflow_wide",
+            tags=(*found.tags, remedy),
             tensor=name,
             numbers={**found.numbers, **more, "count": count},
         )

@@ -21,8 +21,8 @@ from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, run_facts
 from lightning_mp.callbacks._rules.records import Sample, Verdict
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
 from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 

@@ -1,5 +1,6 @@
 """`LossScaleMonitor`: says when the loss scale sinks, long before it is at its floor."""
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -107,14 +108,15 @@ class LossScaleMonitor(InstabilityMonitor):
         before, (floor, is_dynamic) = facts.loss_scale, _limits(trainer)
         # A skip at the lowest scale is one that no lower one can cure.
         if is_skipped and (not is_dynamic or (before is not None and before <= floor)):
-            fix = "" if is_dynamic else "loss_scale_floor_static"
-            verdicts = [
-                Verdict("loss_scale_floor", scale, floor, "error", fix=fix, numbers=in_a_row)
-            ]
+            tags = () if is_dynamic else ("static",)
+            lowest = Verdict("loss_scale_floor", scale, floor, "error", tags=tags, numbers=in_a_row)
+            verdicts = [lowest]
         elif is_dynamic and is_skipped and scale < self.min_scale:
             # torch's scaler has no floor: 166 overflows in a row take it to 0.
             numbers = {**in_a_row, "reach": _FP16_MAX / max(scale, 1e-38)}
-            verdicts = [Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers)]
+            is_lost = facts.loss is not None and not math.isfinite(facts.loss)
+            low = Verdict("loss_scale_low", scale, self.min_scale, numbers=numbers)
+            verdicts = [replace(low, tags=("forward",) if is_lost else ())]
         if self.skip_rate > self.max_skip_rate:
             numbers = {"skipped": sum(self._window), "of": len(self._window), "scale": scale}
             numbers["window"] = self.window_steps

@@ -28,7 +28,6 @@ from lightning_mp.callbacks._rules.records import (
     StepFacts,
     Verdict,
 )
-from lightning_mp.callbacks._rules.sentences import usage, words_for
 from lightning_mp.callbacks._step.recorder import (
     FactsRecorder,
     facts_of,
@@ -38,12 +37,19 @@ from lightning_mp.callbacks._step.recorder import (
 from lightning_mp.callbacks._step.training_state import (
     Moment,
     TrainingStep,
-    learning_rate_of,
+    numbers_of,
     step_of,
+    tags_of,
 )
+from lightning_mp.callbacks._words.sentences import words_for
+from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["Alarm", "History", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"]
 
+# What follows where a module, a weight or a batch was not finite, and has been named.
+_FOLLOWS = frozenset(
+    f"{what}_non_finite" for what in ("activation", "output_gradient", "buffer", "optimizer_state")
+) | {"non_finite_loss", "non_finite_gradient", "non_finite_run"}
 _WITH = " with "  # in keys, before the digest of what no attribute shows
 
 
@@ -164,8 +170,12 @@ class InstabilityMonitor(Learning, pl.Callback):
         if last is not None and 0 <= facts.step - last < self.repeat_after_steps and not is_note:
             return None
         self._raised[key] = facts.step
-        numbers = {"lower_rate": learning_rate_of(trainer) / 2, "whose": facts.whose}
-        message, remedy = words_for(verdict, is_ending=facts.is_rate_ending, **numbers)
+        cause = self.recorder.located
+        if cause is not None and verdict.kind in _FOLLOWS and cause.step <= facts.step:
+            numbers = {"located": cause.tensor, "located_step": cause.step, **verdict.numbers}
+            verdict = dataclasses.replace(verdict, ways=("follows",), numbers=numbers)
+            verdict, is_note = dataclasses.replace(verdict, severity="info"), True
+        message, remedy = words_for(verdict, tags_of(trainer, facts), **numbers_of(trainer, facts))
         keeper = None if is_note else self.recorder.batches
         alarm = Alarm(
             step=facts.step,
@@ -186,6 +196,8 @@ class InstabilityMonitor(Learning, pl.Callback):
         text = " ".join(filter(None, (f"{alarm.place}:", message, remedy, saved)))
         alarm = dataclasses.replace(alarm, message=text)
         self.history.add_alarm(alarm)
+        if alarm.kind == "non_finite" and alarm.tensor is not None:
+            self.recorder.located = alarm
         if not is_note:
             rank_zero_warn(alarm.message, category=InstabilityWarning)
         # A logger's plot of NaN shows nothing; 1 marks the step.

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.callbacks._locate.finding import SAYS, remedy_for
 from lightning_mp.callbacks._locate.replay import Record, gather_objects, search
 from lightning_mp.callbacks._rules.records import StepFacts, Verdict
 from lightning_mp.callbacks._step.batches import copy_containers
 from lightning_mp.callbacks._step.recorder import facts_of
 from lightning_mp.callbacks._step.skipping import StepSkipper
-from lightning_mp.callbacks._step.training_state import loss_scale_of
+from lightning_mp.callbacks._step.training_state import loss_scale_of, numbers_of
+from lightning_mp.callbacks._words.non_finite import SAYS, remedy_for
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 from lightning_mp.numerics.replay_state import RngState, own_generators
 from lightning_mp.numerics.tensor_stats import StatField, tensor_stats
@@ -237,19 +237,28 @@ class NonFiniteLocator(InstabilityMonitor):
         records = [step.records[i] for i in dict.fromkeys(indices)] or step.records
         scale, steps = None if step.scale is None else float(step.scale), step.optimizer_steps
         index, rank, finding = search(trainer, records, scale, steps, self.near_limit)
-        # Remedies name the plugin of the run; Lightning's own take no such arguments.
-        is_ours = isinstance(trainer.precision_plugin, ScaledPrecision)
-        plugin = type(trainer.precision_plugin).__name__ if is_ours else "BalancedAMP"
-        words = (f"{cause}: {finding.sentence}.", remedy_for(finding, plugin))
+        facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
+        plugin, eps = numbers_of(trainer, facts)["plugin"], _lost_epsilon(trainer, finding.dtype)
+        remedy = remedy_for(finding, plugin, eps=eps, checks_gradients=self.check_gradients)
+        words = (f"{cause}: {finding.sentence}.", remedy)
         amax, limit, name = finding.amax, finding.limit, finding.name or None
         verdict = Verdict("non_finite", amax, limit, "error", name, words=words)
-        facts = replace(step.facts, batch_idx=records[index].batch_idx, rank=rank)
         alarm = self.say(trainer, verdict, facts)
         if self.action == "raise":
             # `None` where the same was said a short while ago: that one stands for it.
             raise InstabilityError(alarm or self.alarms[-1])
         # Not `=`: another callback may have asked for it.
         trainer.should_stop |= self.action == "stop"
+
+
+def _lost_epsilon(trainer: pl.Trainer, dtype: str) -> float | None:
+    """Return the epsilon of a plain Adam that is 0 in the dtype of its weights, if there is one."""
+    if not dtype or isinstance(trainer.precision_plugin, ScaledPrecision):
+        return None
+    zero = torch.zeros((), dtype=getattr(torch, dtype))
+    groups = [group for each in trainer.optimizers for group in each.param_groups]
+    used = [g.get("eps") for g in groups if any(p.dtype == zero.dtype for p in g["params"])]
+    return next((eps for eps in used if isinstance(eps, float) and zero + eps == 0), None)
 
 
 def _is_manual(trainer: pl.Trainer) -> bool:

@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_mp._arguments import PATH, explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.records import Sample, StepFacts, Verdict
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._rules.spikes import (
     RobustWindow,
     Scene,
@@ -32,6 +31,7 @@ from lightning_mp.callbacks._step.training_state import (
     loss_scale_of,
     step_of,
 )
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.monitor import InstabilityError, InstabilityMonitor
 
 __all__ = ["SpikeGuard"]
@@ -143,6 +143,7 @@ class SpikeGuard(InstabilityMonitor):
         self._courses: list[CourseRule] = []
         self._sizes: deque[int] = deque(maxlen=window_steps)  # samples of steps
         self._has_stepped = True
+        self._skips = 0  # steps in a row that a loss scaler has skipped
         self._runs: dict[str, int] = {}  # bad steps in a row, by optimizer and kind
         self._lrs: deque[float] = deque(maxlen=window_steps)  # of the first optimizer
         self._is_bad: Tensor | None = None  # loss and norm of the step to come, on the device
@@ -282,6 +283,7 @@ class SpikeGuard(InstabilityMonitor):
             "non_finite_gradient": loss.is_finite and not norm.is_finite,
         }
         verdicts, event = [], None
+        self._skips = self._skips + 1 if facts.skipped else 0
         first, again = facts.step - self.patience + 1, self.judge_after_steps
         numbers = {"first_bad": first, "patience": self.patience, "again": again}
         # Of several bad steps in a row the first one is the event.
@@ -293,9 +295,9 @@ class SpikeGuard(InstabilityMonitor):
                 verdicts.append(event)
             # Spikes in a row are a new level, which `is_new_level` tells.
             if self._runs[key] == self.patience and kind != "spike":
-                fix = "non_finite_run_rewind" if self.action == "rewind" else ""
+                tags = ("skipped",) if self._skips >= self.patience else ()
                 count = float(self.patience)
-                run = Verdict("non_finite_run", count, count, "error", fix=fix, numbers=numbers)
+                run = Verdict("non_finite_run", count, count, "error", tags=tags, numbers=numbers)
                 verdicts.append(run)
         if event is not None and event.severity != "info" and self._event is None:
             self._event = facts, event
@@ -333,11 +335,11 @@ class SpikeGuard(InstabilityMonitor):
         mark, left_out = found
         self._runs.clear()
         undone, wanted = facts.global_step - mark.global_step, self._rewinder.rewind_steps
-        says = "rewind_to_step_short" if undone < wanted else ""
+        tags = ("short",) if undone < wanted else ()
         numbers = {"undone": undone, "wanted": wanted, "left_out": left_out}
         numbers |= {"rewinds": self.rewinds, "max_rewinds": self.max_rewinds}
         rate = {"rate": learning_rate_of(trainer)}
-        verdict = Verdict("rewind_to_step", mark.step, severity="info", says=says)
+        verdict = Verdict("rewind_to_step", mark.step, severity="info", tags=tags)
         self.say(trainer, replace(verdict, numbers=numbers | rate))
 
     # --- checkpoints -----------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from lightning_mp.callbacks._rules.moments import (
     tensor_moments,
 )
 from lightning_mp.callbacks._rules.records import Sample, Verdict
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
@@ -37,6 +36,7 @@ from lightning_mp.callbacks._step.training_state import (
     parameter_names,
     step_of,
 )
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.precision._choice.module_selection import as_written
 

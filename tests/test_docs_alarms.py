@@ -20,7 +20,7 @@ from lightning_mp import (
     SpikeGuard,
 )
 from lightning_mp.callbacks._rules.records import History
-from lightning_mp.callbacks._rules.sentences import MESSAGES
+from lightning_mp.callbacks._words.sentences import MESSAGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "callbacks" / "alarms.md").read_text()
@@ -35,7 +35,7 @@ def _named(section: str) -> set[str]:
 def _kinds() -> set[str]:
     """All kinds of alarms: what is passed to `Verdict` and `alarm`, and what is put together."""
     kinds = {key for key in MESSAGES if re.match(r"(activation|output_gradient|norm_input)_", key)}
-    kinds = {re.sub("_forecast$", "", key) for key in kinds}
+    kinds = {re.sub(", forecast$", "", key) for key in kinds}
     for path in (ROOT / "callbacks").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):

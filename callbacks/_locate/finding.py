@@ -1,16 +1,23 @@
-"""Where values that are not finite were made: the judgement on a replayed step, and its words."""
+"""Where values that are not finite were made: the judgement on a replayed step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
+from lightning_mp.callbacks._words.non_finite import (
+    SAYS,
+    at_scale,
+    backward_words,
+    forward_words,
+    outside_words,
+)
 
-__all__ = ["SAYS", "Finding", "find_source", "headroom", "remedy_for"]
+__all__ = ["Finding", "find_source", "headroom"]
 
 _MOST_SUSPECTS = 4  # that an alarm names
 
-Source = Literal["batch", "parameter", "forward", "backward", "nowhere", "failed"]
+Source = Literal["batch", "outlier", "parameter", "forward", "backward", "nowhere", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +28,18 @@ class Finding:
     name: str = ""  # dotted, of the tensor or module; the class of the root
     sentence: str  # without its full stop
     dtype: str = ""  # of what is not finite, such as `"float16"`
+    is_nan: bool = False  # whether NaN is among that
     amax: float | None = None  # the largest magnitude that went in
     limit: float | None = None  # the largest number of the dtype
     suspects: tuple[str, ...] = ()  # modules near the limit before it, the nearest first
     is_root: bool = False  # whether no submodule made it, but code of the LightningModule
     fitting_scale: float | None = None  # loss scale at which the replayed backward was finite
+    usual: float = 0.0  # of an outlier's tensor: the magnitude that 99.9% of its values are within
+
+    @property
+    def is_half(self) -> bool:
+        """Whether a wider format would have held it."""
+        return self.dtype == "float16"
 
 
 def find_source(trace: Trace, near_limit: float, scale: float | None) -> Finding | None:
@@ -195,6 +209,7 @@ def _found(
         name=name,
         sentence=sentence + (SAYS["suspects"].format(listed=listed) if suspects else ""),
         dtype=bad.dtype_name,
+        is_nan=bad.nan > 0,
         amax=max((s.amax for s in went_in), default=0.0),
         limit=bad.limit,
         suspects=tuple(suspect for suspect, _ in suspects),
@@ -243,125 +258,3 @@ def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
         "output": [s.amax for s in outputs if s.amax > near_limit * s.limit],
     }
     return ", ".join(f"{what} {max(near):.5g}" for what, near in sizes.items() if near)
-
-
-# --- sentences -----------------------------------------------------------------------------------
-
-SAYS = {
-    "bad_loss": "The loss is not finite",
-    "bad_gradients": "The loss is finite, gradients are not",
-    "overflow": "Gradients overflowed in this step",
-    "overflows": "Gradients overflowed in {count} steps in a row",
-    "no_replay": "`training_step(dataloader_iter)` fetches its batches, which cannot be run again",
-    "failed": "the replay failed with {name}: {text}",
-    "nowhere": "the step came out finite when it was run again",
-    "nowhere_of": "each of the {count} accumulated batches is finite by itself",
-    "parameter": "parameter `{bad.path}` held {bad.kind} before the step",
-    "batch": "`{bad.path}` held {bad.kind} when it came from the data loader",
-    "backward_of_loss": "the loss computation in `training_step` of the root `{root}` made "
-    "{bad.kind} in the backward{at}: no submodule did, and the loss is finite",
-    # --- what may stand behind one of these ------------------------------------------------------
-    "not_exact": "; the replay is not exact, with a loss of {now} where the step had "
-    "{before:.4g}: `training_step` keeps state, changes its batch in place or draws from a "
-    "generator that is no attribute of a module",
-    "suspects": "; near the limit before it: {listed}",
-    "fitting_scale": "; at a loss scale of {scale:g} all gradients of this batch are finite",
-}
-
-
-def forward_words(
-    title: str,
-    bad: Seen,
-    inputs: Sequence[Seen],
-    *,
-    passed_to: Call | None,
-    buffer: Seen | None,
-    has_submodules: bool,
-) -> str:
-    where = f" (`{bad.path}` of its output)" if bad.path else ""
-    where = f", which it passed to `{passed_to.name}`" if passed_to else where
-    if buffer is not None:
-        why = f"its buffer `{buffer.path}` held {buffer.kind}"
-    else:
-        why = f"its inputs are finite{_up_to([s for s in inputs if not s.is_mask])}"
-        masks = [s.path for s in inputs if s.is_masked]
-        why += f", but for a mask of -inf, `{masks[0]}`" if masks else ""
-        why += ", and none of its submodules made it" if has_submodules else ""
-    return f"{title} made {bad.kind} in the forward{where}: {why}"
-
-
-def outside_words(root: str, bad: Seen, outputs: Sequence[Seen], *, passed_to: Call | None) -> str:
-    what = f"a loss of {bad.kind}"
-    what = f"{bad.kind}, which it passed to `{passed_to.name}`" if passed_to else what
-    return (
-        f"`training_step` of the root `{root}` made {what} in the forward, outside of any "
-        f"submodule: what submodules gave it is finite{_up_to(outputs)}"
-    )
-
-
-def backward_words(
-    title: str, bad: Seen, came: Sequence[Seen], *, is_parameter: bool, scale: float | None
-) -> str:
-    what = f"that of `{bad.path}`" if is_parameter else "that of its input"
-    return (
-        f"{title} made {bad.kind} in the backward{at_scale(scale)}: the gradient of its output is "
-        f"finite{_up_to(came)}, {what} is not"
-    )
-
-
-def at_scale(scale: float | None) -> str:
-    """Return at which loss scale a backward was run."""
-    return "" if scale is None else f" at a loss scale of {scale:g}"
-
-
-def _up_to(seen: Sequence[Seen]) -> str:
-    if not seen:
-        return ""
-    largest = max(seen, key=lambda s: s.amax / s.limit)
-    return f" (up to {largest.amax:.5g} in {largest.dtype_name}, limit {largest.limit:g})"
-
-
-# --- remedies ------------------------------------------------------------------------------------
-
-_BF16 = "train in bf16, which holds 3.4e38, with `{plugin}(half='bf16')`."
-_ISLAND = "`BalancedAMP(fp32_modules=['norm', '{name}'])`"
-
-REMEDIES = {
-    "batch": "Repair or leave out such samples in the data set, as by "
-    "`torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)`.",
-    "parameter": "An earlier step wrote it, and clipping does nothing for NaN. Go on from a "
-    "checkpoint before it, as `SpikeGuard(action='rewind')` does, with "
-    "`NonFiniteLocator(check_gradients=True)`, which names the module that makes such a gradient "
-    "before the step; where gradients are finite, look at the optimizer's states and its epsilon.",
-    "forward": "Pass `{plugin}(inf_clamp=['{name}'])`, which clamps its output; or compute it in "
-    f"fp32, with {_ISLAND}; or {_BF16}",
-    "forward_suspects": " A lower learning rate or weight decay keeps {suspects} smaller.",
-    "forward_root": f"Compute it in fp32 there, as by `.float()` on what goes in; or {_BF16}",
-    "forward_wide": "Look there for a division by 0, a logarithm or root of 0 or less, a softmax "
-    "of a row that is masked as a whole, an overflowing exponential, or large weights: initialise "
-    "them smaller, or keep them small by a lower learning rate or `gradient_clip_val`.",
-    "backward": f"A lower loss scale does not help: compute `{{name}}` in fp32, with {_ISLAND}, or "
-    "train in bf16 with `{plugin}(half='bf16')`.",
-    "backward_scale": "Pass `{plugin}(loss_scale={scale:g})`, or "
-    "`loss_scale=LossScaleConfig(init_scale={scale:g}, max_scale={scale:g})` to let it fall "
-    "further; or `{plugin}(half='bf16')`, which needs no loss scale.",
-    "backward_wide": "Look there for the derivative of a root, norm, logarithm or quotient at 0: "
-    "add a small number inside, as in `torch.sqrt(x + 1e-6)`.",
-}
-
-
-def remedy_for(finding: Finding, plugin: str) -> str:
-    """Return sentences with values to set, for the precision plugin of a name."""
-    key: str = finding.source
-    if key == "backward" and finding.fitting_scale is not None:
-        key += "_scale"
-    elif key in ("forward", "backward") and finding.dtype != "float16":  # no wider format helps
-        key += "_wide"
-    elif key == "forward" and finding.is_root:
-        key += "_root"
-    text = REMEDIES.get(key, "")
-    if key == "forward" and finding.suspects:
-        text += REMEDIES["forward_suspects"]
-    suspects = ", ".join(f"`{each}`" for each in finding.suspects)
-    fields = {"name": finding.name, "scale": finding.fitting_scale or 1.0, "suspects": suspects}
-    return text.format(plugin=plugin, **fields)

@@ -1,5 +1,6 @@
 """Runs a training step once more with hooks, leaves all as it was, and finds what failed first."""
 
+import copy
 import math
 import sys
 from collections import OrderedDict
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._locate.finding import SAYS, Finding, find_source, headroom
+from lightning_mp.callbacks._locate.finding import Finding, find_source, headroom
 from lightning_mp.callbacks._locate.trace import Trace
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in, named_tensors
-from lightning_mp.numerics.floats import accumulation_dtype
+from lightning_mp.callbacks._words.non_finite import SAYS
+from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
@@ -74,11 +76,52 @@ def search(
             inexact = inexact or difference
             if finding is None:
                 continue
-            if finding.source == "backward" and scale is not None:
+            outlier = _outlier(trainer, record, steps, near, scale, finding)
+            if outlier is not None:
+                rank, finding = outlier
+            elif finding.source == "backward" and scale is not None:
                 rank, finding = _at_lower_scales(look, rank, finding, scale)
             return index, rank, replace(finding, sentence=finding.sentence + difference)
     nowhere = SAYS["nowhere_of" if len(records) > 1 else "nowhere"].format(count=len(records))
     return 0, 0, Finding(source="nowhere", sentence=nowhere + inexact)
+
+
+_FAR = 100.0  # times the 99.9% quantile of magnitudes: no distribution of data has such tails
+
+
+def _outlier(
+    trainer: pl.Trainer,
+    record: Record,
+    steps: int,
+    near: float,
+    scale: float | None,
+    finding: Finding,
+) -> tuple[int, Finding] | None:
+    """Return rank and finding where a few huge values of the batch are the cause; on all alike."""
+    huge: tuple[str, float, float] | None = None
+    calm = None
+    with suppress(Exception):  # it forbids that
+        calm = copy.deepcopy(record.batch)
+    for name, tensor in named_tensors(calm, "batch"):
+        if tensor.dtype in VALUE_DTYPES and tensor.numel() > 1 and not tensor.is_complex():
+            sizes = tensor.detach().float().abs().flatten()
+            usual = float(sizes.kthvalue(max(int(0.999 * sizes.numel()), 1)).values)
+            amax = float(sizes.max())
+            if _FAR * usual < amax < math.inf and usual:
+                huge = huge or (name, amax, usual)
+                tensor.data = tensor.clamp(-usual, usual)
+    found = gather_objects(trainer, huge)
+    rank = next((rank for rank, each in enumerate(found) if each is not None), None)
+    if rank is None or finding.source not in ("forward", "backward"):
+        return None
+    again = _look(trainer, replace(record, batch=calm, loss=None), steps, near, scale)
+    if any(each is not None for each, _, _ in again):
+        return None
+    name, amax, usual = found[rank]
+    words = {"path": name, "amax": amax, "usual": usual, "sentence": finding.sentence}
+    sentence = SAYS["outlier"].format(**words)
+    own = Finding(source="outlier", name=name, sentence=sentence, amax=amax, usual=usual)
+    return rank, replace(own, dtype=finding.dtype, limit=finding.limit)
 
 
 def _difference(trace: Trace, record: Record) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mp.callbacks._report.page import verdict
 from lightning_mp.callbacks._rules.records import Alarm
-from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["Alerts", "log_report"]
 

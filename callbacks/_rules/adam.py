@@ -287,7 +287,7 @@ class AdamStateRule(Learning):
             return Verdict("below_epsilon", share, threshold, numbers=words)
         if share < _ALL:
             return None
-        return Verdict("below_epsilon", share, _ALL, says="below_epsilon_all", numbers=words)
+        return Verdict("below_epsilon", share, _ALL, tags=("all",), numbers=words)
 
     def _judge_zero_run(
         self, step: int, numbers: AdamNumbers, usual: dict[str, Any], beta2: float, is_silent: bool
@@ -331,10 +331,9 @@ class AdamStateRule(Learning):
         is_low = is_low and (rate is None or rate > 1e-3 * self._highest_rate)
         if not is_low and not (is_known and numbers.ratio > self.max_ratio):
             return None
-        low = (self.min_ratio, "update_to_weight_low")
-        threshold, fix = low if is_low else (self.max_ratio, "")
+        threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
         words = {"least": self.min_ratio, "most": self.max_ratio}
-        return Verdict("update_to_weight", numbers.ratio, threshold, fix=fix, numbers=words)
+        return Verdict("update_to_weight", numbers.ratio, threshold, tags=tags, numbers=words)
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -105,9 +105,9 @@ class CourseRule(Learning):
         if known["divergence"] >= _LASTING:
             known["rise"] = 0.0  # what a divergence lost is no swing
         if is_new:
-            says = "divergence" if gained > 0 else "divergence_from_start"
+            tags = () if gained > 0 else ("from start",)
             above = known["best"] + limit
-            return [Verdict("divergence", level, above, "warning", "loss", says, says, numbers)]
+            return [Verdict("divergence", level, above, "warning", "loss", tags, numbers=numbers)]
         return [] if known["divergence"] else self._judge_stall(level, max(noise, usual))
 
     def _true_rivals(self) -> list["CourseRule"]:
@@ -125,8 +125,8 @@ class CourseRule(Learning):
             return [Verdict("stalled_loss", level, start, tensor="loss", numbers=numbers)]
         if steps >= _HORIZON:
             known["stalled"] = steps
-            says = "stalled_loss_long"
-            return [Verdict("stalled_loss", level, start, "info", "loss", says, says, numbers)]
+            long = Verdict("stalled_loss", level, start, "info", "loss", ("long",), numbers=numbers)
+            return [long]
         return []
 
     def _judge_norm(self, step: int) -> list[Verdict]:

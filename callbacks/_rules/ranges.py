@@ -34,7 +34,7 @@ class UnderflowJudge(Learning):
         *,
         is_gone: bool = False,
     ) -> Verdict | None:
-        """Take a sample of a tensor in, and return what is wrong with it: `says` how it was found.
+        """Take a sample of a tensor in, and return what is wrong with it.
 
         `is_gone` where no gradient is left, though there is a loss; `is_rounding` where it is no
         gradient at all, of which something could vanish.
@@ -52,8 +52,8 @@ class UnderflowJudge(Learning):
         highest = usual["highest"]
         if was_cut and usual["was_cut"]:
             words = {"usual": highest, "excess": self.alarm_excess, "subnormal": subnormal_share}
-            limit, says = self.alarm_excess, "_at_once"
-            return Verdict("underflow", zero_share, limit, "error", name, says, numbers=words)
+            limit, tags = self.alarm_excess, ("at once",)
+            return Verdict("underflow", zero_share, limit, "error", name, tags, numbers=words)
         if usual["samples"] <= self.baseline_samples:
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)

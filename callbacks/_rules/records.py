@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = ["Alarm", "History", "Learning", "Sample", "Severity", "StepFacts", "Verdict"]
+__all__ = [
+    "Alarm",
+    "History",
+    "Learning",
+    "Sample",
+    "Severity",
+    "StepFacts",
+    "Verdict",
+    "first_of_each_kind",
+]
 
 Severity = Literal["info", "warning", "error"]
 # Unbounded, a run of 1e6 steps would take 16 MB for each curve.
@@ -68,19 +77,31 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A rule that was broken. `sentences.words_for` puts it into words."""
+    """A rule that was broken, in numbers. `words_for` puts it into words."""
 
     kind: str  # the rule, in `snake_case`; the kind of the alarm
     value: float | None = None  # what was measured
     threshold: float | None = None  # what it was held against
     severity: Severity = "warning"
     tensor: str | None = None  # the parameter or module
-    says: str = ""  # key of the message, where that of `kind` does not fit
-    fix: str = ""  # key of the remedy, likewise
+    tags: tuple[str, ...] = ()  # what holds beside it, as the keys of sentences have it
+    also: tuple[str, ...] = ()  # sentences that the message goes on with
+    ways: tuple[str, ...] = ()  # sentences of remedies, in place of that of the kind
     # What the sentences have further, by the names in them.
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    words: tuple[str, str] | None = None  # message and remedy, where they are no templates
+    words: tuple[str, str] | None = None  # message and remedy, of monitors of one's own
     rank: int | None = None  # whose data it comes from, where that is not the rank of the step
+
+
+def first_of_each_kind(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the first verdict of each kind, which counts the others: mostly they follow."""
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        groups.setdefault(verdict.kind, []).append(verdict)
+    return [
+        dataclasses.replace(first, numbers={"count": 1 + len(rest), **first.numbers})
+        for first, *rest in groups.values()
+    ]
 
 
 class Learning:

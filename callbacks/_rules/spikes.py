@@ -154,103 +154,61 @@ class Scene:
 
 def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
     """Return what to say of a step at which something was not finite, or a spike."""
-    facts, is_scaled = scene.facts, scene.facts.loss_scale is not None
+    facts, lr = scene.facts, scene.facts.lr
+    is_scaled, lowers = facts.loss_scale is not None, bool(lr) and not facts.is_rate_ending
+    done = "rewinds spent" if scene.action == "rewind" and scene.is_spent else scene.action
+    also = () if done == "warn" else (done,)
+    again: tuple[str, ...] = ("leave out",) if scene.action == "warn" else ()
+    if lowers:
+        again = ("lower rate", *again)
+    numbers: dict[str, Any] = {"rate": lr, "fitting_rate": (lr or 0) / 2}
+    name, largest = "loss", str(facts.largest_gradient)
     if not loss.is_finite:
-        kind, bad, tensor = "non_finite_loss", loss, "loss"
-        message = f"The loss{facts.whose} is {_written(loss)}."
+        tags = () if math.isnan(loss.median) else ("known",)
+        numbers["median"] = loss.median
+        return Verdict(
+            "non_finite_loss", loss.value, None, "error", name, tags, also, ("locate", *again),
+            numbers,
+        )  # fmt: skip
     # Under a loss scale a loss spike overflows the gradients: the loss is the news.
-    elif not norm.is_finite and not (loss.is_spike and is_scaled):
-        kind, bad, tensor = "non_finite_gradient", norm, str(facts.largest_gradient)
-        message = (
-            f"The gradient norm{facts.whose} is {_written(norm)} while the loss is finite; the "
-            f"gradient of `{tensor}` is among those that are not."
+    if not norm.is_finite and not (loss.is_spike and is_scaled):
+        severity: Severity = "info" if is_scaled else "error"
+        also, ways = (("scaler skips",), ("rare",)) if is_scaled else (also, ("locate", *again))
+        return Verdict(
+            "non_finite_gradient", norm.value, None, severity, largest, (), also, ways, numbers
         )
-        if is_scaled:
-            words = (
-                f"{message} The loss scaler skips the step.",
-                "A rare overflow of the scaled gradient needs no remedy.",
-            )
-            return Verdict(kind, norm.value, None, "info", tensor, words=words)
-    else:
-        return _spike(scene, loss, norm)
-    if not math.isnan(bad.median):
-        message += f" Its median before was {bad.median:.4g}."
-    ways = ["add `NonFiniteLocator()` to see the module that it comes from"]
-    if facts.lr and not facts.is_rate_ending:
-        ways.append(f"lower the learning rate from {facts.lr:.3g} to {facts.lr / 2:.2g}")
-    words = (message + _what_is_done(scene), _any_of(ways, scene))
-    return Verdict(kind, bad.value, None, "error", tensor, words=words)
-
-
-def _what_is_done(scene: Scene) -> str:
-    """Return what the guard does about it: a sentence after a space, or nothing."""
-    if scene.action == "rewind" and scene.is_spent:
-        return " All rewinds are used up, so training goes on."
-    return {
-        "warn": "",
-        "skip": " The step was skipped.",
-        "stop": " Training stops before this step.",
-        "raise": " Training ends before this step.",
-        "rewind": " Training rewinds.",
-    }[scene.action]
-
-
-def _spike(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
-    is_loss, largest = loss.is_spike, scene.facts.largest_gradient
-    worse, what = (loss, "loss") if is_loss else (norm, "gradient norm")
-    times = f", {worse.value / worse.median:.1f} times" if worse.median > 0 else " against"
-    message = (
-        f"The {what}{scene.facts.whose} is {worse.value:.4g}{times} its median of "
-        f"{worse.median:.4g} in the last {scene.window_steps} healthy steps, above the limit of "
-        f"{worse.limit:.4g} (z = {worse.z:.1f}, threshold {scene.z_threshold:g})."
+    worse, kind, name = (
+        (loss, "loss_spike", name) if loss.is_spike else (norm, "gradient_spike", largest)
     )
-    if norm.is_spike and is_loss:
-        message += (
-            f" The gradient norm is {norm.value:.4g} and beyond its limit of {norm.limit:.4g} too, "
-            f"the largest in `{largest}`."
-        )
-    elif not norm.is_finite:
-        message += " The scaled gradients overflow, so the loss scaler skips the step."
-    elif is_loss:
-        message += " The gradient norm is as usual."
-    else:
-        message += f" The largest is that of `{largest}`, {scene.facts.largest_gradient_norm:.4g}."
-    kind, tensor = ("loss_spike", "loss") if is_loss else ("gradient_spike", largest)
-    words = (message + _what_is_done(scene), _spike_remedy(scene, worse, norm))
-    severity: Severity = "warning"
+    numbers |= {"median": worse.median, "z": worse.z, "z_threshold": scene.z_threshold}
+    numbers |= {"norm": norm.value, "norm_limit": norm.limit, "largest": largest}
+    numbers |= {"window": scene.window_steps, "largest_norm": facts.largest_gradient_norm}
+    severity, ways = "warning", (*_ways(scene, worse, norm, numbers), *again)
+    if loss.is_spike:
+        both = "norm too" if norm.is_spike else "usual norm" if norm.is_finite else "overflow too"
+        also = (both, *also)
     # What clipping took care of is a note.
-    if not is_loss and scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
-        words = (f"{message} It is clipped to {scene.clip_val:g}.", "This needs no remedy.")
-        severity = "info"
-    return Verdict(kind, worse.value, worse.limit, severity, tensor, words=words)
+    elif scene.action == "warn" and scene.clip_val and norm.limit >= scene.clip_val:
+        severity, also, ways = "info", ("clipped",), ("nothing",)
+        numbers["clip"] = scene.clip_val
+    return Verdict(kind, worse.value, worse.limit, severity, name, (), also, ways, numbers)
 
 
-def _spike_remedy(scene: Scene, worse: SignalVerdict, norm: SignalVerdict) -> str:
+def _ways(
+    scene: Scene, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
+) -> list[str]:
     """Return what to set; each value leaves the healthy steps of the window as they are."""
     ways, lr, step = [], scene.facts.lr, scene.facts.step
     if norm.is_spike and (not scene.clip_val or scene.clip_val > norm.highest):
-        ways.append(f"set `Trainer(gradient_clip_val={norm.highest:.2g})`")
+        ways.append("clip")
     is_adam = "Adam" in scene.facts.optimizer_name and scene.facts.optimizer_name != "SafeAdamW"
     if norm.is_spike and is_adam:
-        ways.append("clip updates with `SafeAdamW(clip_update_rms=1.0)`")
+        ways.append("safe adam")
     # A rate that has risen within the window is a warm-up.
     if lr and scene.first_lr is not None and lr > 1.01 * scene.first_lr:
-        ways.append(f"lengthen the warm-up from {step} steps or more to {2 * step}")
-    if lr and not scene.facts.is_rate_ending:
-        # As much lower as the value is above what is still fine, within reason.
-        factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
-        ways.append(f"lower the learning rate from {lr:.3g} to {lr / factor:.2g}")
-    return _any_of(ways, scene)
-
-
-def _any_of(ways: list[str], scene: Scene) -> str:
-    if scene.action == "warn":
-        ways = [*ways, "leave such batches out with `SpikeGuard(action='skip')`"]
-    if not ways:
-        return "Lower the learning rate to half."
-    text = ", ".join(ways[:-1]) + f", or {ways[-1]}" if len(ways) > 1 else ways[0]
-    return text[0].upper() + text[1:] + "."
-
-
-def _written(verdict: SignalVerdict) -> str:
-    return "NaN" if math.isnan(verdict.value) else f"{verdict.value:g}"
+        ways.append("warm up")
+    # As much lower as the value is above what is still fine, within reason.
+    factor = min(max(worse.value / worse.limit, 2.0), 10.0) if worse.limit > 0 else 2.0
+    numbers |= {"clip_val": norm.highest, "step": step, "longer": 2 * step}
+    numbers["fitting_rate"] = (lr or 0) / factor
+    return ways

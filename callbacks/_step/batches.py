@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from lightning_mp._files import Failures, save_new
 from lightning_mp.callbacks._rules.records import StepFacts
-from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["BatchKeeper", "copy_containers", "loss_in", "named_tensors", "tensors_in"]
 

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_mp._files import Failures, SignedFolder, save
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_sharded
+from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["Mark", "MarkStore"]
 

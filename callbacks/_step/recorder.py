@@ -1,6 +1,7 @@
 """Reads every step once for all monitors of a Trainer; brings what they observe to the host."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,8 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.callbacks._rules.records import Sample, StepFacts
-from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._rules.records import Alarm, Sample, StepFacts
 from lightning_mp.callbacks._step.batches import BatchKeeper, loss_in
 from lightning_mp.callbacks._step.training_state import (
     Moment,
@@ -29,6 +29,7 @@ from lightning_mp.callbacks._step.training_state import (
     scaler_of,
     step_of,
 )
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
@@ -77,6 +78,7 @@ class FactsRecorder(pl.Callback):
         self.newest_loss: Tensor | None = None  # unscaled, of the last backward
         self.skipped: bool | None = None  # the last step; `None` while only `newest` will tell
         self.step: TrainingStep | None = None  # of the optimizer that is about to step
+        self.located: Alarm | None = None  # of what is not finite since then
         self.batches: BatchKeeper | None = None  # where one of the callbacks has `save_batch`
         self._losses: list[Tensor] = []  # since the last optimizer step
 
@@ -295,6 +297,8 @@ class FactsRecorder(pl.Callback):
         highest = max(self.highest_rates.get(facts.optimizer, 0.0), facts.lr or 0.0)
         self.highest_rates[facts.optimizer] = highest
         facts = self.newest = replace(facts, highest_lr=highest)
+        if not facts.skipped and facts.loss is not None and math.isfinite(facts.loss):
+            self.located = None
         samples = {m: Sample(facts, parts[m], own) for m, own in context.items()}
         self._arrived.append((facts, samples))
 

@@ -11,9 +11,9 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.marks import Mark, MarkStore
 from lightning_mp.callbacks._step.training_state import is_sharded, step_of
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.monitor import InstabilityMonitor
 
 __all__ = ["Rewinder"]

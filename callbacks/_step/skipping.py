@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_mp.callbacks._rules.sentences import usage
 from lightning_mp.callbacks._step.training_state import is_fused, scaler_of
+from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.optim.safe_adamw import SafeAdamW
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules

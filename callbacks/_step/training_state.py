@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.precision._choice.module_selection import as_written
+from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
 __all__ = [
     "Moment",
@@ -28,9 +29,11 @@ __all__ = [
     "learning_rate_of",
     "loss_scale_of",
     "measure",
+    "numbers_of",
     "parameter_names",
     "scaler_of",
     "step_of",
+    "tags_of",
 ]
 
 
@@ -71,6 +74,28 @@ def gather_ranks(trainer: pl.Trainer, packed: Tensor) -> Tensor:
     gathered = packed.new_empty(trainer.world_size * packed.numel())  # flat, as gloo wants it
     dist.all_gather_into_tensor(gathered, packed.flatten())
     return gathered.view(-1, *packed.shape)
+
+
+def tags_of(trainer: pl.Trainer, facts: StepFacts) -> set[str]:
+    """Return what holds of a run, and decides what alarms say."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
+    holds = {
+        "wide": not str(trainer.precision_plugin.precision).startswith("16"),
+        "ending": facts.is_rate_ending,
+        "locator": any(type(each).__name__ == "NonFiniteLocator" for each in callbacks),
+        "rewinding": any(getattr(each, "action", "") == "rewind" for each in callbacks),
+    }
+    return {tag for tag, is_so in holds.items() if is_so}
+
+
+def numbers_of(trainer: pl.Trainer, facts: StepFacts) -> dict[str, Any]:
+    """Return what sentences name of any run."""
+    plugin = trainer.precision_plugin
+    # Lightning's own plugins take no modules to keep in fp32.
+    name = type(plugin).__name__ if isinstance(plugin, ScaledPrecision) else "BalancedAMP"
+    lower_rate = learning_rate_of(trainer) / 2
+    return {"lower_rate": lower_rate, "whose": facts.whose, "plugin": name}
 
 
 def learning_rate_of(trainer: pl.Trainer) -> float:

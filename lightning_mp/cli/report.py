@@ -8,7 +8,7 @@ from typing import Any
 from lightning_mp._files import save_new
 from lightning_mp.callbacks._report.data import NAME, parts_of
 from lightning_mp.callbacks._report.page import report_page
-from lightning_mp.callbacks._rules.sentences import usage
+from lightning_mp.callbacks._words.usage import usage
 
 __all__ = ["rebuild_page"]
 

@@ -75,7 +75,7 @@ def test_alarm_of_a_monitor_beside_the_one_that_was_asked_saves_its_batch_too(
     tmp_path: Path,
 ) -> None:
     monitor, batches = ActivationRangeMonitor(every_n_steps=1), make_batches(44)
-    asked = MONITORS["locator"](save_batch=True)
+    asked = MONITORS["guard"](save_batch=True)
     model = PlantedModel({BAD: "nan"})
     fit(model, batches, monitor, asked, default_root_dir=tmp_path)
     assert monitor.alarms[0].step == BAD + 1  # whose weights are NaN

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_mp.callbacks
-from lightning_mp.callbacks._rules.sentences import _Number
+from lightning_mp.callbacks._words.sentences import _Number
 from tests.callbacks.sentences import FILES, FOLDER
 
 
@@ -17,7 +17,7 @@ def test_sentences_are_those_that_were_reviewed(file: str) -> None:
 
 
 def test_sentences_start_with_a_capital_and_end_with_a_full_stop() -> None:
-    for file in ("rules.txt", "spikes.txt", "usage.txt"):
+    for file in ("rules.txt", "usage.txt"):
         for line in (FOLDER / file).read_text(encoding="utf-8").splitlines():
             if line and not line.startswith("["):
                 assert line.lstrip("`")[0].isupper() or line[0].isdigit(), line

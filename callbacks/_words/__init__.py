@@ -1,0 +1,1 @@
+"""All that callbacks say, as whole sentences; knows neither torch nor Lightning."""

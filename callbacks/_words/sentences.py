@@ -1,0 +1,292 @@
+"""What alarms say: a message and a remedy for each rule, as whole sentences.
+
+A key is the kind of an alarm, and tags behind it for a sentence that is said where all of them
+hold: of the verdict, or of the run (`tags_of`). `tests/callbacks/golden/` holds each of them with
+sample numbers.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning_mp.callbacks._rules.records import Verdict
+
+__all__ = ["MESSAGES", "REMEDIES", "SENTENCES", "words_for"]
+
+_COUNT = "There {count:is} {count:count such tensor}."
+_USUAL = "At the start it was at most {usual:.1%}, and {excess:.0%} more is the limit."
+_SPIKE = (
+    "in the last {window} healthy steps, above the limit of {threshold:.4g} (z = {z:.1f}, "
+    "threshold {z_threshold:g})."
+)
+
+MESSAGES = {
+    # --- LossScaleMonitor ------------------------------------------------------------------------
+    "loss_scale_floor": "A step was skipped at the lowest loss scale, {value:g}; it is the "
+    "{in_a_row:th} skipped step in a row.",
+    "loss_scale_low": "The loss scale fell to {value:g}, below {threshold:g}, after "
+    "{in_a_row:count skipped step} in a row. At this scale, gradients above {reach:.3g} overflow.",
+    "loss_scale_low, forward": "The loss scale fell to {value:g}, below {threshold:g}, after "
+    "{in_a_row:count skipped step} in a row. The loss itself is not finite, which no loss scale "
+    "cures.",
+    "skip_rate": "{skipped} of the last {of:count step} were skipped for overflow, more than "
+    "{threshold:.1%} of {window}; the loss scale is {scale:g}.",
+    # --- GradientUnderflowMonitor ----------------------------------------------------------------
+    "gradient_underflow": "{value:.1%} of the gradient of `{tensor}` is exactly zero. "
+    f"{_USUAL} {_COUNT}",
+    "gradient_underflow, all": f"{{value:.1%}} of all gradients is exactly zero. {_USUAL} {_COUNT}",
+    "gradient_underflow, at once": "{value:.1%} of the gradient of `{tensor}` is exactly zero, and "
+    "{subnormal:.1%} is subnormal: it is too small for its format. " + _COUNT,
+    "gradient_underflow, all, at once": "{value:.1%} of all gradients is exactly zero, and "
+    "{subnormal:.1%} is subnormal: they are too small for their format.",
+    # --- ActivationRangeMonitor ------------------------------------------------------------------
+    "activation_clamped": "`InfClamp` had to clamp {value:count value} of `{tensor}` since the "
+    "last sample, {total:.0f} in all. A healthy run has none.",
+    "attention_logit": "The logits of attention in `{tensor}` reach {value:.4g}, above "
+    "{threshold:g}. A softmax of such logits is one-hot, and queries and keys learn no more.",
+    "buffer_non_finite": "The buffer `{tensor}` holds NaN or inf, and was finite before. Training "
+    "may not use it, as the running statistics of a norm; evaluation does.",
+    # --- AdamStateMonitor ------------------------------------------------------------------------
+    "update_rms": "The gradient of `{tensor}` is {value:.3g} times (RMS) what Adam's second moment "
+    f"expects, above {{threshold:.3g}}. {_COUNT}",
+    "below_epsilon": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
+    "eps={eps:g}, more than {excess:.0%} above the usual {usual:.1%}. Epsilon sets these steps, "
+    f"and they shrink. {_COUNT}",
+    "below_epsilon, all": "For {value:.1%} of `{tensor}` the root of Adam's second moment is below "
+    f"eps={{eps:g}}. Epsilon sets the steps, so that Adam does not adapt them. {_COUNT}",
+    "optimizer_state_non_finite": "Adam's moments of `{tensor}` hold NaN or inf, while its "
+    f"gradient and weights are finite. {_COUNT} Where the second moment is inf, no gradient moves "
+    "the weight again.",
+    "zero_run": "The gradient of `{tensor}` has been zero in every sample for {value:count step}; "
+    "{threshold:.0f} are the limit. If it returns as it was, its first step is {boost:.3g} times "
+    f"as long as before, and up to {{limit:.3g}} times later on. {_COUNT}",
+    "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
+    f"weights, outside [{{least:g}}, {{most:g}}]. {_COUNT}",
+    # --- SpikeGuard ------------------------------------------------------------------------------
+    "divergence": "The loss{whose} has risen to {value:.4g}, the median of {window} steps, from "
+    "{best:.4g} at its best, around step {best_step:.0f}: above {threshold:.4g}, which noise does "
+    "not explain, and more than half of what was gained since the start.",
+    "divergence, from start": "The loss{whose} has risen to {value:.4g}, the median of {window} "
+    "steps, from {best:.4g} at its start, and never came below that. Noise explains "
+    "{threshold:.4g} at the most.",
+    "stalled_loss": "The loss{whose} rose from {start:.4g} to {peak:.4g} in the first steps. After "
+    "{steps:count step} it is {value:.4g}, and was never clearly below its start.",
+    "stalled_loss, long": "The loss{whose} is {value:.4g} after {steps:count step}, and was never "
+    "clearly below {start:.4g}, where it started.",
+    "gradient_trend": "The gradient norm{whose} has risen to {value:.4g}, the median of {window} "
+    "steps, {times:.1f} times {lowest:.4g} around step {lowest_step:.0f}. It rises for {span} "
+    "steps, while the loss is not at its best.",
+    "level_shift": "The {tensor}{whose} was above its limit of {threshold:.4g} for {patience} "
+    "steps in a row. It is {value:.4g} now, which is taken for the new level. Spikes are called "
+    "again after {again} steps.",
+    "non_finite_run": "No step{whose} was finite for {value:.0f} steps in a row, so weights or "
+    "optimizer states are probably lost.",
+    "non_finite_run, skipped": "No step{whose} was finite for {value:.0f} steps in a row. The loss "
+    "scaler skipped all of them, so that weights and optimizer states are as they were.",
+    "rewind_to_step": "Training went back {undone:count step}, to the checkpoint before step "
+    "{value:.0f}, and left out {left_out} more batches.",
+    "rewind_to_step, short": "Training went back {undone:count step}, to the checkpoint before "
+    "step {value:.0f}, and left out {left_out} more batches. No checkpoint is {wanted} steps back.",
+    "rewind_failed": "No checkpoint to go back to could be read, so training goes on as it is.",
+    "rewind_lost": "Of the checkpoints to go back to, {value:.0f} could not be read.",
+    "non_finite_loss": "The loss{whose} is {value}.",
+    "non_finite_loss, known": "The loss{whose} is {value}. Its median before was {median:.4g}.",
+    "non_finite_gradient": "The gradient norm{whose} is {value} while the loss is finite; the "
+    "gradient of `{tensor}` is among those that are not.",
+    "loss_spike": "The loss{whose} is {value:.4g} against its median of {median:.4g} " + _SPIKE,
+    "gradient_spike": "The gradient norm{whose} is {value:.4g} against its median of {median:.4g} "
+    f"{_SPIKE} The largest is that of `{{tensor}}`, {{largest_norm:.4g}}.",
+}
+# The same is said of outputs, of their gradients, and of what goes into norms.
+for _kind, _what in (
+    ("activation", "output"),
+    ("output_gradient", "gradient of the output"),
+    ("norm_input", "input"),
+):
+    _what = f"The {_what} of `{{tensor}}` in {{dtype}}"
+    _near = (
+        f"{_what} reaches {{amax:.4g}}, {{value:.2f}} bits below the {{largest:.4g}} where "
+        f"{{dtype}} ends. Less than {{threshold:g}} bits is too close. {_COUNT}"
+    )
+    _grown = " As it has grown so far, it overflows by about step {overflow:.0f}."
+    MESSAGES |= {f"{_kind}_headroom": _near, f"{_kind}_headroom, forecast": _near + _grown}
+    if _kind != "norm_input":
+        MESSAGES |= {
+            f"{_kind}_non_finite": f"{_what} has {{value:count value}} that {{value:is}} NaN or "
+            f"inf. {_COUNT}",
+            f"{_kind}_underflow": f"{_what} is exactly zero in {{value:.1%}} of its values. "
+            f"{_USUAL} As many are close to zero.",
+        }
+
+# What a message or a remedy may go on with: `Verdict.also` and `Verdict.ways`.
+SENTENCES = {
+    # --- what is done about it -------------------------------------------------------------------
+    "skip": "The step was skipped.",
+    "stop": "Training stops before this step.",
+    "raise": "Training ends before this step.",
+    "rewind": "Training rewinds.",
+    "rewinds spent": "All rewinds are used up, so training goes on.",
+    "scaler skips": "The loss scaler skips the step.",
+    "overflow too": "The scaled gradients overflow, so the loss scaler skips the step.",
+    "clipped": "It is clipped to {clip:g}.",
+    "usual norm": "The gradient norm is as usual.",
+    "norm too": "The gradient norm is {norm:.4g} and beyond its limit of {norm_limit:.4g} too, the "
+    "largest in `{largest}`.",
+    # --- what to do ------------------------------------------------------------------------------
+    "locate": "Add `NonFiniteLocator()` to see the module that it comes from.",
+    "clip": "Set `Trainer(gradient_clip_val={clip_val:.2g})`.",
+    "safe adam": "Clip updates with `SafeAdamW(clip_update_rms=1.0)`.",
+    "warm up": "Lengthen the warm-up from {step} steps or more to {longer} steps.",
+    "lower rate": "Lower the learning rate from {rate:.3g} to {fitting_rate:.2g}.",
+    "leave out": "Leave such batches out with `SpikeGuard(action='skip')`.",
+    "rare": "A rare overflow of the scaled gradient needs no remedy.",
+    "nothing": "This needs no remedy.",
+    "follows": "It follows from what `NonFiniteLocator` found at step {located_step}: see "
+    "`{located}` there.",
+}
+
+_FP32 = "Keep it in fp32 by `{plugin}(fp32_modules=['norm', '{tensor}'])`, or "
+_BF16 = "train with `{plugin}(half='bf16')`."
+_START_ANEW = (
+    "Start anew with a learning rate of {lower_rate:.3g} or less, or with a longer warm-up."
+)
+_NAMED = (
+    "Keep the module that `NonFiniteLocator` names in fp32 by `{plugin}(fp32_modules=[...])`, or "
+    + _BF16
+)
+_NAME = "Add `NonFiniteLocator()`, keep the module that it names in fp32 by " + (
+    "`{plugin}(fp32_modules=[...])`, or " + _BF16
+)
+_BACK = "Go back to a checkpoint before step {first_bad:.0f}"
+_DATA = "Check loss and data for NaN and for values far out of range. "
+
+REMEDIES = {
+    "loss_scale_floor": _DATA + _NAME,
+    "loss_scale_floor, locator": _DATA + _NAMED,
+    "loss_scale_floor, static": "Pass `{plugin}(loss_scale='dynamic')`. " + _NAME,
+    "loss_scale_floor, static, locator": "Pass `{plugin}(loss_scale='dynamic')`. " + _NAMED,
+    "loss_scale_low, forward": _NAME,
+    "loss_scale_low, forward, locator": _NAMED,
+    "loss_scale_low": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. " + _NAME,
+    "loss_scale_low, locator": "Lower the learning rate to {lower_rate:.3g} or double its warm-up. "
+    + _NAMED,
+    "loss_scale_low, ending": _NAME,
+    "loss_scale_low, ending, locator": _NAMED,
+    "skip_rate": "Lower the learning rate to {lower_rate:.3g}, or pass "
+    "`LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
+    "skip_rate, ending": "Pass `LossScaleConfig(max_scale={scale:g}, growth_interval=4000)`.",
+    "gradient_underflow": "Raise the loss scale by `LossScaleConfig(init_scale={higher_scale:g})`, "
+    "keep the module in fp32 by `{plugin}(fp32_modules=['norm', '{owner}'])`, or " + _BF16,
+    # `fp32_modules` takes modules, and neither all of them nor a parameter of the root.
+    "gradient_underflow, all": "Raise the loss scale by "
+    "`LossScaleConfig(init_scale={higher_scale:g})`, or " + _BF16,
+    "gradient_underflow, wide": "Nothing reaches the parameter any more. Check that its branch is "
+    "used, and lower the learning rate if its activations have died.",
+    "activation_non_finite": f"{_FP32}{_BF16} Add `NonFiniteLocator()` to learn where they begin.",
+    "activation_non_finite, locator": _FP32 + _BF16,
+    "activation_non_finite, wide": "Add `NonFiniteLocator()` to learn where they begin.",
+    "activation_headroom": _FP32 + _BF16,
+    "activation_headroom, wide": "Put a norm before it, or lower the learning rate to "
+    "{lower_rate:.3g}.",
+    "norm_input_headroom": "Keep the residual stream in fp32 where the plugin has that, or "
+    + _BF16,
+    "norm_input_headroom, wide": "Put a norm behind each branch of the residual stream, or lower "
+    "the learning rate to {lower_rate:.3g}.",
+    "attention_logit": "Normalise queries and keys, or lower the learning rate to "
+    "{lower_rate:.3g}.",
+    "attention_logit, ending": "Normalise queries and keys.",
+    "buffer_non_finite": "Take what is not finite or far out of range out of the batch, and start "
+    "the buffer anew, as by `reset_running_stats()`.",
+    "activation_underflow": _FP32 + _BF16,
+    "activation_clamped": _FP32 + "lower the learning rate to {lower_rate:.3g}.",
+    "activation_clamped, ending": _FP32 + _BF16,
+    "output_gradient_non_finite": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or " + _BF16,
+    "output_gradient_non_finite, wide": "Add `NonFiniteLocator()` to learn where they begin.",
+    "output_gradient_headroom": "Pass `LossScaleConfig(max_scale={lower_scale:g})`, or " + _BF16,
+    "output_gradient_headroom, wide": "Set `Trainer(gradient_clip_val=1.0)`, or lower the learning "
+    "rate to {lower_rate:.3g}.",
+    "output_gradient_underflow": _FP32 + _BF16,
+    "update_rms": "Use `SafeAdamW(clip_update_rms=1.0)`, or Adam with `betas=(0.9, 0.95)`.",
+    "below_epsilon": "Lower epsilon to {lower_eps:g} with states in fp32, or use "
+    "`SafeAdamW(rule='atan2')`.",
+    "optimizer_state_non_finite": "Go back to a checkpoint from before, or start these states "
+    "anew by `optimizer.state.pop(parameter)`.",
+    "zero_run": "Use `SafeAdamW(clip_update_rms=1.0)`, or freeze the parameter. Where its units "
+    "have died, put a norm before them; where its gradients underflow, raise the loss scale.",
+    "zero_run, wide": "Use `SafeAdamW(clip_update_rms=1.0)`, or freeze the parameter. Where its "
+    "units have died, put a norm before them.",
+    "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
+    "update_to_weight, ending": "The schedule is lowering the learning rate already.",
+    "update_to_weight, low": "Raise the learning rate of its group, or lower epsilon.",
+    "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
+    "checkpoint before step {first_bad:.0f}.",
+    "non_finite_run": _BACK + ", or pass `SpikeGuard(action='rewind')`.",
+    "non_finite_run, rewinding": _BACK + ".",
+    "non_finite_run, skipped": "Check the data from step {first_bad:.0f} on. " + _NAME,
+    "non_finite_run, skipped, locator": "Check the data from step {first_bad:.0f} on. " + _NAMED,
+    "rewind_failed": "Go back to a checkpoint of your own, and keep those of `SpikeGuard` by "
+    "`rewind_storage='memory'` or on another disk by `dirpath`.",
+    "rewind_lost": "Keep them by `rewind_storage='memory'` or on another disk by `dirpath`.",
+    "rewind_to_step": "The learning rate is {rate:.3g} now. This was rewind {rewinds} of "
+    "{max_rewinds}.",
+    "divergence": "Go back to a checkpoint of about step {best_step:.0f}, and lower the learning "
+    "rate from there on, to {lower_rate:.3g} or less.",
+    "divergence, ending": "Go back to a checkpoint of about step {best_step:.0f}, and halve the "
+    "rates of the schedule from there on.",
+    "divergence, from start": _START_ANEW,
+    "stalled_loss": _START_ANEW,
+    "stalled_loss, long": "If it should learn by now, compare it with a run at a tenth and at ten "
+    "times the learning rate, and check that the targets belong to their inputs.",
+    "gradient_trend": "Set `Trainer(gradient_clip_val={lowest:.2g})`, or lower the learning rate "
+    "to {lower_rate:.3g}.",
+    "gradient_trend, ending": "Set `Trainer(gradient_clip_val={lowest:.2g})`.",
+    "loss_spike": "Lower the learning rate to half.",  # where a verdict names no other way
+    "gradient_spike": "Lower the learning rate to half.",
+    "non_finite_loss": "Look at the alarm of `NonFiniteLocator`.",
+    "non_finite_gradient": "Look at the alarm of `NonFiniteLocator`.",
+}
+
+_ORDINALS = ("zeroth", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+class _Number:
+    """A number that is also written as an ordinal, `{n:th}`, or with a noun, `{n:count step}`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __format__(self, spec: str) -> str:
+        count = int(self.value) if spec == "th" or spec.startswith(("count ", "is")) else 0
+        if spec == "th" and count < len(_ORDINALS):
+            return _ORDINALS[count]
+        if spec == "th":
+            last = 0 if count % 100 in (11, 12, 13) else count % 10
+            return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+        if spec == "is":
+            return "is" if count == 1 else "are"
+        if spec.startswith("count "):
+            return f"{count} {spec.removeprefix('count ')}{'' if count == 1 else 's'}"
+        if not spec and self.value != self.value:
+            return "NaN"
+        return format(self.value, spec)
+
+
+def words_for(verdict: Verdict, tags: Collection[str], **numbers: Any) -> tuple[str, str]:
+    """Return message and remedy of a verdict, in a run with such tags and numbers."""
+    if verdict.words is not None:
+        return verdict.words
+    own = {"value": verdict.value, "threshold": verdict.threshold, "tensor": verdict.tensor}
+    fields = {"count": 1, **numbers, **own, **verdict.numbers}
+    fields = {k: _Number(v) if isinstance(v, int | float) else v for k, v in fields.items()}
+    holds = {*tags, *verdict.tags}
+    if "fp16" in verdict.tags:  # of the tensor itself, whatever the plugin of the run
+        holds.discard("wide")
+    ways = [SENTENCES[way] for way in verdict.ways] or [_choose(REMEDIES, verdict.kind, holds)]
+    message = [_choose(MESSAGES, verdict.kind, holds), *(SENTENCES[key] for key in verdict.also)]
+    return " ".join(message).format(**fields), " Or: ".join(ways).format(**fields)
+
+
+def _choose(table: dict[str, str], kind: str, holds: Collection[str]) -> str:
+    """Return the sentence of a kind with most tags, of those whose tags all hold."""
+    keys = [key.split(", ") for key in table if key.split(", ")[0] == kind]
+    best = max((key for key in keys if {*key[1:]} <= {*holds}), key=len)
+    return table[", ".join(best)]
