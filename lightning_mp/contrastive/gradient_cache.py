@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
 from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
-from lightning_mp.contrastive._cache.call import Call, Replayed, Settings
+from lightning_mp.contrastive._cache.call import Call, Replayed
+from lightning_mp.contrastive._cache.config import Settings
 from lightning_mp.contrastive._cache.declared_names import DeclaredNames
 from lightning_mp.contrastive._cache.node import attach
 from lightning_mp.contrastive._cache.sharding import set_reduction
@@ -134,6 +135,7 @@ class GradientCache:
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._told_of: set[str] = set()
+        self._shapes_known: set[tuple[str, int]] = set()  # the towers tried with two sizes
         self._pending: list[tuple[Call, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
         self.calls = 0
@@ -279,7 +281,15 @@ class GradientCache:
             expected=self._expected_rows,
         )
         call = Call(self._settings, name, tower, module, arguments)
-        outputs = call.run(self._rows_at_a_time(call))
+        micro_batch_size = self._rows_at_a_time(call)
+        # Once a tower. All ranks gather the layers of a sharded one, so there whatever the sizes.
+        is_cut = call.batch_size > micro_batch_size
+        if (name, id(module)) not in self._shapes_known and (is_cut or call.is_sharded):
+            # Micro-batches of several sizes show by themselves what follows the size.
+            if call.is_sharded or call.batch_size % micro_batch_size == 0:
+                call.check_shapes()
+            self._shapes_known.add((name, id(module)))
+        outputs = call.run(micro_batch_size)
         self.declared.note(name, signature_of, arguments.paths, call.outputs.paths)
         if call.needs_grad:
             outputs = attach(self, call, outputs)

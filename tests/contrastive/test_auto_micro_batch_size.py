@@ -94,6 +94,7 @@ def test_second_call_takes_what_the_first_has_found_and_so_does_a_resumed_run() 
     resumed = GradientCache(micro_batch_size="auto", activation_bytes=1)
     resumed.load_state_dict(cache.state_dict())
     for one in (cache, resumed):
+        gradient_of(one, tower, batch())
         tower.seen = []
         gradient_of(one, tower, batch()[: 2 * rows])
         assert tower.seen == [rows] * 4  # two, and their replays

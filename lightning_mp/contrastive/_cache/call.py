@@ -5,7 +5,7 @@ Shapes:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.contrastive._cache.arguments import Arguments
+from lightning_mp.contrastive._cache.config import Settings
 from lightning_mp.contrastive._cache.graph import (
     GradientSums,
     Graph,
@@ -23,6 +24,7 @@ from lightning_mp.contrastive._cache.graph import (
 )
 from lightning_mp.contrastive._cache.micro_batches import MicroBatches, WrittenError
 from lightning_mp.contrastive._cache.outputs import Outputs, check_no_tangents
+from lightning_mp.contrastive._cache.row_shapes import check_row_shapes
 from lightning_mp.contrastive._cache.sharding import (
     agree_on_parts,
     own_parameters,
@@ -32,20 +34,7 @@ from lightning_mp.contrastive._cache.sharding import (
 from lightning_mp.contrastive._cache.verification import Sketch, rounding_noise
 from lightning_mp.numerics.replay_state import AutocastState, BufferState, RngState, version_of
 
-__all__ = ["Call", "Replayed", "Settings"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all calls of a cache share; see `GradientCache`."""
-
-    device: torch.device | None
-    prefetch: int
-    rows: tuple[str, ...]
-    whole: tuple[str, ...]
-    leave_out: tuple[str, ...]
-    replay_tolerance: float | None
-    context: Callable[[], AbstractContextManager[Any]]
+__all__ = ["Call", "Replayed"]
 
 
 @dataclass(frozen=True)
@@ -181,6 +170,11 @@ class Call:
                 )
         set_reduction(self.sharded, True)
         return size
+
+    def check_shapes(self) -> None:
+        """Refuse outputs whose rows have a shape that follows the number of rows."""
+        with self._undisturbed():
+            check_row_shapes(lambda n: self._run(self._batches.repeated(n))[0], self.outputs)
 
     def run(self, micro_batch_size: int) -> list[Tensor]:
         """Run every micro-batch, and return the outputs for the whole batch.

@@ -119,6 +119,15 @@ class MicroBatches:
         count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
         return [[_copied(x) for x in self._take(slice(0, rows))] for _ in range(count)]
 
+    def repeated(self, count: int) -> list[Any]:
+        """Return a batch of copies of the first row."""
+        leaves = [
+            _first_row(leaf, count) if is_cut else leaf
+            for leaf, is_cut in zip(self._leaves, self._is_cut, strict=True)
+        ]
+        tensors = [_copied(x) for x in leaves]
+        return [x.to(self._device) if isinstance(x, Tensor) else x for x in tensors]
+
     def written_since(self) -> list[int]:
         """Return the leaves that were written to since the first iteration ended."""
         now = self._count_writes()
@@ -198,6 +207,12 @@ class MicroBatches:
             parts[index] if index in parts else self._part(index, rows)
             for index in range(len(self._leaves))
         ]
+
+
+def _first_row(leaf: Any, count: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return torch.cat([leaf[:1]] * count)
+    return np.repeat(leaf[:1], count, 0) if isinstance(leaf, np.ndarray) else leaf[:1] * count
 
 
 def _copied(part: Any) -> Any:

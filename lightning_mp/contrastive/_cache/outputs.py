@@ -5,7 +5,7 @@ Shapes:
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -62,6 +62,11 @@ class Outputs:
         check_no_tangents(self._tower, tensors)
         return tensors
 
+    def shapes(self, returned: Any) -> dict[str, list[int]]:
+        """Return the shapes of the tensors among some outputs, those left out excepted."""
+        leaves = self._open(returned).leaves
+        return {path: list(x.shape) for path, x in leaves if self._is_tensor(path, x)}
+
     # With a graph, these copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
     def add(self, returned: Any, rows: slice) -> None:
@@ -100,6 +105,16 @@ class Outputs:
             for leaf, whole in zip(self._structure.leaves, self._wholes, strict=True)
         ]
         return self._structure.rebuild(leaves)
+
+    def refuse_scores(self, path: str, two: list[int], three: list[int]) -> NoReturn:
+        """Refuse an output by its shapes for two and for three rows."""
+        advice = f"leave it out: `leave_out=[{path!r}]`" if path else "return the features"
+        raise ValueError(
+            f"The tower `{self._tower}` returned {_name(path)} of shape {two} for 2 rows and of "
+            f"{three} for 3 rows. Rows are put together from micro-batches, so the shape of one "
+            "must not follow how many there are. Compute scores of rows against each other "
+            f"outside of towers, from the features, and {advice}."
+        )
 
     def _begin(self, structure: Structure) -> None:
         batch_size = self._arguments.batch_size

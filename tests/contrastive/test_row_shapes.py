@@ -1,0 +1,137 @@
+"""Outputs whose shape follows the number of rows are refused in a tower's first call."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mp import GradientCache
+
+BATCH, WIDTH = 12, 6
+
+
+class Scores(nn.Module):
+    """Returns features and, as `CLIPModel` does, scores of all rows of the micro-batch."""
+
+    def __init__(self, score: Any) -> None:
+        super().__init__()
+        self.linear, self.score = nn.Linear(WIDTH, WIDTH), score
+        self.register_buffer("queue", torch.ones(5, WIDTH))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.linear(x)
+        return {"features": x, "logits": self.score(x, self.queue)}
+
+
+SCORES = {
+    "all pairs": lambda x, queue: x @ x.T,
+    "images only, several texts": lambda x, queue: x @ torch.cat([x, x]).T,
+    "and a queue": lambda x, queue: x @ torch.cat([x, queue]).T,
+    "pairs": lambda x, queue: (x[:, None] - x).reshape(len(x), -1, 2),
+    "three dimensions": lambda x, queue: (x @ x.T)[:, None],
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_scores_of_rows_against_each_other_are_refused(score: Any, rows: int) -> None:
+    tower, x = Scores(score), torch.randn(BATCH, WIDTH)
+    message = r"`logits` of shape \[2, .* for 2 rows and of \[3, .*leave_out=\['logits'\]"
+    with pytest.raises(ValueError, match=message):
+        GradientCache(micro_batch_size=rows).call(tower, x)
+    cache = GradientCache(micro_batch_size=rows, leave_out=["logits"])
+    assert torch.allclose(cache.call(tower, x)["features"], tower.linear(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [5, 12, 100])
+def test_other_micro_batches_need_no_trial(rows: int) -> None:
+    tower, x = Scores(SCORES["all pairs"]), torch.randn(BATCH, WIDTH)
+    cache = GradientCache(micro_batch_size=rows)
+    if rows >= BATCH:  # one micro-batch, whose scores are those of the batch
+        assert cache.call(tower, x)["logits"].shape == (BATCH, BATCH)
+        x = torch.cat([x] * 20)
+        x = x[: len(x) // rows * rows]
+    with pytest.raises(ValueError, match=r"`logits` of shape"):
+        cache.call(tower, x)
+
+
+class Noisy(nn.Module):
+    """Has all that a trial could disturb: generators, running statistics, writes, counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.generator = torch.Generator().manual_seed(3)
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor, names: list[str]) -> Tensor:
+        self.rows.append(len(x))
+        assert len(names) == len(x)
+        noise = torch.rand(x.shape, generator=self.generator)
+        return F.dropout(self.norm(self.linear(x.mul_(2))) + noise, 0.4)
+
+
+def test_trial_leaves_generators_buffers_and_the_batch_as_they_were() -> None:
+    results = []
+    for is_known in (False, True):
+        tower, cache = Noisy(), GradientCache(micro_batch_size=4)
+        if is_known:
+            cache._shapes_known.add(("Noisy", id(tower)))
+        torch.manual_seed(1)
+        x = torch.randn(BATCH, WIDTH)
+        features = cache.call(tower, x, [str(n) for n in range(BATCH)])
+        features.square().sum().backward()
+        gradients = [p.grad for p in tower.parameters()]
+        buffers = [b.clone() for b in tower.buffers()]
+        drawn = [torch.rand(3), torch.rand(3, generator=tower.generator)]
+        results.append([features.detach(), x, *gradients, *buffers, *drawn])
+        assert tower.rows == ([4] * 6 if is_known else [2, 3] + [4] * 6)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_compiled_tower_is_not_compiled_for_the_trial() -> None:
+    sizes: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        sizes.extend(len(x) for x in inputs if x.shape[1:] == (WIDTH,) and len(x) != WIDTH)
+        return graph
+
+    tower = Plain()
+    tower.compile(backend=backend, dynamic=False)
+    cache = GradientCache(micro_batch_size=4)
+    cache.call(tower, torch.randn(BATCH, WIDTH)).sum().backward()
+    torch.compiler.reset()
+    assert set(sizes) == {4}
+
+
+def test_clip_model_of_transformers_is_refused_as_one_tower() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**small, "num_hidden_layers": 1, "vocab_size": 50, "eos_token_id": 49},
+        vision_config={**small, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8},
+        projection_dim=24,
+    )
+    model = transformers.CLIPModel(config)
+    batch = {
+        "input_ids": torch.randint(0, 49, (BATCH, 7)),
+        "pixel_values": torch.randn(BATCH, 3, 16, 16),
+    }
+    with pytest.raises(ValueError, match=r"`logits_per_(image|text)` of shape \[2, 2\]"):
+        GradientCache(micro_batch_size=6).call(model, **batch)
+    scores = ["logits_per_image", "logits_per_text"]
+    out = GradientCache(micro_batch_size=6, leave_out=scores).call(model, **batch)
+    assert out.logits_per_image is None
+    assert torch.allclose(out.image_embeds, model(**batch).image_embeds, atol=1e-6)
