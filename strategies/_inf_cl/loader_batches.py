@@ -1,5 +1,6 @@
 """Gathers small batches of a loader into the batch of a step, in host memory."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from lightning_mp.contrastive._cache.arguments import rows_of
 from lightning_mp.contrastive._cache.structures import Structure, open_structure
 
 __all__ = ["gather_batches"]
+
+_LIKELY_LABELS = 8  # rows; of 8 classes, 8 rows have each once in 1 batch of 400
 
 
 def gather_batches(loader: Any, count: int, *, pin: bool) -> Any:
@@ -103,6 +106,8 @@ class _Batch:
         ]
         self._others: list[list[Any]] = [[] for _ in self._structure.leaves]
         self._filled = 0
+        # Leaves that number the rows of every loader batch so far from 0 on.
+        self._numbering = set(range(len(self._structure.leaves)))
 
     def add(self, batch: Any) -> None:
         structure = _open(batch)
@@ -113,7 +118,11 @@ class _Batch:
                 f"{[leaf.path for leaf in self._structure.leaves]} into one. All must have the "
                 "same parts. Let `collate_fn` return the same things for every batch."
             )
-        filled = self._filled + (rows_of(batch) or 0)
+        rows = rows_of(batch) or 0
+        self._numbering = {i for i in self._numbering if _numbers_rows(*structure.leaves[i], rows)}
+        filled = self._filled + rows
+        if self._filled:
+            self._refuse_numbers()
         for index, (path, value) in enumerate(structure.leaves):
             memory = self._memory[index]
             if memory is None:
@@ -131,6 +140,19 @@ class _Batch:
             # Copied at once, so that the loader's batch is freed before the next one is asked for.
             memory[self._filled : filled] = value
         self._filled = filled
+
+    def _refuse_numbers(self) -> None:
+        for path in (self._structure.leaves[index].path for index in self._numbering):
+            said = (
+                f"Gathered `{path}` of several loader batches into one. It numbers the rows of "
+                "each loader batch from 0 on, so after the first one it would name rows of another. "
+                "Number rows in `training_step`, where the batch is whole, or pass "
+                "`loader_batches_per_step=1` and let the loader make the whole batch."
+            )
+            if path.split(".")[-1] == "positives":
+                raise ValueError(said)
+            # Labels of which each batch has every class once are numbered so, too.
+            warnings.warn(f"{said} If these are labels, this is as it should be.", stacklevel=2)
 
     def whole(self) -> Any:
         leaves = [
@@ -176,3 +198,24 @@ def _open(batch: Any) -> Structure:
         )
 
     return open_structure(batch, "", is_list_of_rows)
+
+
+def _numbers_rows(path: str, value: Any, rows: int) -> bool:
+    """Return whether a leaf holds row numbers of its batch, as `positives` of a loss do.
+
+    Under another name only what has each number once, in batches that no labels are likely to fill
+    so by chance.
+    """
+    if isinstance(value, (list, tuple)) and all(isinstance(x, int) for x in value):
+        value = np.asarray(value)
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim not in (1, 2):
+        return False
+    numbers = torch.as_tensor(value)
+    if len(numbers) != rows or numbers.is_floating_point() or numbers.dtype == torch.bool:
+        return False
+    numbers = numbers[numbers != -1]  # which pads rows of several numbers
+    if not numbers.numel() or numbers.min() < 0 or len(numbers.unique()) != numbers.numel():
+        return False
+    is_named = path.split(".")[-1] == "positives"
+    is_each_once = len(numbers) == rows >= _LIKELY_LABELS
+    return bool(numbers.max() < max(rows, numbers.numel())) and (is_named or is_each_once)

@@ -221,3 +221,52 @@ def test_one_whole_batch_stands_in_host_memory() -> None:
     make_trainer(strategy, max_epochs=1).fit(NotesBatches(), DataLoader(Watches(), batch_size=4))
     assert len(Watches.batches) == 4
     assert Watches.counts == [0] * 48, "none of before stands beside the one that is gathered"
+
+
+def _batches(positives: Any, count: int = 2) -> list[dict[str, Any]]:
+    return [{"image": torch.ones(8, 2), "extra": {"positives": positives}} for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "positives",
+    [
+        torch.arange(8).flip(0),
+        torch.tensor([[row, -1] for row in range(8)], dtype=torch.int32),
+        np.arange(8),
+        list(range(8)),
+        torch.tensor([[0, 1], *([row, -1] for row in range(2, 9))]),  # nine texts
+    ],
+    ids=["permuted", "padded", "array", "list", "several texts"],
+)
+def test_positives_numbered_within_a_loader_batch_are_refused(positives: Any) -> None:
+    gathered = gather_batches(_batches(positives), 2, pin=False)
+    with pytest.raises(ValueError, match=r"`extra.positives` .* numbers the rows of each loader"):
+        list(gathered)
+    (alone,) = gather_batches(_batches(positives, 1), 2, pin=False)  # nothing is joined
+    assert len(alone["image"]) == 8
+
+
+@pytest.mark.parametrize(
+    "positives",
+    [
+        torch.arange(8) % 3,
+        torch.randint(50, 1000, (8, 5)),  # tokens of positive texts
+        torch.rand(8),
+        torch.ones(8, 4, dtype=torch.bool),
+    ],
+)
+def test_other_things_named_positives_are_joined(positives: Tensor) -> None:
+    (whole,) = gather_batches(_batches(positives), 2, pin=False)
+    assert torch.equal(whole["extra"]["positives"], torch.cat([positives] * 2))
+
+
+def test_row_numbers_under_another_name_are_warned_of_and_joined() -> None:
+    rows = torch.arange(8)
+    with pytest.warns(UserWarning, match=r"`\[1\]` .*If these are labels"):
+        list(gather_batches([(torch.ones(8, 2), rows)] * 2, 2, pin=False))
+    later = [(torch.ones(8, 2), rows), (torch.ones(8, 2), rows + 8)]  # numbers of the data set
+    (whole,) = gather_batches(later, 2, pin=False)
+    assert torch.equal(whole[1], torch.arange(16))
+    few = [(torch.ones(2, 2), torch.arange(2))] * 2  # as labels are by chance
+    (whole,) = gather_batches(few, 2, pin=False)
+    assert whole[1].tolist() == [0, 1, 0, 1]
