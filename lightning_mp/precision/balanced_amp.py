@@ -1,14 +1,13 @@
 """`BalancedAMP`: half working weights and fp32 norms over an fp32 model, with a loss scale (O2)."""
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments
@@ -137,9 +136,8 @@ class BalancedAMP(ScaledPrecision):
         self.device = device
         check_ops(self, fp32_ops, half_ops)
         self.policy = OpPolicy(fp32_ops=fp32_ops, half_ops=half_ops)
-        self._working = WorkingCopies(self.half_dtype)
+        self._working = WorkingCopies(self.half_dtype, self._ledger)
         self._compiled: nn.Module | None = None
-        self._is_inside = False
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -167,44 +165,27 @@ class BalancedAMP(ScaledPrecision):
 
     @override
     @contextlib.contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        """Run operations in the dtypes of the policy, with copies that are up to date."""
-        # A tower that is replayed in a backward meets copies that its graph may hold.
-        is_inner, self._is_inside = self._is_inside, True
-        if not is_inner and not self._in_backward:
-            self._prepare()
+    def _compute_context(self) -> Iterator[None]:
         modules = () if self._compiled is None else self._compiled.modules()
-        try:
-            with (
-                _without_fast_path(),
-                self.policy.context(self._device_type, self.half_dtype),
-                self._working.in_place(*modules),
-            ):
-                yield
-        finally:
-            # Back to what it was: contexts nest where a tower is called inside of a step.
-            self._is_inside = is_inner
+        with (
+            _without_fast_path(),
+            self.policy.context(self._device_type, self.half_dtype),
+            self._working.in_place(*modules),
+        ):
+            yield
 
+    @override
     def _prepare(self) -> None:
-        """Bring the model up to date with all that was written since the last step."""
-        for optimizer in self._optimizers:  # a callback may have unfrozen what was in half
+        super()._prepare()
+        for optimizer in self._ledger.optimizers:  # a callback may have unfrozen what was in half
             widen(self.main_params(optimizer), "unfrozen")
         # After widening, as only fp32 weights have copies; all of them, as writes to `p.data` go
         # unseen.
         self._working.refresh()
 
     @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Prepare optimizers, and follow the steps of all that there are."""
-
-        def refresh(optimizer: Optimizer, *_: object) -> None:  # one that is stepped past us
-            if self._stepping is not optimizer:
-                self._working.refresh(self.main_params(optimizer))
-
-        self._undo.callback(register_optimizer_step_post_hook(refresh).remove)
-        return super().connect(model, optimizers, lr_schedulers)
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._working.refresh(self.main_params(optimizer))
 
     @override
     @contextlib.contextmanager

@@ -195,10 +195,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
                 "wrap it by `wrap(module, mixed_precision=None)`, or pass `fp32_modules=[]`."
             )
         self._model = model
-        result = super().connect(model, optimizers, lr_schedulers)
-        # Errors then name parameters as the user's model does.
-        self._names = {key: name.replace(_WRAPPED, "") for key, name in self._names.items()}
-        return result
+        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]

@@ -93,7 +93,7 @@ class InfClamp:
         self.value = float(value)
         self.gradient = gradient
         self._names: tuple[str, ...] = ()
-        self._counters = _Counters([], torch.device("cpu"))
+        self._counters: list[_Counter] = []
         self._handles: list[RemovableHandle] = []
         self._loaded: dict[str, int] = {}
 
@@ -117,10 +117,11 @@ class InfClamp:
         chosen = named | returning | stream.norms
         clamped = [(path, module) for path, module in root.named_modules() if module in chosen]
         self._names = tuple(as_written(path) for path, _ in clamped)
-        self._counters = _Counters([self._loaded.get(n, 0) for n in self._names], _device_of(root))
+        device = _device_of(root)
+        self._counters = [_Counter(self._loaded.get(name, 0), device) for name in self._names]
         self._loaded = {}
-        for index, (_, module) in enumerate(clamped):
-            clamp = _Clamp(self._counters, index, self.gradient, self.value)
+        for (_, module), counter in zip(clamped, self._counters, strict=True):
+            clamp = _Clamp(counter, self.gradient, self.value)
             if module in stream.norms:
                 hook = module.register_forward_pre_hook(clamp.clamp_inputs, with_kwargs=True)
                 self._handles.append(hook)
@@ -151,7 +152,10 @@ class InfClamp:
         Returns:
             A copy, in the order of `names`: int64 [modules], on the device of the model.
         """
-        return self._counters.total()
+        if not self._counters:
+            return torch.zeros(0, dtype=torch.int64)
+        device = self._counters[0].value.device
+        return torch.stack([counter.value.to(device) for counter in self._counters])
 
     def counted(self) -> dict[str, int]:
         """Return the counts by name; costs one host sync."""
@@ -159,7 +163,8 @@ class InfClamp:
 
     def reset_counts(self) -> None:
         """Start counting at zero."""
-        self._counters.set([0] * len(self._names))
+        for counter in self._counters:
+            counter.value.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts by name; costs one host sync."""
@@ -172,55 +177,34 @@ class InfClamp:
             state_dict: What `state_dict` returned. Before `attach`, it is kept until then.
         """
         self._loaded = {} if self._names else dict(state_dict["counts"])
-        self._counters.set([state_dict["counts"].get(name, 0) for name in self._names])
+        for name, counter in zip(self._names, self._counters, strict=True):
+            counter.value.fill_(state_dict["counts"].get(name, 0))
 
 
 # --- hooks ---------------------------------------------------------------------------------------
 
 
-class _Counters:
-    """Numbers on the device where they are counted, one a module."""
+class _Counter:
+    """A number on the device where it is counted."""
 
-    def __init__(self, start: list[int], device: torch.device) -> None:
-        self.on = {device: torch.tensor(start, dtype=torch.int64, device=device)}
+    # A tensor for each module: of an index into a common one, `torch.compile` would build a graph
+    # for each block.
+    def __init__(self, start: int, device: torch.device) -> None:
+        self.value = torch.tensor(start, dtype=torch.int64, device=device)
 
-    def add(self, index: int, is_over: Tensor) -> None:
-        counts = self.on.get(is_over.device)
-        if counts is None:
-            counts = self._start_on(is_over.device)
-        counts[index].add_(is_over.sum(dtype=torch.int64))
-
-    def _start_on(self, device: torch.device) -> Tensor:
-        """Follow a model that was moved after `attach`, or go on beside another device."""
-        # A tensor made in inference mode could not be changed by the training that follows.
-        with torch.inference_mode(False):
-            moved = self.on.pop(torch.device("cpu"), None)
-            if moved is None:
-                moved = torch.zeros_like(next(iter(self.on.values())))
-            self.on[device] = moved.to(device)
-        return self.on[device]
-
-    def total(self) -> Tensor:
-        first, *others = self.on.values()
-        total = first.clone()
-        for other in others:
-            total += other.to(total.device, non_blocking=True)
-        return total
-
-    def set(self, values: list[int]) -> None:
-        for counts in self.on.values():
-            counts.zero_()
-        # Loaded counts are sums over all devices: they stand on one, and the others start at zero.
-        first = next(iter(self.on.values()))
-        first.copy_(torch.tensor(values, dtype=torch.int64))
+    def add(self, is_over: Tensor) -> None:
+        if self.value.device != is_over.device:
+            # A tensor made in inference mode could not be changed by the training that follows.
+            with torch.inference_mode(False):
+                self.value = self.value.to(is_over.device)
+        self.value.add_(is_over.sum(dtype=torch.int64))
 
 
 @dataclasses.dataclass(eq=False)
 class _Clamp:
     """Clamps and counts what a module is given, or what it returns."""
 
-    counters: _Counters | None
-    index: int
+    counter: _Counter | None
     gradient: str
     value: float
     dropout: float = 0.0  # the probability of a functional one that follows
@@ -232,7 +216,7 @@ class _Clamp:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Clamp":
         # Averages and teachers would count the same elements once more.
-        return dataclasses.replace(self, counters=None)
+        return dataclasses.replace(self, counter=None)
 
     def clamp_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         clamp = functools.partial(self, is_training=module.training)
@@ -254,8 +238,8 @@ class _Clamp:
         top = self.top if is_training else _MAX
         values = tensor.detach()  # or autograd would keep them for the backward of `abs`
         is_over = values.abs() > top  # False for NaN
-        if self.counters is not None and not _is_repeated():
-            self.counters.add(self.index, is_over)
+        if self.counter is not None and not _is_repeated():
+            self.counter.add(is_over)
         # What takes the place of inf must survive the dropout that follows, too.
         limited = values.clamp(-min(self.value, top), min(self.value, top))
         if self.gradient == "straight_through":

@@ -38,8 +38,8 @@ class LossScaleConfig:
         backoff_factor: Multiplies the scale after an overflowing step; between 0 and 1.
         growth_interval: Good steps in a row between two growths.
         warmup_interval: The same until the first overflow, while the largest gradient is not yet
-            known and the scale can only be too low. `None` for 20 where gradients of weights are
-            computed in fp16, else `growth_interval`.
+            known and the scale can only be too low. `None` for 20 or `growth_interval`, whichever
+            is less, where gradients of weights are computed in fp16, else `growth_interval`.
         min_scale: The floor. At least 2^-126, as the fp32 inverse of 2^-128 is inf.
         max_scale: The ceiling.
         hysteresis: Overflowing steps that it takes to lower the scale. The first `hysteresis - 1`
@@ -119,5 +119,5 @@ class LossScaleConfig:
         if start is None:
             start = min(max(2.0**10 if is_half else 2.0**16, self.min_scale), self.max_scale)
         if warmup is None:
-            warmup = 20 if is_half else self.growth_interval
+            warmup = min(20, self.growth_interval) if is_half else self.growth_interval
         return replace(self, init_scale=start, warmup_interval=warmup)

@@ -1,7 +1,7 @@
 """`PureFP16`: fp16 weights, activations and gradients that learn as fp32 does."""
 
 import contextlib
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,15 +22,11 @@ from lightning_mp.precision._weights.half_module import (
     MixedInputs,
     cast_at_borders,
     cast_floats,
+    is_compiled,
     outermost,
 )
-from lightning_mp.precision._weights.half_weight_limits import (
-    check_callbacks,
-    check_lazy,
-    check_modules,
-    check_optimizer,
-)
 from lightning_mp.precision._weights.half_weights import HalfWeights
+from lightning_mp.precision._weights.ledger import check_callbacks, check_modules, check_steps_alone
 from lightning_mp.precision.loss_scale_config import SCALES, LossScaleConfig
 
 if TYPE_CHECKING:
@@ -138,28 +135,33 @@ class PureFP16(ScaledPrecision):
         self.precision = "16-true" if half == "fp16" else "bf16-true"
         self.write_back = write_back
         self.fp32_modules = fp32_modules
-        self._weights = HalfWeights(self.half_dtype, write_back)
-        self._has_fp32_buffers = False
+        self._weights = self._half_weights = HalfWeights(self.half_dtype, write_back, self._ledger)
+        self._kept: set[nn.Module] = set()
+        self._has_fp32_inside = False
+        self._is_compiled = False
         self._is_reduced_in_half = False
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Turn the model's weights into half, in place; its buffers stay as they are."""
-        # Also for evaluation: a weight that is not there yet cannot be made half.
-        check_lazy(module)
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
         norms = (m for m in module.modules() if isinstance(m, _NormBase))
-        kept = {*islands.values(), *(m for m in norms if m.running_mean is not None)}
+        # Of a parametrization, half would round twice, and an orthogonal one diverges.
+        lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
+        made = {inner for each in lists for inner in each.modules()}
+        kept = {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
         trainer = getattr(module, "_trainer", None)
         # Evaluation changes no weight: what could not train may still be tested.
-        if trainer is not None and trainer.state.fn == "fit":
-            check_modules(module, kept)
+        is_trained = trainer is not None and trainer.state.fn == "fit"
+        check_modules(module, kept, is_trained=is_trained)
+        if trainer is not None and is_trained:
             check_callbacks(trainer.callbacks)
+        self._kept = kept
         self._weights.convert(module, kept)
         self._undo.callback(self._weights.release)
         # Where no activation becomes fp32, the mode that makes it half again is left out.
-        self._has_fp32_buffers = any(
+        self._has_fp32_inside = bool(made) or any(
             buffer.dtype == torch.float32 and buffer.dim() > 0  # one of shape [] widens nothing
             for owner in module.modules()
             if owner not in kept
@@ -183,11 +185,14 @@ class PureFP16(ScaledPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepare optimizers, and give all ranks the same residuals."""
         for optimizer in optimizers:
-            check_optimizer(optimizer)
+            check_steps_alone(optimizer)
         # DDP broadcasts weights alone; the residuals of other ranks would belong to other weights.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._weights.broadcast()
-        return super().connect(model, optimizers, lr_schedulers)
+        result = super().connect(model, optimizers, lr_schedulers)
+        for optimizer in optimizers:
+            self._weights.attach(optimizer)
+        return result
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
@@ -215,15 +220,6 @@ class PureFP16(ScaledPrecision):
         if self.reduce_dtype == "fp32" and not model._comm_hooks:
             model.register_comm_hook(model.process_group, _mean_in_fp32)
 
-    @override
-    def _attach(self, optimizer: Optimizer) -> None:
-        super()._attach(optimizer)
-        self._weights.attach(optimizer)
-
-    @override
-    def _safe_halves(self) -> Container[Tensor]:
-        return self._weights
-
     # Stand-ins take their gradients before the step: a closure inside of it would come too late.
     _steps_in_place = False
 
@@ -240,11 +236,27 @@ class PureFP16(ScaledPrecision):
 
     @override
     @contextlib.contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        """Make half the dtype of new tensors, as `precision="16-true"` does."""
-        mixed = MixedInputs(self.half_dtype) if self._has_fp32_buffers else contextlib.nullcontext()
+    def _compute_context(self) -> Iterator[None]:
+        # Half is the dtype of new tensors, as in `precision="16-true"`.
+        mixed = MixedInputs(self.half_dtype) if self._has_fp32_inside else contextlib.nullcontext()
         with _DtypeContextManager(self.half_dtype), mixed:
             yield
+
+    @override
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._weights.settle()
+        if self._is_compiled and self._in_step:
+            # Dynamo takes no half weight with an fp32 gradient, as the last step has left it.
+            self._unscaled.scale_again()
+            self._weights.narrow_gradients()
+
+    @override
+    def _take_new(self) -> None:
+        model = self._ledger.root
+        if model is not None:
+            self._weights.convert(model, self._kept)
+            self._is_compiled = any(is_compiled(each) for each in model.modules())
 
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
@@ -257,7 +269,7 @@ class PureFP16(ScaledPrecision):
     @override
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
         # A checkpointed forward must see the dtypes of the first one, or its outputs differ.
-        return self.forward_context()
+        return self._compute_context()
 
     @override
     def optimizer_step(  # type: ignore[override]

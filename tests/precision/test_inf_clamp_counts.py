@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -53,11 +53,24 @@ def test_counts_go_on_in_training_after_a_first_forward_in_inference_mode() -> N
     assert clamp.counts().tolist() == [2 * count for count in one]
 
 
-def test_counts_of_a_second_device_that_starts_in_inference_mode_are_added() -> None:
+class _Elsewhere:
+    """A count that looks as if it were on another device."""
+
+    device = torch.device("cuda:0")
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def to(self, device: torch.device) -> Tensor:
+        return self._value.clone()
+
+
+def test_counts_of_another_device_that_meet_this_one_in_inference_mode_go_on() -> None:
     model = overflowing()
     clamp = InfClamp(["Linear"]).attach(model)
     one = clamped_once(model, clamp)
-    clamp._counters.on = {torch.device("cuda:0"): clamp.counts()}  # as if it had run there
+    for counter in clamp._counters:
+        counter.value = _Elsewhere(counter.value)
     with torch.inference_mode():
         model(batch())
     model(batch())

@@ -62,6 +62,7 @@ def test_parse_makes_what_the_argument_stands_for_and_refuses_the_rest() -> None
     ("given", "half", "full"),
     [
         ({}, (2.0**10, 20), (2.0**16, 2000)),
+        ({"growth_interval": 5}, (2.0**10, 5), (2.0**16, 5)),
         ({"growth_interval": 50}, (2.0**10, 20), (2.0**16, 50)),
         ({"max_scale": 2.0**8}, (2.0**8, 20), (2.0**8, 2000)),
         ({"min_scale": 2.0**12}, (2.0**12, 20), (2.0**16, 2000)),

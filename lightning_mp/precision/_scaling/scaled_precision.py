@@ -12,8 +12,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import refuse_values
@@ -22,6 +21,7 @@ from lightning_mp.numerics.tensor_stats import local_shard
 from lightning_mp.optim.adam_epsilon import guard_adam_epsilon
 from lightning_mp.precision._scaling.step_control import hold_global_step, hold_schedules
 from lightning_mp.precision._scaling.unscaled_gradients import UnscaledGradients
+from lightning_mp.precision._weights.ledger import Ledger, check_optimizer
 from lightning_mp.precision.inf_clamp import InfClamp
 from lightning_mp.precision.loss_scale_config import LossScaleConfig
 from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
@@ -81,14 +81,13 @@ class ScaledPrecision(Precision, ForLightning):
         if half == "fp16":
             wanted = "dynamic" if loss_scale is None else loss_scale
             self.scaler = LossScaler(LossScaleConfig.parse(wanted, gradients_dtype))
-        self._names: dict[int, str] = {}
+        self._ledger = Ledger()
         self._first: nn.Parameter | None = None  # tells where the model is
         self._parameters: list[nn.Parameter] | None = None  # the model's, since the first backward
-        self._optimizers: list[Optimizer] = []
         self._unscaled = UnscaledGradients(self.scaler)
-        self._stepping: Optimizer | None = None
         self._in_step = False
         self._in_backward = False
+        self._is_inside = False  # of a forward
         self._stepped_manually = False
         self._skip_request: Tensor | None = None
         self._skipped_on_request = False
@@ -118,22 +117,18 @@ class ScaledPrecision(Precision, ForLightning):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepare optimizers, and hold step-wise schedules while steps are skipped."""
-        self._optimizers = list(optimizers)
         for name in _SUMS_IN_HALF:
             was_allowed = getattr(torch.backends.cuda.matmul, name)
             self._undo.callback(setattr, torch.backends.cuda.matmul, name, was_allowed)
             setattr(torch.backends.cuda.matmul, name, False)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
-        # By identity: equality of tensors compares values.
-        self._names = {id(p): name for name, p in bare.named_parameters()}
+        self._ledger.watch(bare, optimizers, self._check_step, self._after_step, self._undo)
         if isinstance(model, DistributedDataParallel):
             self._reduce(model)
-        if self.scaler is not None:
-            # Of every optimizer there is: one that the plugin was not given would step on scaled
-            # gradients.
-            self._undo.callback(register_optimizer_step_pre_hook(self._check_step).remove)
+        runs_closures = self.scaler is None and self._steps_in_place
         for optimizer in optimizers:
-            self._attach(optimizer)
+            check_optimizer(self, optimizer, runs_closures=runs_closures)
+            self._guard_epsilon(optimizer)
         return model, optimizers, hold_schedules(lr_schedulers, self._was_skipped)
 
     def _reduce(self, model: DistributedDataParallel) -> None:
@@ -145,36 +140,58 @@ class ScaledPrecision(Precision, ForLightning):
             }
             model.register_comm_hook(model.process_group, compress[self.half])
 
-    def _attach(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None and isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                f"Passed the optimizer `LBFGS` with `{type(self).__name__}`. It evaluates the "
-                "loss several times a step, which no loss scaler can skip as one. Use a "
-                "first-order optimizer, or `BalancedAMP(half='bf16')`."
-            )
+    def _guard_epsilon(self, optimizer: Optimizer) -> None:
         try:
             handles = guard_adam_epsilon(
-                optimizer, self.adam_epsilon, ignore=self._safe_halves(), name_of=self._name_of
+                optimizer,
+                self.adam_epsilon,
+                ignore=self._half_weights,
+                name_of=self._ledger.name_of,
             )
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
         for handle in handles:
             self._undo.callback(handle.remove)
 
-    def _safe_halves(self) -> Container[Tensor]:
-        """Return the half parameters that optimizers step in fp32."""
-        return set()
+    _half_weights: Container[Tensor] = ()
+    """Half parameters, which the plugin steps in fp32 and no optimizer may step by itself."""
 
     @override
     def teardown(self) -> None:
         """Leave the model as it was."""
         self._undo.close()
         self._unscaled.clear()
-        self._optimizers.clear()
-        self._names.clear()
         self._first = self._parameters = None
 
     # --- the step --------------------------------------------------------------------------------
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Compute in half."""
+        # A tower that is replayed in a backward meets weights that its graph may hold.
+        is_inner, self._is_inside = self._is_inside, True
+        try:
+            if not is_inner and not self._in_backward:
+                self._prepare()
+            with self._compute_context():
+                yield
+        finally:
+            # Back to what it was: contexts nest where a tower is called inside of a step.
+            self._is_inside = is_inner
+
+    def _prepare(self) -> None:
+        """Bring the model up to date with all that was written since the last step."""
+        if self._ledger.look_for_replaced():
+            self._parameters = None
+            self._take_new()
+
+    def _take_new(self) -> None:
+        """Prepare modules and parameters that have come since."""
+
+    def _compute_context(self) -> contextlib.AbstractContextManager[None]:
+        """Return what a forward needs."""
+        return contextlib.nullcontext()
 
     @override
     @contextlib.contextmanager
@@ -282,11 +299,11 @@ class ScaledPrecision(Precision, ForLightning):
     @contextlib.contextmanager
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround the step of an optimizer."""
-        self._stepping = optimizer
+        self._ledger.stepping = optimizer
         try:
             yield
         finally:
-            self._stepping = None
+            self._ledger.stepping = None
 
     @override
     def clip_gradients(
@@ -342,7 +359,7 @@ class ScaledPrecision(Precision, ForLightning):
         if self.scaler is None:
             return
         # Of optimizers that did not step now, as in a GAN: theirs are in the old scale.
-        parameters = (p for each in self._optimizers for p in self.main_params(each))
+        parameters = (p for each in self._ledger.optimizers for p in self.main_params(each))
         self._unscaled.follow(self.scaler.update(), parameters)
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
@@ -355,30 +372,39 @@ class ScaledPrecision(Precision, ForLightning):
         has_overflowed = self.scaler is not None and self.scaler.last_step_skipped
         return has_overflowed or self._skipped_on_request
 
-    def _check_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Refuse a step on scaled gradients, and that of an optimizer of the Trainer's past us."""
-        if optimizer is self._stepping:
-            return
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step past us: on scaled gradients, on half weights, or of a given optimizer."""
         # Outside of a training step, torch initialises states by a step on gradients of zero.
-        is_given = self._in_step and any(each is optimizer for each in self._optimizers)
+        is_given = any(each is optimizer for each in self._ledger.optimizers)
         # Fused optimizers unscale by themselves what they get a `grad_scale` for.
         has_scale = getattr(optimizer, "grad_scale", None) is not None
         parameters = self.main_params(optimizer)
-        if is_given or not has_scale and any(self._unscaled.is_scaled(p) for p in parameters):
+        if is_given:
+            is_wrong = self._in_step and (self.scaler is not None or bool(self._half_weights))
+        else:
+            is_wrong = any(
+                p in self._half_weights or (not has_scale and self._unscaled.is_scaled(p))
+                for p in parameters
+            )
+        if is_wrong:
             name = type(optimizer).__name__
             raise RuntimeError(
                 f"`{name}.step()` was called past `{type(self).__name__}`, which divides gradients "
-                "by the loss scale and skips steps where they overflow. Return the optimizer from "
+                "by the loss scale, skips steps where they overflow, and steps half weights in "
+                "fp32. Return the optimizer from "
                 "`configure_optimizers`; in manual optimization, step the one of "
                 "`self.optimizers()`, without `use_pl_optimizer=False`. For a step in a hook of a "
                 "gradient, amid the backward, pass `BalancedAMP(half='bf16')`."
             )
 
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """Follow a step past us."""
+
     def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         """Yield gradients under the names of the model's parameters."""
         for p in self.main_params(optimizer):
             if p.grad is not None:
-                yield self._name_of(p), local_shard(p.grad)
+                yield self._ledger.name_of(p), local_shard(p.grad)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -400,9 +426,6 @@ class ScaledPrecision(Precision, ForLightning):
             states = [checkpoint[key] for key in _KEYS if checkpoint.get(key)]
             if states:
                 self.scaler.load_state_dict(states[0])
-
-    def _name_of(self, parameter: Tensor) -> str:
-        return self._names.get(id(parameter), "an unnamed parameter")
 
     def _first_device(self) -> torch.device:
         return torch.device("cpu") if self._first is None else self._first.device

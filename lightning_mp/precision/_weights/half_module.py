@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -26,6 +27,7 @@ __all__ = [
     "cast_tensors",
     "compute_in_fp32",
     "dtypes_of",
+    "is_compiled",
     "outermost",
 ]
 
@@ -164,3 +166,9 @@ def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dt
         for each in value.values() if isinstance(value, dict) else value:
             dtypes |= dtypes_of(each, is_castable)
     return dtypes
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` is to compile a module, whichever way it was asked to."""
+    is_whole = getattr(module, "_compiler_ctx", None) is not None  # a LightningModule
+    return is_whole or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

@@ -9,17 +9,18 @@ state, fp32 *stand-ins* take the place of half weights in its groups, and its st
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.numerics.split_weights import join_weight, split_weight
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
 from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
+from lightning_mp.precision._weights.ledger import Entry, Ledger, parameters_of
 
 __all__ = ["HalfWeights", "WriteBack"]
 
@@ -33,21 +34,28 @@ class HalfWeights:
     training stops with no sign of it. With `write_back="kahan"` a residual beside every weight, in
     half, takes them; without one weights are rounded at random (`"stochastic"`) or to `"nearest"`.
 
-    Writes into half weights win to half a step: a residual with which a weight would round to
-    another one belongs to what something has overwritten since, and counts for nothing. What is
-    written through `exposed` or `load_state_dict` keeps all bits.
+    What is written through `exposed`, `load_state_dict` or the tensors of `state_dict` keeps all
+    bits. Other writes win to half a step, and are warned of: a residual with which a weight would
+    round to another one belongs to what something has overwritten since, and counts for nothing.
+    A weight has no residual until it is trained, or a value is written that half does not hold.
     """
 
-    def __init__(self, half: torch.dtype, write_back: WriteBack = "kahan") -> None:
+    def __init__(
+        self, half: torch.dtype, write_back: WriteBack = "kahan", ledger: Ledger | None = None
+    ) -> None:
         self.half = half
         self.write_back = write_back
         self.writes = 0  # seeds the noise, so that ranks and resumed runs round alike
-        self._residuals: dict[nn.Parameter, Tensor | None] = {}
+        self._ledger = Ledger() if ledger is None else ledger
         self._stand_ins: dict[Tensor, nn.Parameter] = {}  # stand-in -> weight, while they stand in
-        self._handles: list[RemovableHandle] = []
+        # Weight -> what `state_dict` gave out of it since the last step: in fp32 the weight itself.
+        self._lent: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._has_warned = False
+        self._owners: set[nn.Module] = set()
+        self._undo = contextlib.ExitStack()
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._residuals
+        return parameter in self._ledger
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
         # A copy of the model, such as an average, brings its hooks, and is a plain half model.
@@ -64,16 +72,25 @@ class HalfWeights:
         """Write an fp32 value into a weight, rounded to nearest, and into its residual."""
         weight, rest = split_weight(value, self.half)
         parameter.copy_(weight)
+        self._set_residual(parameter, rest)
+        self._ledger.open(parameter).note(parameter)
+
+    def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
+        entry = self._ledger.open(parameter)
+        with torch.inference_mode(False):
+            if entry.beside is None and parameter.requires_grad and self.write_back == "kahan":
+                entry.beside = torch.zeros_like(parameter, requires_grad=False)
+            # A model may be moved after `convert`: residuals are no buffers, and follow it.
+            if entry.beside is not None and entry.beside.device != parameter.device:
+                entry.beside = entry.beside.to(parameter.device)
+        return cast("Tensor | None", entry.beside)
+
+    def _set_residual(self, parameter: nn.Parameter, rest: Tensor) -> None:
         residual = self._residual_of(parameter)
         if residual is not None:
             residual.copy_(rest)
-
-    def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
-        residual = self._residuals[parameter]
-        # A model may be moved after `convert`: residuals are no buffers, and follow their weight.
-        if residual is not None and residual.device != parameter.device:
-            residual = self._residuals[parameter] = residual.to(parameter.device)
-        return residual
+        elif self.write_back == "kahan" and rest.any():
+            self._ledger.open(parameter).beside = rest
 
     # --- the model -------------------------------------------------------------------------------
 
@@ -81,7 +98,7 @@ class HalfWeights:
         """Turn a model's fp32 parameters into half weights, in place, so that tied ones stay tied.
 
         One that a module of `keep_fp32` shares stays in fp32. Checkpoints of the model hold fp32
-        values, and loading one writes weights and residuals.
+        values, and loading one writes weights and residuals. Called again, it takes what is new.
         """
         # By identity of parameters, not by module: a tied weight stands in several modules.
         kept = {id(p) for owner in keep_fp32 for p in owner.parameters(recurse=False)}
@@ -89,37 +106,72 @@ class HalfWeights:
             own = [
                 p
                 for p in owner.parameters(recurse=False)
-                if p in self._residuals
+                if p in self._ledger
                 or (p.dtype in (torch.float32, self.half) and id(p) not in kept)
             ]
             for parameter in own:
-                if parameter not in self._residuals:
+                if parameter not in self._ledger:
                     self._take(parameter)
-            if own:
-                self._handles += [
+            if own and owner not in self._owners:
+                self._owners.add(owner)
+                for handle in (
                     # Hooks of this kind are marked by an attribute, which methods cannot have.
                     owner.register_state_dict_post_hook(functools.partial(self._write_fp32)),
                     owner.register_load_state_dict_pre_hook(self._read_fp32),
-                ]
+                ):
+                    self._undo.callback(handle.remove)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        weight, residual = split_weight(parameter.detach().float(), self.half)
-        self._residuals[parameter] = residual if self.write_back == "kahan" else None
+        entry = self._ledger.open(parameter)
+        weight, rest = split_weight(parameter.detach().float(), self.half)
+        if parameter.requires_grad and self.write_back == "kahan":
+            entry.beside = rest
         parameter.grad = None
         parameter.data = weight
         parameter.grad_dtype = None  # half from a backward, fp32 once it is unscaled
 
+    def settle(self) -> None:
+        """Take over what was written from outside where that is exact; warn of the rest, once."""
+        lent, self._lent = self._lent, {}
+        for parameter, (value, version) in lent.items():
+            # Who has written into the weight as well was later.
+            if value._version != version and self._ledger.open(parameter).is_current(parameter):
+                self.write(parameter, value)
+        for parameter, entry in self._ledger:
+            if entry.is_current(parameter):
+                continue
+            if parameter.dtype != self.half:  # `p.data = ...`
+                value = parameter.detach().float()
+                parameter.data = value.to(self.half)
+                self.write(parameter, value)
+            # A logit scale is clamped in many a step, and seldom changed by that.
+            elif entry.stamp is not None and parameter.dim() > 0 and not self._has_warned:
+                self._has_warned = True
+                name = self._ledger.name_of(parameter)
+                rank_zero_warn(
+                    f"Something beside its optimizer wrote into {name!r} under `PureFP16`. What "
+                    "was written is rounded to half: it moves no weight by less than 2^-12 of "
+                    "itself (2^-9 in bf16). Write in `with plugin.exposed(module):`, where weights "
+                    "are in fp32."
+                )
+            entry.note(parameter)
+
     def release(self) -> None:
         """Turn the half weights back into fp32 parameters, and forget them."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for parameter in self._residuals:
-            value = self.read(parameter)
+        self._undo.close()
+        for parameter, entry in self._ledger:
             parameter.grad = None
-            parameter.data = value
-            parameter.grad_dtype = value.dtype
-        self._residuals.clear()
+            parameter.data = self._saved(parameter, entry)
+            parameter.grad_dtype = parameter.dtype
+        self._ledger.entries.clear()
+        self._owners.clear()
+        self._lent.clear()
+        self._has_warned = False
+
+    def _saved(self, parameter: nn.Parameter, entry: Entry) -> Tensor:
+        """Return a weight in fp32; one that came in half and was never trained in half."""
+        is_as_it_came = entry.came_as == self.half and entry.beside is None
+        return parameter.detach() if is_as_it_came else self.read(parameter)
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
@@ -129,7 +181,7 @@ class HalfWeights:
         shown = {
             parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
             for parameter in module.parameters()
-            if parameter in self._residuals
+            if parameter in self._ledger
         }
         places = [
             (owner, name, parameter)
@@ -156,8 +208,12 @@ class HalfWeights:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             # With `keep_vars` the caller wants the parameters themselves.
             saved = state_dict.get(prefix + name)
-            if parameter in self._residuals and not isinstance(saved, nn.Parameter):
-                state_dict[prefix + name] = self.read(parameter)
+            entry = self._ledger.entries.get(id(parameter))
+            if entry is not None and not isinstance(saved, nn.Parameter):
+                value = self._saved(parameter, entry)
+                state_dict[prefix + name] = value
+                if value.dtype != parameter.dtype:
+                    self._lent[parameter] = value, value._version
 
     def _read_fp32(
         self, owner: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
@@ -165,20 +221,22 @@ class HalfWeights:
         """Take residuals from a checkpoint before the weights are rounded from it."""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             loaded = state_dict.get(prefix + name)
-            if parameter in self._residuals and isinstance(loaded, Tensor):
-                residual = self._residual_of(parameter)
-                if residual is not None and loaded.shape == residual.shape:
-                    residual.copy_(split_weight(loaded.detach().float(), self.half)[1])
+            if parameter in self._ledger and isinstance(loaded, Tensor):
+                if loaded.shape == parameter.shape:
+                    rest = split_weight(loaded.detach().float(), self.half)[1]
+                    self._set_residual(parameter, rest.to(parameter.device))
+                self._ledger.open(parameter).stamp = None  # torch writes the weight itself
+                self._lent.pop(parameter, None)
 
     def narrow_gradients(self) -> None:
         """Cast gradients that wait for a further backward to half, for DDP's half buckets."""
-        for parameter in self._residuals:
+        for parameter, _ in self._ledger:
             if parameter.grad is not None and parameter.grad.dtype != self.half:
                 parameter.grad = parameter.grad.to(self.half)
 
     def broadcast(self) -> None:
         """Give all ranks the residuals of the first; DDP does so for the weights alone."""
-        for parameter in self._residuals:
+        for parameter, _ in self._ledger:
             residual = self._residual_of(parameter)
             if residual is not None:
                 torch.distributed.broadcast(residual, group_src=0)
@@ -191,23 +249,29 @@ class HalfWeights:
         # leave Adam's second moments in fp16. `SafeAdamW` does not, and gets the residuals.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self._share))
+            handle = optimizer.register_load_state_dict_post_hook(self._share)
+            self._undo.callback(handle.remove)
             return
         for parameter, state in optimizer.state.items():
-            if parameter in self._residuals:
+            if parameter in self._ledger:
                 widen_state(state)
-        self._handles += [
+        for handle in (
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._swap_out),
-        ]
+        ):
+            self._undo.callback(handle.remove)
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround the step of an optimizer, which takes fp32 gradients from `p.grad`."""
+        self.settle()
         # Groups are read anew each time, so parameters may join at any time.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
-            yield
+            try:
+                yield
+            finally:
+                self._note(optimizer)
             return
         self._swap_in(optimizer)
         try:
@@ -219,12 +283,19 @@ class HalfWeights:
             self._round(optimizer)
         finally:
             self._swap_out(optimizer)
+            self._note(optimizer)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            entry = self._ledger.entries.get(id(parameter))
+            if entry is not None:
+                entry.note(parameter)
 
     def _share(self, optimizer: Optimizer) -> None:
         """Let a `SafeAdamW` step the residuals kept here, as `write_back` here says."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._residuals:
+                if parameter in self._ledger:
                     group["write_back"] = self.write_back
                     residual = self._residual_of(parameter)
                     # What has never had a gradient has no state at all.
@@ -235,8 +306,7 @@ class HalfWeights:
     @torch.no_grad()
     def _round(self, optimizer: Optimizer) -> None:
         """Round the stand-ins of an optimizer into their weights and residuals."""
-        stand_ins = (p for group in optimizer.param_groups for p in group["params"])
-        for index, stand_in in enumerate(stand_ins):
+        for index, stand_in in enumerate(parameters_of(optimizer)):
             parameter = self._stand_ins.get(stand_in)
             if parameter is not None:
                 residual = self._residual_of(parameter)
@@ -257,7 +327,7 @@ class HalfWeights:
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
-                if parameter in self._residuals:
+                if parameter in self._ledger:
                     stand_in = self.read(parameter).requires_grad_()
                     self._stand_ins[stand_in] = parameter
                     parameters[index] = stand_in

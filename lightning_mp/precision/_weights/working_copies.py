@@ -10,7 +10,6 @@ import contextlib
 import functools
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,8 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_mp.precision._weights.half_module import is_compiled
+from lightning_mp.precision._weights.ledger import Entry, Ledger
 from lightning_mp.precision._weights.module_users import ModuleUsers
 
 __all__ = ["WorkingCopies"]
@@ -44,26 +45,13 @@ class _Use(torch.autograd.Function):
         return (None, *gradients)  # the engine casts them to the dtype of the parameters
 
 
-class _Copy:
-    """The half copy of one parameter, and what the parameter was when it was made."""
-
-    def __init__(self, parameter: nn.Parameter, half: torch.dtype, forget: Any) -> None:
-        self.owner = weakref.ref(parameter, forget)
-        self.half = torch.empty_like(parameter, dtype=half, requires_grad=False)
-        self.device_type = parameter.device.type
-        self.stamp: tuple[int, int] | None = None  # version and address of the parameter
-
-    def fits(self, parameter: nn.Parameter) -> bool:
-        return self.half.shape == parameter.shape and self.half.device == parameter.device
-
-
 class _Swapped(NamedTuple):
     """An entry of a module's `_parameters` while the module computes."""
 
     module: nn.Module
     name: str
     parameter: nn.Parameter
-    copy: _Copy
+    copy: Tensor
     stand_in: Tensor
     version: int
 
@@ -87,9 +75,9 @@ class WorkingCopies:
     found by a comparison at steps 1, 2, 4, 8, ..., and computes with its own weights from then on.
     """
 
-    def __init__(self, half: torch.dtype) -> None:
+    def __init__(self, half: torch.dtype, ledger: Ledger | None = None) -> None:
         self.half = half
-        self._copies: dict[int, _Copy] = {}
+        self._ledger = Ledger() if ledger is None else ledger
         self._replaced: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
         self._compiled: dict[nn.Module, Any] = {}
         self._kept: set[nn.Module] = set()
@@ -107,7 +95,7 @@ class WorkingCopies:
         """Let the modules of a model, but those kept, compute with half copies, until `release`."""
         self._kept = set(keep)
         self._is_attached = True
-        if any(_is_compiled(module) for module in root.modules()):
+        if any(is_compiled(module) for module in root.modules()):
             # Dynamo looks for `.grad` in all that it is given, of which torch warns.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that")
         for module in root.modules():
@@ -133,12 +121,12 @@ class WorkingCopies:
             module._compiled_call_impl = call
         self._replaced.clear()
         self._compiled.clear()
-        self._copies.clear()
+        self._ledger.entries.clear()
         self._kept.clear()
 
     def bytes_held(self) -> int:
         """Return the bytes of all copies."""
-        return sum(each.half.nbytes for each in self._copies.values())
+        return sum(entry.beside.nbytes for _, entry in self._ledger if entry.beside is not None)
 
     def _is_left_alone(self, module: nn.Module) -> bool:
         owns = any(p is not None for p in module._parameters.values())
@@ -196,7 +184,7 @@ class WorkingCopies:
         with torch._C.DisableTorchFunction():  # op policies would look at all that is read here
             entries = [entry for module in modules if is_on for entry in self._entries(module)]
             # Without grad copies serve as they are: no node, and nothing to give back.
-            stand_ins = {id(p): copy.half for _, _, p, copy in entries}
+            stand_ins = {id(p): copy for _, _, p, copy in entries}
             if torch.is_grad_enabled():  # one node for all, tied weights once
                 trained = {id(p): p for _, _, p, _ in entries if p.requires_grad}
                 if trained:
@@ -210,24 +198,24 @@ class WorkingCopies:
                 swapped.append(_Swapped(module, name, p, copy, stand_in, stand_in._version))
             return swapped
 
-    def _entries(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, _Copy]]:
+    def _entries(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Tensor]]:
         """Return what is to be replaced: fp32 weights, where autocast is on."""
-        entries: list[tuple[nn.Module, str, nn.Parameter, _Copy]] = []
+        entries: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         if module in self._kept:
             return entries
         for name, p in module._parameters.items():
             if p is None:
                 continue
-            copy = self._copies.get(id(p))
-            if copy is None or copy.stamp != _stamp(p):  # else it needs no second look
+            entry = self._ledger.entries.get(id(p))
+            if entry is None or not entry.is_current(p):  # else it needs no second look
                 if not _can_be_half(p) or not torch.is_autocast_enabled(p.device.type):
                     continue
-                copy = self._up_to_date(p)
-            elif not torch.is_autocast_enabled(copy.device_type):
+                entry = self._up_to_date(p)
+            elif not torch.is_autocast_enabled(entry.device_type):
                 continue
-            if self._is_probing and module.training and _differs(p, copy.half):
+            if self._is_probing and module.training and _differs(p, entry.beside):
                 self.refresh([p])  # else a write to `p.data` looked like one to the copy
-            entries.append((module, name, p, copy))
+            entries.append((module, name, p, entry.beside))
         return entries
 
     def _put_back(self, modules: Sequence[nn.Module], swapped: list[_Swapped]) -> None:
@@ -243,7 +231,7 @@ class WorkingCopies:
     def _look_for_writes(self, swapped: _Swapped) -> None:
         """Take over what a forward has written into its weights, if that can be seen."""
         module, name, parameter, copy, stand_in, version = swapped
-        if stand_in._version != version or stand_in.data_ptr() != copy.half.data_ptr():
+        if stand_in._version != version or stand_in.data_ptr() != copy.data_ptr():
             self._take_write(parameter, stand_in)
         elif self._is_probing and module.training and _differs(parameter, stand_in):
             self._take_write(parameter, stand_in)
@@ -251,42 +239,38 @@ class WorkingCopies:
 
     # --- the copies ------------------------------------------------------------------------------
 
-    def _up_to_date(self, parameter: nn.Parameter) -> _Copy:
-        """Return the copy of a parameter, made anew where its version or address says so."""
-        copy = self._copies.get(id(parameter))
-        stamp = _stamp(parameter)
-        if copy is not None and copy.stamp == stamp:
-            return copy
+    def _up_to_date(self, parameter: nn.Parameter) -> Entry:
+        """Make the copy of a parameter anew."""
+        entry = self._ledger.open(parameter)
         # Copies that are made while validating must serve training too.
         with torch.inference_mode(False), torch.no_grad():
-            if copy is None or not copy.fits(parameter):
-                key = id(parameter)
-                copy = _Copy(parameter, self.half, lambda _: self._copies.pop(key, None))
-                self._copies[key] = copy
-            copy.half.copy_(parameter)
-            copy.stamp = stamp
-        return copy
+            if not _fits(entry, parameter):
+                entry.beside = torch.empty_like(parameter, dtype=self.half, requires_grad=False)
+                entry.device_type = parameter.device.type
+            entry.beside.copy_(parameter)
+            entry.note(parameter)
+        return entry
 
     def refresh(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Bring all or some copies up to date, whatever has been written: one multi-tensor copy.
 
         A copy that nothing has changed must not be written while a graph holds it.
         """
+        pairs: Iterable[tuple[Any, Entry]] = self._ledger
         if parameters is None:
-            copies = list(self._copies.values())
             # At steps 1, 2, 4, 8, ...: comparing weights costs a host sync on a GPU.
             self._refreshes += 1
             self._is_probing = self._refreshes & (self._refreshes - 1) == 0
         else:
-            found = (self._copies.get(id(p)) for p in parameters)
-            copies = [copy for copy in found if copy is not None]
-        pairs = [(copy, copy.owner()) for copy in copies]
-        fitting = [(copy, p) for copy, p in pairs if p is not None and copy.fits(p)]
+            entries = self._ledger.entries
+            pairs = [(p, entries[id(p)]) for p in parameters if id(p) in entries]
+        fitting = [(p, entry) for p, entry in pairs if _fits(entry, p)]
         if fitting:
             with torch.inference_mode(False), torch.no_grad():
-                torch._foreach_copy_([c.half for c, _ in fitting], [p.detach() for _, p in fitting])
-        for copy, parameter in fitting:
-            copy.stamp = _stamp(parameter)
+                copies = [entry.beside for _, entry in fitting]
+                torch._foreach_copy_(copies, [p.detach() for p, _ in fitting])
+        for parameter, entry in fitting:
+            entry.note(parameter)
 
     # --- writes into the copies ------------------------------------------------------------------
 
@@ -297,10 +281,10 @@ class WorkingCopies:
         # Elements that were not written keep the bits that half lacks.
         is_same = written == parameter.to(self.half)
         parameter.copy_(torch.where(is_same, parameter, written.to(parameter.dtype)))
-        copy = self._copies[id(parameter)]
-        if written.data_ptr() != copy.half.data_ptr():
-            copy.half.copy_(written)
-        copy.stamp = _stamp(parameter)
+        entry = self._ledger.open(parameter)
+        if written.data_ptr() != entry.beside.data_ptr():
+            entry.beside.copy_(written)
+        entry.note(parameter)
 
     def _keep(self, module: nn.Module, name: str) -> None:
         self._kept.add(module)
@@ -318,16 +302,12 @@ def _can_be_half(entry: Tensor) -> bool:
     return is_weight and entry.dtype == torch.float32 and entry.dim() > 0
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    is_whole = getattr(module, "_compiler_ctx", None) is not None  # a LightningModule
-    return is_whole or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+def _fits(entry: Entry, parameter: Tensor) -> bool:
+    copy = entry.beside
+    return copy is not None and copy.shape == parameter.shape and copy.device == parameter.device
 
 
 def _differs(parameter: nn.Parameter, copy: Tensor) -> bool:
     # By bits, as NaN is not equal to itself.
     rounded = parameter.detach().to(copy.dtype).view(torch.int16)
     return not torch.equal(rounded, copy.detach().view(torch.int16))
-
-
-def _stamp(parameter: nn.Parameter) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()

@@ -1,0 +1,264 @@
+"""What precision plugins know of each parameter, and the checks that read it.
+
+They are read at three borders: the step of any optimizer, whoever made it; the start of a training
+or evaluation step; the entry of a module.
+"""
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import ModelPruning
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.optim.swa_utils import AveragedModel
+
+__all__ = [
+    *("Entry", "Ledger", "parameters_of"),
+    *("check_callbacks", "check_steps_alone", "check_modules", "check_optimizer"),
+]
+
+# `WeightAveraging` came with Lightning 2.6.
+_AVERAGES = tuple(
+    getattr(lightning_callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(lightning_callbacks, name)
+)
+
+
+class Entry:
+    """One parameter: its dtype as it came, what rests beside it, and our last write."""
+
+    __slots__ = ("beside", "came_as", "device_type", "owner", "stamp")
+
+    def __init__(self, parameter: nn.Parameter, forget: Callable[[Any], object]) -> None:
+        self.owner = weakref.ref(parameter, forget)
+        self.came_as = parameter.dtype
+        self.device_type = parameter.device.type
+        self.beside: Any = None  # the half copy of an fp32 weight, or the residual of a half one
+        # Version and address of the parameter at our last write, or reading. `None`: not known.
+        self.stamp: tuple[int, int] | None = None
+
+    def is_current(self, parameter: nn.Parameter) -> bool:
+        """Return whether nobody has written to the parameter since, as far as torch counts."""
+        return self.stamp == (parameter._version, parameter.data_ptr())
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Note that the parameter is as the plugin wants it."""
+        self.stamp = (parameter._version, parameter.data_ptr())
+
+
+class Ledger:
+    """Knows of each parameter what rests beside it, who wrote it last, and who steps it.
+
+    Version counters see neither writes to `p.data` nor fused optimizers.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.optimizers: list[Optimizer] = []  # those that the plugin was given
+        self.stepping: Optimizer | None = None  # the one that the plugin steps at the moment
+        self.is_changed = True  # modules or parameters may have been replaced
+        self.root: nn.Module | None = None
+        self._names: dict[int, str] = {}
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self.entries
+
+    def __iter__(self) -> Iterator[tuple[nn.Parameter, Entry]]:
+        for entry in list(self.entries.values()):
+            parameter = entry.owner()
+            if parameter is not None:
+                yield parameter, entry
+
+    def open(self, parameter: nn.Parameter) -> Entry:
+        """Return the entry of a parameter; make one if there is none."""
+        key = id(parameter)
+        if key not in self.entries:
+            self.entries[key] = Entry(parameter, lambda _: self.entries.pop(key, None))
+        return self.entries[key]
+
+    def watch(
+        self,
+        root: nn.Module,
+        optimizers: list[Optimizer],
+        before_step: Callable[[Optimizer], None],
+        after_step: Callable[[Optimizer], None],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Follow a model and all optimizers' steps, until `undo`.
+
+        Args:
+            root: The model.
+            optimizers: Those that the plugin was given.
+            before_step: Called at a step that the plugin does not run itself.
+            after_step: The same, after it.
+            undo: Takes off the hooks.
+        """
+        self.root, self.optimizers = root, list(optimizers)
+        self._names = _names_of(root)
+        undo.callback(self._forget)
+
+        def past_us(call: Callable[[Optimizer], None]) -> Callable[..., None]:
+            def hook(optimizer: Optimizer, *_: object) -> None:
+                if optimizer is not self.stepping:
+                    call(optimizer)
+
+            return hook
+
+        def changed(*_: object) -> None:
+            self.is_changed = True
+
+        for handle in (
+            register_optimizer_step_pre_hook(past_us(before_step)),
+            register_optimizer_step_post_hook(past_us(after_step)),
+            # Of all modules there are: this only says when it is worth while to look.
+            torch_module.register_module_parameter_registration_hook(changed),
+            torch_module.register_module_module_registration_hook(changed),
+        ):
+            undo.callback(handle.remove)
+
+    def _forget(self) -> None:
+        self.root, self.is_changed = None, True
+        self.optimizers.clear()
+        self._names.clear()
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter of the model."""
+        return self._names.get(id(parameter), "an unnamed parameter")
+
+    def look_for_replaced(self) -> bool:
+        """Return whether the model may have other parameters than at the last call.
+
+        Raises:
+            RuntimeError: An optimizer goes on with a parameter that another one has replaced.
+        """
+        is_changed, self.is_changed = self.is_changed, False
+        if not is_changed or self.root is None:
+            return False
+        stepped = {id(p): each for each in self.optimizers for p in parameters_of(each)}
+        now = _names_of(self.root)
+        gone = {name: key for key, name in self._names.items() if key not in now}
+        for key in (key for key in now if key not in self._names and key not in stepped):
+            name = now[key]
+            if name in gone and gone[name] in stepped:
+                optimizer = type(stepped[gone[name]]).__name__
+                raise RuntimeError(
+                    f"The parameter {name!r} was replaced while training, and `{optimizer}` goes "
+                    "on with the old one: the new one would never be trained. Write into the old "
+                    "one (`load_state_dict` without `assign=True`), or put the new one into "
+                    "`optimizer.param_groups` in the place of the old one."
+                )
+        self._names = now
+        return True
+
+
+def _names_of(root: nn.Module) -> dict[int, str]:
+    # By identity, as equality of tensors compares values; and as the user's model names them.
+    return {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in root.named_parameters()}
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the parameters of all groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# --- before training starts ----------------------------------------------------------------------
+
+
+def check_optimizer(plugin: object, optimizer: Optimizer, *, runs_closures: bool) -> None:
+    """Refuse an optimizer that evaluates the loss itself, where a step cannot take a closure."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    # Of the usual implementations of sharpness-aware minimization.
+    is_sharpness_aware = all(hasattr(optimizer, name) for name in ("first_step", "second_step"))
+    if (needs_closure or is_sharpness_aware) and not runs_closures:
+        raise MisconfigurationException(
+            f"Passed the optimizer `{kind}` with `{type(plugin).__name__}`. It evaluates the loss "
+            "several times a step, and a step that is skipped or taken in fp32 has one gradient. "
+            "Use a first-order optimizer, or `BalancedAMP(half='bf16')`."
+        )
+
+
+def check_steps_alone(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that writes half weights past its step, or by another optimizer's."""
+    kind = type(optimizer).__name__
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise MisconfigurationException(
+            f"Passed the optimizer `{kind}` with `PureFP16`. Its `train()` and `eval()` move "
+            "weights, as ScheduleFree's do, and cannot move half weights in fp32. Use "
+            "`BalancedAMP`, whose parameters are fp32."
+        )
+    # When fp32 stand-ins take the place of half weights in the groups of the outer one, the inner
+    # one would go on with half weights, and its state would stay behind.
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value
+        for inner in values if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(inner, Optimizer):
+                raise MisconfigurationException(
+                    f"Passed the optimizer `{kind}` with `PureFP16`. It steps an inner "
+                    f"`{type(inner).__name__}` (`{kind}.{name}`), which cannot step half weights "
+                    "in fp32. Use `BalancedAMP`, whose parameters are fp32, or the inner "
+                    "optimizer alone."
+                )
+
+
+def check_modules(root: nn.Module, kept: Container[nn.Module], *, is_trained: bool) -> None:
+    """Refuse modules that cannot work with half weights, by name."""
+    for path, module in root.named_modules():
+        reason = _reason_against(module, module in kept, is_trained)
+        if reason:
+            raise MisconfigurationException(
+                f"Passed a model to `PureFP16` whose `{path}` {reason} Or use `BalancedAMP`, "
+                "whose parameters are fp32."
+            )
+
+
+def _reason_against(module: nn.Module, is_kept: bool, is_trained: bool) -> str:
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return "is lazy: no weight could be made half yet. Run the model on one batch first."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is TorchScript, whose dtypes are compiled in. Pass the module that was scripted."
+    if isinstance(module, AveragedModel) and is_trained and not is_kept:
+        return (
+            "is an `AveragedModel`: in half, an average stands still where it should move by less "
+            "than 2^-12 of itself. Name `AveragedModel` in `fp32_modules`."
+        )
+    hooks = module._forward_pre_hooks.values()
+    if is_trained and any(isinstance(hook, BasePruningMethod) for hook in hooks):
+        return (
+            "is pruned by `torch.nn.utils.prune`, which makes its weight anew in every forward. "
+            "Make the pruning permanent with `prune.remove`."
+        )
+    return ""
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Refuse pruning while training, and warn of averages that are made of half weights."""
+    for each in callbacks:
+        name = type(each).__name__
+        if isinstance(each, ModelPruning):
+            raise MisconfigurationException(
+                f"Passed the callback `{name}` with `PureFP16`. It replaces weights while they "
+                "train, and their fp32 values with them. Use `BalancedAMP`."
+            )
+        if isinstance(each, _AVERAGES):
+            rank_zero_warn(
+                f"`{name}` averages half weights under `PureFP16`, and its average is rounded to "
+                "half when it is put into the model. Use `BalancedAMP` for averages in fp32."
+            )

@@ -1,0 +1,86 @@
+"""`torch.compile` under PureFP16: uneven batches, whole graphs, and one graph for equal blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from lightning_mp import PureFP16, SafeAdamW
+from tests.precision.models import Block, Regression, Transformer, fit, relative, rows, sequences
+from tests.quiet import parameters_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def uneven() -> DataLoader:
+    """Return two whole batches and a last one of 5 samples."""
+    return DataLoader(rows(37), batch_size=16)
+
+
+class Whole(nn.Module):
+    """A perceptron in one graph, compiled anew for every shape."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+        if backend is not None:
+            self.compile(backend=backend, fullgraph=True, dynamic=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(nn.functional.gelu(self.up(x))))
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("make_optimizer", [AdamW, SafeAdamW])
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_an_uneven_last_batch_is_compiled_whole_and_trains_as_without(
+    half: Any, make_optimizer: Any, manual: bool
+) -> None:
+    class Trained(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    ends, counter = [], CompileCounterWithBackend("aot_eager")
+    for backend in (None, counter):
+        model = Trained(lambda b=backend: Whole(b), lambda p: make_optimizer(p, lr=0.01))
+        model.automatic_optimization = not manual
+        fit(model, PureFP16(half=half), uneven(), max_epochs=2)
+        ends.append(model)
+    assert counter.frame_count == 2  # of 16 samples and of 5
+    start = parameters_of(Regression(lambda: Whole(None)))
+    assert relative(ends[1], ends[0], start) < {"fp16": 2**-7, "bf16": 2**-4}[half]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that:UserWarning")
+def test_equal_blocks_that_are_clamped_are_compiled_once() -> None:
+    graphs = {}
+    for blocks in (1, 4):
+        torch.compiler.reset()
+        graphs[blocks] = CompileCounterWithBackend("aot_eager")
+
+        def network(blocks: int = blocks) -> nn.Module:
+            model = Transformer()
+            model.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+            for block in model.blocks:
+                block.compile(backend=graphs[blocks], fullgraph=True)
+            return model
+
+        plugin = PureFP16(inf_clamp=["Block", "Linear"])
+        fit(Regression(network), plugin, sequences(3))
+        assert len(plugin.inf_clamp.names) == 2 + 5 * blocks  # embed, head, and of each block five
+    assert graphs[4].frame_count == graphs[1].frame_count
