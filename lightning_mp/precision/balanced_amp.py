@@ -38,35 +38,13 @@ class BalancedAMP(ScaledPrecision):
     r"""Trains an fp32 model with half working weights and fp32 norms: Apex' O2, balanced.
 
     Lightning's `16-mixed` (O1) casts all weights at every use. Here each weight has a half copy
-    that modules compute with, cast once a step, and normalisation layers compute in fp32. Meta
-    trained ViTs so: the fastest setting without loss of accuracy. In half weights alone, as in
-    `16-true`, an update below 2^-12 of a weight is lost, and learning stops unnoticed.
+    that modules compute with, cast once a step, and normalisation layers compute in fp32. In half
+    weights alone, as in `16-true`, an update below 2^-12 of a weight is lost.
 
     .. math::
         w_{16} = \mathrm{round}(w_{32}), \quad
         g_{32} = \nabla_{w_{16}}(s \cdot L) / s, \quad
         w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
-
-    **The model stays yours.** Its parameters are the same fp32 objects, with fp32 `p.grad`:
-    optimizers and their wrappers, DDP, clipping, hooks, weight averages, teachers, deep copies and
-    checkpoints are those of an fp32 run. Only while a module computes are its weights half. Writes
-    to weights are seen by the next step, and at once where autograd counts them.
-
-    **Memory** in bytes for each parameter at rest: weight 4, half copy 2, gradient 4, optimizer 0
-    (SGD), 4 (momentum) or 8 (Adam); a frozen one 6. `16-mixed` has no copy at rest, and makes the
-    same 2 bytes in each forward. A step needs no more.
-
-    **Gradients** are unscaled once, in place and in fp32, before `on_before_optimizer_step` and
-    clipping, with manual optimization too.
-
-    **Skipped steps**: where a gradient is not finite, no weight, optimizer state, `global_step`,
-    average of weights or step-wise LR schedule moves, and the loss scale shrinks.
-
-    **Half checkpoints**: trainable weights that come in fp16 or bf16 are widened to fp32, which
-    loses nothing; frozen ones stay as they are until they are trained.
-
-    **Compiled modules** get all their copies at the border of what was compiled, and stay one
-    graph. A function that is compiled sees fp32 weights, which autocast casts.
 
     Args:
         half: `"fp16"` or `"bf16"`.
@@ -75,31 +53,22 @@ class BalancedAMP(ScaledPrecision):
             bf16 has the range of fp32 and takes no loss scale.
         fp32_modules: Modules that compute in fp32, with their own weights: `"norm"` for all
             normalisation layers, names of classes, or dotted names.
-        fp32_ops: Names of torch functions to run in fp32 beside those of the policy, such as
-            `"gelu"`; `OpPolicy().describe()` lists the policy.
+        fp32_ops: Names of torch functions to run in fp32 beside those of `OpPolicy`.
         half_ops: Names of torch functions to run in half.
-        inf_clamp: Modules whose fp16 outputs are kept from overflowing, as T5's are: `"auto"` for
-            those that write to a residual stream, names of classes, or dotted names; see
-            `InfClamp`.
-        reduce_dtype: DDP averages gradients in `"fp32"`, or in `"half"` with half the bytes,
-            through torch's own compression hooks.
+        inf_clamp: Modules whose fp16 outputs are kept from overflowing, as `InfClamp` takes them.
+        reduce_dtype: DDP averages gradients in `"fp32"`, or in `"half"` with half the bytes.
         adam_epsilon: `"auto"` checks that every optimizer's epsilon survives where it is used,
             `"keep"` does not, a number replaces it.
         device: Device type for autocast; `"auto"` is where the model is.
 
     Raises:
         ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: An optimizer cannot be used, or there is no Trainer; before
-            training starts.
-        FloatingPointError: Steps at the smallest loss scale were skipped again and again; names the
-            first parameter whose gradient is not finite.
+        MisconfigurationException: An optimizer cannot be used, or there is no Trainer.
+        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
 
     References:
         - Mixed Precision Training, https://arxiv.org/abs/1710.03740
         - Scaling Vision Model Training Platforms, PyTorch blog and ai.meta.com, May 2022
-        - O2 on native AMP, https://github.com/NVIDIA/apex/issues/818
-        - Skipped steps and schedules, Lightning#5558, #16228, #21339; clipping of scaled gradients
-          in manual optimization, Lightning#18089; clipping with fused optimizers, Lightning#21435
 
     Example: `Trainer(plugins=BalancedAMP(half="fp16"), gradient_clip_val=1.0)`
     """

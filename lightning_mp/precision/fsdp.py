@@ -112,16 +112,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         g_{32} = \mathrm{scatter}(\mathrm{mean}(\nabla_{w_{16}}(s \cdot L))) / s, \quad
         w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
 
-    **Norms**: modules of `fp32_modules` become FSDP units of their own, without mixed precision.
-    This needs an `auto_wrap_policy`; torch warns that it is done. Each costs one small gather more.
-
-    **Skipped steps**: where the gradient of one rank is not finite, no rank steps; weights,
-    optimizer state, `global_step` and step-wise LR schedules stay, and the loss scale shrinks.
-
-    **Clipping** works on unscaled fp32 gradients, by value and by the norm over all ranks.
-
-    Batches are not rounded to half, as FSDP does by default: operations cast what they need.
-
     Args:
         half: `"fp16"` or `"bf16"`.
         loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
@@ -138,8 +128,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         FloatingPointError: Steps at the smallest loss scale were skipped again and again.
 
     References:
-        - PyTorch FSDP, https://arxiv.org/abs/2304.11277
-        - Scaler of FSDP, Lightning#19803; clipping by norm, Lightning#19235
+        PyTorch FSDP, https://arxiv.org/abs/2304.11277; Lightning#19803, #19235
 
     Example::
 

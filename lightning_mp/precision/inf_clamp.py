@@ -24,10 +24,9 @@ _MAX = torch.finfo(torch.float16).max
 class InfClamp:
     r"""Replaces +-inf in the fp16 tensors of chosen modules by a finite value, by forward hooks.
 
-    An fp16 value above 65504 is inf, and the next norm makes NaN of its whole token. Hugging Face's
-    T5 clamps its residual stream, but after dropout, which makes NaN of the infs that it drops, and
-    only where the stream is fp16: under autocast, or with `wo` kept in fp32, the stream is fp32,
-    and the inf of an fp16 layer passes.
+    An fp16 value above 65504 is inf, and the next norm makes NaN of its whole token. Each element
+    is clamped by itself and counted; NaN passes, as do bf16 and fp32 tensors. Where nothing is
+    clamped outputs keep every bit.
 
     .. math::
         y = \begin{cases} \mathrm{sign}(x) \cdot v & x = \pm\infty \\ x & \text{else}
@@ -35,43 +34,15 @@ class InfClamp:
         \frac{dy}{dx} = \begin{cases} 0 \text{ (or 1)} & x = \pm\infty \\ 1 & \text{else}
         \end{cases}
 
-    **The value** :math:`v` is 32752, the largest whose double is finite: two clamped values can be
-    added, and dropout of up to 0.5 can scale one. T5's own is `value=64504.0`, 64512 in fp16, which
-    is inf again after a dropout of 0.1, as 71680. Each element is clamped by itself, so no sample
-    depends on the others in its batch. NaN passes, as do bf16 and fp32 tensors; nested ones are
-    clamped like others. Where nothing is clamped outputs keep every bit;
-    fp16 gradients may be added up in another order.
-
-    **"auto"** is the residual stream of a transformer, found by names and structure:
-
-    - the outputs of what writes to it: modules called `wo`, `o`, `o_proj`, `out_proj`, `c_proj`,
-      `down_proj`, `fc2`, `linear2` and the like, and `nn.MultiheadAttention`. Where their block
-      calls dropout as a function, as BART's does, finite values that dropout would make infinite
-      are clamped as well in training: with p=0.1 from 58944 on;
-    - the outputs of dropout, DropPath and StochasticDepth modules beside them, which scale up;
-    - where the stream itself is fp16, its sums: the inputs of all layer and RMS norms, and the
-      outputs of the innermost blocks (members of an `nn.ModuleList` or `nn.Sequential` that hold a
-      writer and a norm).
-
-    A model without such modules is left alone: `names` is empty, and nothing is raised. What
-    overflows before a writer, as between `fc1` and `fc2`, is clamped when named as well, such as
-    by the class of the activation: `["auto", "GELUActivation"]`. Attention scores are out of reach.
-
-    **Counts** say how many elements were clamped in this process. An element may be counted in
-    several modules on its way. Forwards repeated inside a backward, by activation checkpointing or
-    `GradientCache`, are not counted again, except in code compiled by `torch.compile`.
-
-    **Copies**: a deep copy of the model, such as an average of weights, clamps by itself, does not
-    count, and goes on clamping after `remove`. `torch.compile`: attach before the first forward,
-    as compiled code does not look for new hooks.
-
     Args:
-        modules: Each one of `"auto"`, the dotted path of a module, the name of a class or of a base
-            class (all its modules), or `"norm"` (all normalisation layers). A name stands for the
-            outputs of the module itself, not for the modules inside it.
+        modules: Each one of `"auto"` (the residual stream of a transformer, found by names and
+            structure), the dotted path of a module, the name of a class or of a base class (all its
+            modules), or `"norm"` (all normalisation layers). A name stands for the outputs of the
+            module itself, not for the modules inside it.
         gradient: What flows back through a clamped element: `"zero"` as in T5, or
             `"straight_through"`, the gradient unchanged, which may then grow from block to block.
-        value: What takes the place of infinity, above 0 and up to 65504, fp16's largest.
+        value: What takes the place of infinity, above 0 and up to 65504. 32752 is the largest
+            whose double is finite: two clamped values can be added, dropout of 0.5 can scale one.
 
     Raises:
         ValueError: An argument is not of these.

@@ -52,10 +52,9 @@ def check_ops(owner: object, fp32_ops: Sequence[str], half_ops: Sequence[str]) -
 class OpPolicy:
     """Decides which ops run in half and which in fp32, the same way on every device.
 
-    The starting point are the lists of CUDA's autocast. Plain autocast has other lists on other
-    devices: on the CPU it leaves softmax, sums and norms in fp16, where the sum of 100,000 ones is
-    infinite. It also takes no changes (pytorch#117832). The context made here lets autocast do
-    what it does right and casts the rest in a `torch.overrides.TorchFunctionMode`.
+    The lists are those of CUDA's autocast. On the CPU plain autocast leaves softmax, sums and norms
+    in fp16, where the sum of 100,000 ones is infinite, and it takes no changes. The context made
+    here casts what autocast does not in a `torch.overrides.TorchFunctionMode`.
 
     Classes of ops (arXiv:1710.03740): *half* (matrix products, convolutions, attention, recurrent
     cells), *fp32* (losses, exp, log, pow and the like, reductions, distances), *norm* (computed in
@@ -63,12 +62,6 @@ class OpPolicy:
     *given* what they get: binary operators and `cat` promote by themselves, `batch_norm`, `mean`
     and `var` add in fp32 inside their kernels. An fp32 op leaves its output in fp32. float64
     is never touched, nor is a call that works in place, has `out=`, or names a `dtype`.
-
-    What stays different: CUDA's autocast refuses `binary_cross_entropy` unless `fp32_ops` names
-    it. The CPU's autocast also widens ops with few half kernels there (FFTs, linear algebra,
-    quantiles, 3-d pooling, padding by reflection or replication), which CUDA runs as given.
-    Functions made of other ops in C++ count as one op: moving "bmm" does not reach into `einsum`.
-    TorchScript is out of reach; `torch.compile` is not.
 
     Args:
         fp32_ops: Ops to run in fp32, whatever class they are of, under any of their names:

@@ -40,69 +40,33 @@ class PureFP16(ScaledPrecision):
     r"""Trains in fp16 throughout: weights, activations, gradients; no fp32 copy of the weights.
 
     Lightning's `precision="16-true"` makes every weight non-finite in three steps of Adam: its
-    states are in fp16, where `eps=1e-8` is 0, and there is no loss scale (Lightning#20619). A
-    larger epsilon does not cure it: at 1e-6 one step is still up to 5300 times the learning rate.
-    Here any plain torch optimizer steps in fp32, with fp32 states, weights of 22 bits (from
-    1.2e-4 on), and gradients that are unscaled in fp32.
+    states are in fp16, where `eps=1e-8` is 0, and there is no loss scale. Here any plain torch
+    optimizer steps in fp32, with fp32 states and weights of 22 bits: a half residual beside each
+    weight keeps what rounding takes from it.
 
     .. math::
         m_{32} = w_{16} + 2^{-11} r_{16}, \quad
         g_{32} = \nabla_{w_{16}}(s \cdot L) / s, \quad
         (w_{16}, r_{16}) \leftarrow \mathrm{split}(\mathrm{step}(m_{32}, g_{32}))
 
-    **Memory**, in bytes per parameter: weight 2, residual 2, the optimizer's fp32 states (8 with
-    Adam); gradient 2 while it is accumulated, and 4 from `on_before_optimizer_step` until
-    `zero_grad`, which Lightning calls between the next forward and its backward: call it in
-    `on_train_batch_end` to have them back before. `SafeAdamW` steps weight and residual as they
-    are; any other optimizer steps an fp32 stand-in, 4 bytes more for each of its parameters.
-
-    **Gradients**: in `on_before_optimizer_step`, and in manual optimization from
-    `self.clip_gradients` or `optimizer.step()` on, `p.grad` is in fp32 and unscaled. What
-    `clip_grad_norm_(self.parameters(), ...)`, `grad_norm(self, 2)` or `p.grad = None` do there
-    counts. Where a gradient is not finite nothing moves, and the loss scale shrinks.
-
-    **Nothing is cast on its way**: inputs become half (integers stay), losses are computed in half
-    unless `training_step` calls `.float()`, which is better where they are large. There is no
-    autocast: `torch.amp.custom_fwd(cast_inputs=torch.float32)` casts nothing, so name the module
-    that calls such a function in `fp32_modules`. Batch norms keep fp32 weights and statistics,
-    which their kernels take beside half inputs.
-
-    **Buffers stay as they are**: half turns the frequencies of a Llama into angles that are off by
-    1.21 at position 8192, and a count of steps stops at 2048. Activations that meet an fp32 buffer
-    become fp32, and half again in the next product, attention or norm.
-
-    **Writes** into half weights are right to half a step of theirs. A slow average would stand
-    still: write in `with plugin.exposed(module):`. What cannot be right on half weights is refused
-    before training starts, or warned of: optimizers around other ones (Lookahead,
-    `ZeroRedundancyOptimizer`), averages of weights, pruning. `BalancedAMP` takes them all.
-
-    **Checkpoints** hold fp32 weights that load into a plain model, and a run resumes bit for bit.
-
     Args:
-        half: `"fp16"`, or `"bf16"` for the same in bf16, without loss scale: weight and residual
-            then carry 16 bits.
-        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16,
-            from 2^10, which fp16 gradients below 64 can hold, up to their limit.
-        write_back: `"kahan"` keeps what rounding takes from a weight as its residual. Without it,
-            weights are rounded at random (`"stochastic"`, right on average) or to `"nearest"`,
-            which loses updates below 2^-12 of a weight; both save the residual's 2 bytes. It also
-            replaces the `write_back` of a `SafeAdamW`, so that there is one residual.
-        inf_clamp: Modules whose fp16 outputs are kept from overflowing, as T5's are: `"auto"` for
-            those that write to a residual stream, names of classes, or dotted names; see
-            `InfClamp`. `[]` for none.
-        fp32_modules: Modules that compute in fp32: `"norm"`, names of classes, or dotted names.
-            Their weights are in fp32, their inputs and outputs are cast.
-        reduce_dtype: DDP averages gradients of half weights in `"fp32"`, or in `"half"` with half
-            the bytes.
+        half: `"fp16"`, or `"bf16"` for the same in bf16, without loss scale and with 16 bits.
+        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16.
+        write_back: `"kahan"` keeps residuals. Without them weights are rounded at random
+            (`"stochastic"`, right on average) or to `"nearest"`, which loses updates below 2^-12
+            of a weight. It also replaces the `write_back` of a `SafeAdamW`.
+        inf_clamp: Modules whose fp16 outputs are kept from overflowing, as `InfClamp` takes them;
+            `[]` for none.
+        fp32_modules: Modules that compute in fp32, with fp32 weights: `"norm"`, names of classes,
+            or dotted names.
+        reduce_dtype: DDP averages gradients of half weights in `"fp32"`, or in `"half"`.
         adam_epsilon: `"auto"` checks that every optimizer's epsilon survives where it is used,
             `"keep"` does not, a number replaces it.
 
     Raises:
         ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: An optimizer, a module or a callback cannot work on half weights;
-            before training starts.
-        FloatingPointError: Steps at the smallest loss scale were skipped again and again; names the
-            first parameter whose gradient is not finite.
+        MisconfigurationException: An optimizer, module or callback cannot work on half weights.
+        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
 
     References:
         - Kahan summation and stochastic rounding of weights, https://arxiv.org/abs/2010.06192

@@ -50,6 +50,7 @@ class HalfWeights:
         self._stand_ins: dict[Tensor, nn.Parameter] = {}  # stand-in -> weight, while they stand in
         # Weight -> what `state_dict` gave out of it since the last step: in fp32 the weight itself.
         self._lent: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._written: set[nn.Parameter] = set()
         self._has_warned = False
         self._owners: set[nn.Module] = set()
         self._undo = contextlib.ExitStack()
@@ -144,9 +145,7 @@ class HalfWeights:
                 value = parameter.detach().float()
                 parameter.data = value.to(self.half)
                 self.write(parameter, value)
-            # A logit scale is clamped in many a step, and seldom changed by that.
-            elif entry.stamp is not None and parameter.dim() > 0 and not self._has_warned:
-                self._has_warned = True
+            elif entry.stamp is not None and self._loses_writes(parameter):
                 name = self._ledger.name_of(parameter)
                 rank_zero_warn(
                     f"Something beside its optimizer wrote into {name!r} under `PureFP16`. What "
@@ -155,6 +154,15 @@ class HalfWeights:
                     "are in fp32."
                 )
             entry.note(parameter)
+
+    def _loses_writes(self, parameter: nn.Parameter) -> bool:
+        """Return whether a write into a weight is the first to be warned of."""
+        # One write is right to half a step; many may each be lost. A logit scale is clamped in many
+        # a step, and seldom changed by that.
+        is_repeated = parameter in self._written and parameter.dim() > 0 and not self._has_warned
+        self._written.add(parameter)
+        self._has_warned |= is_repeated
+        return is_repeated
 
     def release(self) -> None:
         """Turn the half weights back into fp32 parameters, and forget them."""
@@ -166,6 +174,7 @@ class HalfWeights:
         self._ledger.entries.clear()
         self._owners.clear()
         self._lent.clear()
+        self._written.clear()
         self._has_warned = False
 
     def _saved(self, parameter: nn.Parameter, entry: Entry) -> Tensor:

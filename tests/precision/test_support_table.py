@@ -1,0 +1,75 @@
+"""Each cell of docs/precision/support-table.md: the training runs as in fp32, or is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_mp import BalancedAMP, PureFP16
+from tests.precision.models import fit, relative
+from tests.precision.support_cases import CASES, data
+from tests.quiet import parameters_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "precision" / "support-table.md"
+PLUGINS: dict[str, Any] = {
+    "`BalancedAMP` fp16": BalancedAMP,
+    "`BalancedAMP` bf16": lambda: BalancedAMP(half="bf16"),
+    "`PureFP16` fp16": PureFP16,
+    "`PureFP16` bf16": lambda: PureFP16(half="bf16"),
+}
+BOUND = {torch.float16: 2**-5, torch.bfloat16: 2**-2.5}  # of the way from the first weights
+
+
+def table() -> dict[tuple[str, str], str]:
+    cells, columns = {}, []
+    for line in PAGE.read_text().splitlines():
+        if not line.startswith("|") or set(line) <= set("|- "):
+            continue
+        row, *values = (cell.strip() for cell in line.strip("|").split("|"))
+        if not row:
+            columns = values
+        else:
+            cells.update({(row, column): v for column, v in zip(columns, values, strict=True)})
+    return cells
+
+
+TABLE = table()
+
+
+def test_the_table_has_a_row_for_each_case_and_no_other() -> None:
+    assert list(TABLE) == [(row, column) for row in CASES for column in PLUGINS]
+    assert set(TABLE.values()) == {"trains", "refused"}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that:UserWarning")
+@pytest.mark.parametrize(("row", "column"), TABLE)
+def test_a_training_runs_as_in_fp32_or_is_refused_as_the_table_says(row: str, column: str) -> None:
+    torch.compiler.reset()
+    model, plugin = CASES[row](), PLUGINS[column]()
+    if TABLE[row, column] == "refused":
+        with pytest.raises((MisconfigurationException, RuntimeError)) as error:
+            fit(model, plugin, data())
+        ours = ("`BalancedAMP", "`PureFP16", "was replaced while training")
+        assert any(words in str(error.value) for words in ours)
+        return
+    if row == "TorchScript":  # whose backwards keep the dtype that a process has met first
+        program = f"from {__name__} import check; check({row!r}, {column!r})"
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=PAGE.parents[2])
+    else:
+        check(row, column)
+
+
+def check(row: str, column: str) -> None:
+    """Train under a plugin and in fp32, and compare where the models end."""
+    model, plugin = CASES[row](), PLUGINS[column]()
+    start = parameters_of(model)
+    fit(model, plugin, data())
+    plain = CASES[row]()
+    fit(plain, None, data())
+    torch.compiler.reset()
+    assert relative(model, plain, start) < BOUND[plugin.half_dtype]
