@@ -145,8 +145,8 @@ class _Batch:
         for path in (self._structure.leaves[index].path for index in self._numbering):
             said = (
                 f"Gathered `{path}` of several loader batches into one. It numbers the rows of "
-                "each loader batch from 0 on, so after the first one it would name rows of another. "
-                "Number rows in `training_step`, where the batch is whole, or pass "
+                "each loader batch from 0 on, so after the first one it would name rows of "
+                "another. Number rows in `training_step`, where the batch is whole, or pass "
                 "`loader_batches_per_step=1` and let the loader make the whole batch."
             )
             if path.split(".")[-1] == "positives":
