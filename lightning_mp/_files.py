@@ -123,14 +123,16 @@ class SignedFolder:
 
     def take(self) -> bool:
         """Lock the folder if it is signed and no living process has it; return whether it was."""
-        if fcntl is None or self.path.is_symlink():
+        marker = self.path / _MARKER
+        # Of a link only the target is signed, and a pipe would never be read.
+        if fcntl is None or any(map(Path.is_symlink, (self.path, marker))) or not marker.is_file():
             return False
         # A lock lasts as long as the file is open, so that a killed process has none.
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            marker = stack.enter_context((self.path / _MARKER).open("r+b", buffering=0))
-            if marker.read(len(SIGNATURE) + 1) == SIGNATURE.encode():
-                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock = marker
+            lock = stack.enter_context(marker.open("r+b", buffering=0))
+            if lock.read(len(SIGNATURE) + 1) == SIGNATURE.encode():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock
                 stack.pop_all()
         return self._lock is not None
 

@@ -1,5 +1,6 @@
 """What `SpikeGuard(action="rewind")` removes: its own checkpoints, and nothing of anybody else."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,21 @@ def fill_as_users_do(root: Path, log_folder: Path) -> None:
     fill(root / "other_project" / "spike_guard-notes", "notes.txt")
     # Another run's in a folder beside, which its own next run removes.
     fill(root / "other_project" / "spike_guard-aaaaaaaa", "step=5.ckpt", marker=SIGNATURE)
+
+
+def test_folder_whose_marker_is_no_file_of_its_own_is_not_taken(tmp_path: Path) -> None:
+    fill(tmp_path / "real", "step=3.ckpt", marker=SIGNATURE)
+    linked, piped = tmp_path / "spike_guard-bbbbbbbb", tmp_path / "spike_guard-cccccccc"
+    for folder in (linked, piped):
+        fill(folder, "step=7.ckpt")
+    (linked / "in_use").symlink_to(tmp_path / "real" / "in_use")
+    os.mkfifo(piped / "in_use")  # who opens and reads this waits for good
+    (tmp_path / "spike_guard-dddddddd").symlink_to(tmp_path / "real", target_is_directory=True)
+    before = sorted(tmp_path.rglob("*"))
+    for folder in tmp_path.glob("spike_guard-*"):
+        assert not SignedFolder(folder, OWN).take()
+    fit(PlantedModel(), make_batches(5), guard(tmp_path, dirpath=str(tmp_path)))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("where", ["dirpath", "default_root_dir", "logger"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import BalancedAMP
+from lightning_mp.precision._weights.working_copies import WorkingCopies
 from tests.precision.models import Regression, fit, loader
 from tests.precision.working_models import X, gradients, run
 
@@ -213,3 +214,31 @@ def test_a_thread_beside_the_training_ends_in_an_error_and_the_training_goes_on(
     fit(alone, BalancedAMP(), loader(4))
     assert REFUSED in str(errors[0])
     assert torch.equal(model.weights[-1], alone.weights[-1])
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("keep_vars", [True, False])
+def test_a_state_that_another_thread_reads_amid_a_forward_has_the_fp32_weights(
+    keep_vars: bool, with_grad: bool
+) -> None:
+    layer, copies = Meeting(8, 4), WorkingCopies(torch.float16)
+    model = nn.Sequential(layer, nn.Linear(4, 2))
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copies.attach(model)
+    states: list[dict[str, Tensor]] = []
+
+    def read() -> None:
+        states.append(in_thread(lambda: model.state_dict(keep_vars=keep_vars)))
+        states.append({f"0.{k}": v for k, v in layer.state_dict(keep_vars=keep_vars).items()})
+
+    layer.amid = read
+    with torch.autocast("cpu", torch.float16), torch.set_grad_enabled(with_grad):
+        model(torch.randn(3, 8))
+    copies.release()
+    assert [len(state) for state in states] == [4, 2]
+    for state in states:
+        for name, value in state.items():
+            assert torch.equal(value, expected[name]), name
+            if keep_vars and with_grad:
+                assert value is dict(model.named_parameters())[name]
+    assert not any(module._state_dict_hooks for module in model.modules())

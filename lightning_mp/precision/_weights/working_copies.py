@@ -20,6 +20,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_mp.precision._weights.full_states import FullStates
 from lightning_mp.precision._weights.half_module import is_compiled
 from lightning_mp.precision._weights.ledger import Entry, Ledger
 from lightning_mp.precision._weights.module_users import ModuleUsers
@@ -80,6 +81,8 @@ class WorkingCopies:
         self._ledger = Ledger() if ledger is None else ledger
         self._replaced: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
         self._compiled: dict[nn.Module, Any] = {}
+        self._in_states = FullStates(self._ledger)
+        self._handles: list[Any] = []
         self._kept: set[nn.Module] = set()
         self._users = ModuleUsers()
         self._refreshes = 0
@@ -103,6 +106,7 @@ class WorkingCopies:
                 self._replace_forward(module, self._whole)
             elif not self._is_left_alone(module):
                 self._replace_forward(module, self._own)
+                self._handles.append(module.register_state_dict_post_hook(self._in_states))
             if module._compiled_call_impl is not None:
                 self._compiled[module] = module._compiled_call_impl
                 call = functools.partial(self._whole, module, module._compiled_call_impl)
@@ -119,6 +123,9 @@ class WorkingCopies:
                 module.__dict__["forward"] = original
         for module, call in self._compiled.items():
             module._compiled_call_impl = call
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._replaced.clear()
         self._compiled.clear()
         self._ledger.entries.clear()
