@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.contrastive import ContrastiveLoss, GradientCache
+from lightning_mp.contrastive import ContrastiveLoss
+from lightning_mp.gradient_cache import GradientCache
 
 
 class CLIP(nn.Module):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp import callbacks as callbacks
     from lightning_mp import cli as cli
     from lightning_mp import contrastive as contrastive
+    from lightning_mp import gradient_cache as gradient_cache
     from lightning_mp import metrics as metrics
     from lightning_mp import numerics as numerics
     from lightning_mp import optim as optim
@@ -36,11 +37,11 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
     from lightning_mp.contrastive import ClipLoss as ClipLoss
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
-    from lightning_mp.contrastive import GradientCache as GradientCache
     from lightning_mp.contrastive import LossStatistics as LossStatistics
     from lightning_mp.contrastive import MatryoshkaLoss as MatryoshkaLoss
     from lightning_mp.contrastive import SigLipLoss as SigLipLoss
     from lightning_mp.contrastive import SigmoidContrastiveLoss as SigmoidContrastiveLoss
+    from lightning_mp.gradient_cache import GradientCache as GradientCache
     from lightning_mp.metrics import ContrastiveRecall as ContrastiveRecall
     from lightning_mp.metrics import ZeroShotAccuracy as ZeroShotAccuracy
     from lightning_mp.optim import EpsilonReport as EpsilonReport
@@ -82,12 +83,12 @@ _NAMES_OF = {
     "contrastive": (
         "ClipLoss",
         "ContrastiveLoss",
-        "GradientCache",
         "LossStatistics",
         "MatryoshkaLoss",
         "SigLipLoss",
         "SigmoidContrastiveLoss",
     ),
+    "gradient_cache": ("GradientCache",),
     "metrics": ("ContrastiveRecall", "ZeroShotAccuracy"),
     "numerics": (),
     "optim": (

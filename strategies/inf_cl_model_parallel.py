@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.contrastive._cache.sharding import own_parameters, sharded_modules
+from lightning_mp.gradient_cache._call.sharding import own_parameters, sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.averaging import average_gradients

@@ -38,7 +38,17 @@ def test_import_loads_neither_torch_nor_lightning() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["callbacks", "contrastive", "metrics", "optim", "precision", "strategies", "cli"]
+    "package",
+    [
+        "callbacks",
+        "contrastive",
+        "gradient_cache",
+        "metrics",
+        "optim",
+        "precision",
+        "strategies",
+        "cli",
+    ],
 )
 def test_names_of_the_packages_import_from_the_top(package: str) -> None:
     module = importlib.import_module(f"lightning_mp.{package}")
@@ -74,6 +84,7 @@ def test_star_import_brings_every_name() -> None:
 
 def test_dir_lists_names_and_packages() -> None:
     packages = {"callbacks", "cli", "contrastive", "metrics", "numerics", "optim", "precision"}
+    packages.add("gradient_cache")
     shown = {name for name in dir(lightning_mp) if not name.startswith("__")}
     assert shown == {*lightning_mp.__all__, *packages, "strategies"}
 

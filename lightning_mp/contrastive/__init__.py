@@ -1,6 +1,5 @@
-"""Contrastive losses over batches that do not fit in memory, and a cache for their towers."""
+"""Contrastive losses over batches that do not fit in memory."""
 
-from lightning_mp.contrastive.gradient_cache import GradientCache
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
 from lightning_mp.contrastive.open_clip import ClipLoss, SigLipLoss
@@ -10,7 +9,6 @@ from lightning_mp.contrastive.statistics import LossStatistics
 __all__ = [
     "ClipLoss",
     "ContrastiveLoss",
-    "GradientCache",
     "LossStatistics",
     "MatryoshkaLoss",
     "SigLipLoss",

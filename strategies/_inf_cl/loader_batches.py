@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._cache.arguments import rows_of
-from lightning_mp.contrastive._cache.structures import Structure, open_structure
+from lightning_mp.gradient_cache._call.arguments import rows_of
+from lightning_mp.gradient_cache._call.structures import Structure, open_structure
 
 __all__ = ["gather_batches"]
 

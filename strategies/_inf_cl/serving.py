@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
-from lightning_mp.contrastive._cache.towers import Tower, find_tower
-from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.gradient_cache._call.towers import Tower, find_tower
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 
 __all__ = ["ServesTowers"]

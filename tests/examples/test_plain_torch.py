@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from examples import plain_torch
-from lightning_mp.contrastive import GradientCache
+from lightning_mp.gradient_cache import GradientCache
 from lightning_mp.strategies import InfCLStrategy
 from tests.processes import run_ranks
 from tests.quiet import parameters_of

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.precision.inf_clamp import InfClamp
 from tests.precision.overflowing import Block, batch, overflowing
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import GradientCache
-from lightning_mp.contrastive._cache import auto_size, micro_batches
-from lightning_mp.contrastive._cache.call import Call
+from lightning_mp.gradient_cache._call import auto_size, micro_batches
+from lightning_mp.gradient_cache._call.call import Call
 from tests.fake_memory import SmallCuda
 from tests.processes import run_ranks
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_mp.contrastive._cache.structures import open_structure
+from lightning_mp.gradient_cache._call.structures import open_structure
 
 __all__ = ["Arguments", "is_named", "rows_of"]
 

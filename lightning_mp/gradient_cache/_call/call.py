@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.contrastive._cache.arguments import Arguments
-from lightning_mp.contrastive._cache.config import Settings
-from lightning_mp.contrastive._cache.graph import (
+from lightning_mp.gradient_cache._call.arguments import Arguments
+from lightning_mp.gradient_cache._call.config import Settings
+from lightning_mp.gradient_cache._call.graph import (
     GradientSums,
     Graph,
     explore,
@@ -22,16 +22,16 @@ from lightning_mp.contrastive._cache.graph import (
     gradients_aside,
     sequence_number,
 )
-from lightning_mp.contrastive._cache.micro_batches import MicroBatches, WrittenError
-from lightning_mp.contrastive._cache.outputs import Outputs, check_no_tangents
-from lightning_mp.contrastive._cache.row_shapes import check_row_shapes
-from lightning_mp.contrastive._cache.sharding import (
+from lightning_mp.gradient_cache._call.micro_batches import MicroBatches, WrittenError
+from lightning_mp.gradient_cache._call.outputs import Outputs, check_no_tangents
+from lightning_mp.gradient_cache._call.row_shapes import check_row_shapes
+from lightning_mp.gradient_cache._call.sharding import (
     agree_on_parts,
     own_parameters,
     set_reduction,
     sharded_modules,
 )
-from lightning_mp.contrastive._cache.verification import Sketch, rounding_noise
+from lightning_mp.gradient_cache._call.verification import Sketch, rounding_noise
 from lightning_mp.numerics.replay_state import AutocastState, BufferState, RngState, version_of
 
 __all__ = ["Call", "Replayed"]

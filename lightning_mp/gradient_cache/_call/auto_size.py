@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from lightning_mp.contrastive._cache.call import Call
+    from lightning_mp.gradient_cache._call.call import Call
 
 __all__ = ["CPU_BYTES", "find_micro_batch_size"]
 

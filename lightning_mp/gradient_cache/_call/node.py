@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._cache.call import Call
+from lightning_mp.gradient_cache._call.call import Call
 
 if TYPE_CHECKING:
-    from lightning_mp.contrastive.gradient_cache import GradientCache
+    from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 __all__ = ["attach"]
 

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.contrastive._cache.arguments import Arguments, rows_of
-from lightning_mp.contrastive._cache.auto_size import find_micro_batch_size
-from lightning_mp.contrastive._cache.call import Call, Replayed
-from lightning_mp.contrastive._cache.config import Settings
-from lightning_mp.contrastive._cache.declared_names import DeclaredNames
-from lightning_mp.contrastive._cache.node import attach
-from lightning_mp.contrastive._cache.sharding import set_reduction
-from lightning_mp.contrastive._cache.towers import Tower, find_tower
-from lightning_mp.contrastive._cache.verification import difference_error
+from lightning_mp.gradient_cache._call.arguments import Arguments, rows_of
+from lightning_mp.gradient_cache._call.auto_size import find_micro_batch_size
+from lightning_mp.gradient_cache._call.call import Call, Replayed
+from lightning_mp.gradient_cache._call.config import Settings
+from lightning_mp.gradient_cache._call.declared_names import DeclaredNames
+from lightning_mp.gradient_cache._call.node import attach
+from lightning_mp.gradient_cache._call.sharding import set_reduction
+from lightning_mp.gradient_cache._call.towers import Tower, find_tower
+from lightning_mp.gradient_cache._call.verification import difference_error
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]

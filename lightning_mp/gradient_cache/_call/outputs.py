@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_mp.contrastive._cache.arguments import Arguments, is_named
-from lightning_mp.contrastive._cache.structures import Structure, open_structure
+from lightning_mp.gradient_cache._call.arguments import Arguments, is_named
+from lightning_mp.gradient_cache._call.structures import Structure, open_structure
 
 __all__ = ["Outputs", "check_no_tangents"]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.contrastive._cache.arguments import Arguments, is_named, rows_of
-from lightning_mp.contrastive._cache.structures import open_structure
-from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.gradient_cache._call.arguments import Arguments, is_named, rows_of
+from lightning_mp.gradient_cache._call.structures import open_structure
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.contrastive._cache.micro_batches import MicroBatches
-from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.gradient_cache._call.micro_batches import MicroBatches
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")
 Output = namedtuple("Output", ["features", "count"])

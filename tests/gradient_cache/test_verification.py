@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.contrastive._cache.verification import Sketch, rounding_noise
-from lightning_mp.contrastive.gradient_cache import GradientCache
+from lightning_mp.gradient_cache._call.verification import Sketch, rounding_noise
+from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_mp._arguments import nearest, refuse_values
-from lightning_mp.contrastive._cache.arguments import is_named
+from lightning_mp.gradient_cache._call.arguments import is_named
 
 __all__ = ["DeclaredNames"]
 
