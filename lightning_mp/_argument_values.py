@@ -7,6 +7,7 @@ import math
 import numbers
 import os
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 __all__ = ["PATH", "Check", "ValueTable", "refuse_values", "shown"]
 
 _REFUSED = object()
+_TEXTS = str | bytes | bytearray | memoryview
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60  # characters; an argument may be a whole model
 
@@ -202,10 +204,15 @@ def _of_numbers(kind: type, bounds: str) -> _Kind:
     low, high = map(_number, ends)
     takes_low, takes_high = bounds[0] == "[", bounds[-1] == "]"
     accepted: Any = numbers.Integral if kind is int else numbers.Real
+    most = sys.maxsize if kind is int else sys.float_info.max
 
     def take(value: Any) -> Any:
         # `True` is an integer to Python, and would pass for 1.
         if isinstance(value, bool) or not isinstance(value, accepted):
+            return _REFUSED
+        if (
+            isinstance(value, numbers.Integral) and abs(int(value)) > most
+        ):  # a deque counts in 64 bits
             return _REFUSED
         is_inside = low < value < high or (takes_low and value == low)  # NaN is not
         if not (is_inside or (takes_high and value == high)):
@@ -232,8 +239,8 @@ def _number(text: str) -> float:
 
 def _of_lists(name: str, kinds: Sequence[_Kind], least: int, most: float) -> _Kind:
     def take(value: Any) -> Any:
-        # A string is a sequence of names too: "visual" would be six of them.
-        is_list = isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
+        # They are sequences too: "visual" would be six names, `b"a"` a list of 97.
+        is_list = isinstance(value, collections.abc.Sequence) and not isinstance(value, _TEXTS)
         taken = [_first_taken(kinds, each) for each in value] if is_list else [_REFUSED]
         # An empty name stands for nothing.
         if any(each is _REFUSED or each == "" for each in taken) or not least <= len(taken) <= most:
