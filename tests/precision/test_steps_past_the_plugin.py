@@ -81,6 +81,31 @@ def test_a_step_on_scaled_gradients_is_refused_before_weights_move(
     torch.testing.assert_close(parameters_of(model), before, rtol=2**-21, atol=2**-24)
 
 
+class OnWeightsBeside(OfItsOwn):
+    """Keeps fp32 weights beside the model, as is done by hand for half weights."""
+
+    def on_fit_start(self) -> None:
+        self.beside = [nn.Parameter(p.detach().float().clone()) for p in self.network.parameters()]
+        self.own = SGD(self.beside, lr=0.1)
+
+    def on_after_backward(self) -> None:
+        for beside, p in zip(self.beside, self.network.parameters(), strict=True):
+            beside.grad = p.grad
+        self.own.step()
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_a_step_on_scaled_gradients_of_other_parameters_is_refused(scale: Any) -> None:
+    """Under `PureFP16` gradients are half until the step, and torch takes none for fp32 weights."""
+    model = OnWeightsBeside()
+    before = parameters_of(model)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        fit(model, BalancedAMP(loss_scale=scale), loader(2))
+    assert torch.equal(parameters_of(model), before)
+    beside = torch.cat([p.detach().double().flatten() for p in model.beside])
+    assert torch.equal(beside, before)
+
+
 @plugins
 def test_a_gradient_that_is_scaled_again_is_refused_too(make_plugin: Callable[[], Any]) -> None:
     """A second backward scales what the first step has unscaled and left."""

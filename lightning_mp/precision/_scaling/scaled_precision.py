@@ -378,14 +378,12 @@ class ScaledPrecision(Precision, ForLightning):
         is_given = any(each is optimizer for each in self._ledger.optimizers)
         # Fused optimizers unscale by themselves what they get a `grad_scale` for.
         has_scale = getattr(optimizer, "grad_scale", None) is not None
-        parameters = self.main_params(optimizer)
+        parameters = list(self.main_params(optimizer))
         if is_given:
             is_wrong = self._in_step and (self.scaler is not None or bool(self._half_weights))
         else:
-            is_wrong = any(
-                p in self._half_weights or (not has_scale and self._unscaled.is_scaled(p))
-                for p in parameters
-            )
+            is_wrong = any(p in self._half_weights for p in parameters)
+            is_wrong |= not has_scale and self._unscaled.has_scaled(parameters)
         if is_wrong:
             name = type(optimizer).__name__
             raise RuntimeError(
