@@ -1,6 +1,6 @@
 """Plant faults in small runs, and print how many were planted and how many runs held.
 
-python -m tests.faults                     # all; half an hour on two cores
+python -m tests.faults                     # all; 20 minutes of a core
 python -m tests.faults --only kills disks
 python -m tests.faults --short             # what `make test` tries
 python -m tests.faults --count             # how many there are; plants none
