@@ -110,7 +110,6 @@ class BalancedAMP(ScaledPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Let the model's modules compute with half copies of their weights."""
         super().convert_module(module)
         kept = self._keep_fp32(module)
         widen(module.parameters(), "the model's", module.modules())

@@ -144,7 +144,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     @property
     @override
     def mixed_precision_config(self) -> MixedPrecision:
-        """What `FSDPStrategy` passes to FSDP; it asks after `convert_module`."""
         return MixedPrecision(
             param_dtype=self.half_dtype,
             reduce_dtype=self._wire_dtype,
@@ -156,7 +155,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Mark the modules that FSDP is to keep in fp32."""
         for other in module.modules():
             other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
         # Without `super()`, which attaches half copies: here the sharding gathers in half.
@@ -169,7 +167,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Check what was wrapped, and hold step-wise schedules while steps are skipped."""
         # Checked here, as FSDPStrategy wraps the model after `convert_module`.
         if not any(True for _ in _roots(model)):
             raise MisconfigurationException(
@@ -188,7 +185,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
-        """Clip by the norm of this optimizer's gradients on all ranks."""
         own = {id(p) for p in self.main_params(optimizer)}
         roots = [] if self._model is None else list(_roots(self._model))
         if len(roots) != 1 or not own <= {id(p) for p in roots[0].parameters()}:
@@ -210,7 +206,6 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
 
     @override
     def teardown(self) -> None:
-        """Forget the model."""
         super().teardown()
         self._model = None
 

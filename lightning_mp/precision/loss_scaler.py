@@ -110,9 +110,8 @@ class LossScaler:
     ) -> Tensor:
         """Divide gradients by the scale in place, and look for values that are not finite.
 
-        One multi-tensor pass for each device and dtype, without a host sync where all gradients
-        are on one device. Gradients in fp16 are refused: of N(0, 1e-7), unscaled from 2^16 in
-        fp16, 23.4% become zero; in fp32 it is less than 0.001%.
+        One multi-tensor pass for each device and dtype, without a host sync on one device. fp16 is
+        refused: of N(0, 1e-7), unscaled from 2^16, 23.4% become zero; in fp32 less than 0.001%.
 
         Args:
             gradients: fp32 or float64, complex ones of these included, dense or sparse, at the
@@ -170,9 +169,7 @@ class LossScaler:
             named_gradients: Returns names and gradients, scaled or not; called only to name the
                 first bad one in the error.
             has_gradient: Tells whether any value of the gradients is not 0; called only where a
-                growth is due. Steps without a gradient say nothing of the room above: frozen for
-                280 steps, a scale would climb from 2^10 to 2^24, and cost real steps on its way
-                back.
+                growth is due, as steps without a gradient say nothing of the room above.
 
         Returns:
             Whether to step: `False` where a gradient is NaN or inf.

@@ -87,7 +87,6 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Check how the model sharded itself, and leave it so."""
         # Without `super()`, which attaches half copies: here the sharding gathers in half.
         half = [
             n for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES
@@ -112,6 +111,5 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Hold step-wise schedules while steps are skipped."""
         self._first = next(model.parameters(), None)
         return super().connect(model, optimizers, lr_schedulers)

@@ -1,7 +1,7 @@
 """`PureFP16`: fp16 weights, activations and gradients that learn as fp32 does."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision._choice.module_selection import select_modules
-from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
+from lightning_mp.precision._scaling.scaled_precision import Closure, ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
     MixedInputs,
     cast_at_borders,
@@ -107,7 +107,6 @@ class PureFP16(ScaledPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Turn the model's weights into half, in place; its buffers stay as they are."""
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
         norms = (m for m in module.modules() if isinstance(m, _NormBase))
@@ -147,7 +146,6 @@ class PureFP16(ScaledPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Prepare optimizers, and give all ranks the same residuals."""
         for optimizer in optimizers:
             check_steps_alone(optimizer)
         # DDP broadcasts weights alone; the residuals of other ranks would belong to other weights.
@@ -162,15 +160,8 @@ class PureFP16(ScaledPrecision):
     def exposed(self, module: nn.Module) -> Iterator[None]:
         """Hand out fp32 weights for reading and writing, and take back what was written.
 
-        Inside, `module.parameters()` are fp32 parameters of 22 bits; afterwards the half weights
-        are back, with what was written in weight and residual. So a teacher follows its student at
-        a rate of 1e-3 or less, which half weights alone would round away:
-
-            with self.trainer.precision_plugin.exposed(self):
-                for slow, fast in zip(self.teacher.parameters(), self.student.parameters()):
-                    slow.data.lerp_(fast.data, 1e-3)
-
-        Take parameters from the module inside of it, and run no forward there.
+        Inside, `module.parameters()` are fp32 parameters of 22 bits: take them there, and run no
+        forward. So a teacher follows its student at a rate of 1e-3 or less.
 
         Args:
             module: The model, or a part of it.
@@ -195,7 +186,6 @@ class PureFP16(ScaledPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast the floating-point tensors of a batch to half."""
         return cast_floats(data, self.half_dtype)
 
     @override
@@ -224,7 +214,6 @@ class PureFP16(ScaledPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        """Scale the loss; DDP's half buckets take no gradients that were left in fp32."""
         tensor = super().pre_backward(tensor, module)
         if self._is_reduced_in_half:
             self._weights.narrow_gradients()
@@ -237,20 +226,14 @@ class PureFP16(ScaledPrecision):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Optimizer,
-        model: "pl.LightningModule",
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
-        """Run the closure, then step in fp32 with unscaled gradients, or skip the step."""
         # With manual optimization this runs inside of `forward_context`.
         with _DtypeContextManager(torch.float32):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, and the number of writes that seeds rounding."""
         state = super().state_dict()
         writes = self._weights.writes
         # Without rounding at random the state is that of the loss scale alone.
@@ -258,7 +241,6 @@ class PureFP16(ScaledPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
         self._weights.writes = state_dict.get("writes", 0)
         super().load_state_dict(state_dict)
 

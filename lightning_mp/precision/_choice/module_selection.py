@@ -18,38 +18,22 @@ _NORM_TYPES = (
     nn.CrossMapLRN2d,
 )
 # Found in the names of look-alikes: T5LayerNorm, LlamaRMSNorm, FusedLayerNorm, FrozenBatchNorm2d.
-_NORM_NAMES = (
-    "batchnorm",
-    "groupnorm",
-    "instancenorm",
-    "layernorm",
-    "responsenorm",
-    "rmsnorm",
-    "scalenorm",
-)
+_NORM_NAMES = [
+    *("batchnorm", "groupnorm", "instancenorm", "layernorm"),
+    *("responsenorm", "rmsnorm", "scalenorm"),
+]
 # What wrappers put into paths that their users do not write.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that `names` stand for, each with all modules inside it.
+    """Return the modules that `names` stand for, each with all modules inside it, by path.
 
-    A look-alike of a norm is told by the name of its class, as Hugging Face models bring a class
-    each (`T5LayerNorm`, `LlamaRMSNorm`), and only if its own parameters are vectors and nothing
-    but norms inside it has others.
-
-    Args:
-        root: Where to look; paths start below it.
-        names: Each one of the group "norm" (all normalisation layers; none is fine), the name of a
-            class or of a base class ("LayerNorm", "MyBlock"), or the dotted path of a submodule
-            ("encoder.head").
-
-    Returns:
-        Dotted path -> module in the order of `root.named_modules()`; a shared module once, under
-        its first path.
-
-    Raises:
-        ValueError: A name stands for nothing; the message lists names that are near.
+    Each name is "norm" (all normalisation layers; none is fine), that of a class or of a base class
+    ("LayerNorm", "MyBlock"), or a dotted path below `root`; one that stands for nothing raises
+    `ValueError`. A look-alike of a norm is told by the name of its class (`T5LayerNorm`), and only
+    if its own parameters are vectors and nothing but norms inside it has others. A shared module
+    stands under its first path.
     """
     chosen = {
         inner for name in names for module in find_modules(root, name) for inner in module.modules()
@@ -58,15 +42,7 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 
 
 def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
-    """Return the modules that one name stands for, without those inside them.
-
-    Args:
-        root: Where to look; paths start below it.
-        name: As `select_modules` takes them.
-
-    Raises:
-        ValueError: The name stands for nothing; the message lists names that are near.
-    """
+    """Return the modules that one name stands for, without those inside them."""
     if name == "norm":
         return [module for module in root.modules() if _is_norm(module)]
     found = [module for module in root.modules() if name in class_names(module)]

@@ -167,12 +167,7 @@ _PREFIXES = (
 def canonical_name(name: str) -> str:
     """Return the one name that stands for all spellings of an op.
 
-    Args:
-        name: As in "softmax", "torch.softmax", "torch.nn.functional.softmax",
-            "torch.Tensor.softmax", "torch.linalg.norm" or "aten::softmax.int".
-
-    Raises:
-        ValueError: torch has no such op; the message lists names that are near.
+    As for "softmax", "torch.nn.functional.softmax", "torch.Tensor.softmax" or "aten::softmax.int".
     """
     known = _index()
     short = _resolve(name, known)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -29,8 +29,9 @@ from lightning_mp.precision.loss_scaler import LossScaler, all_reduce_found_inf
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["HALVES", "ScaledPrecision"]
+__all__ = ["HALVES", "Closure", "ScaledPrecision"]
 
+Closure: TypeAlias = Callable[[], Any]
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Where Lightning's plugins keep torch's GradScaler, and ours their own.
 _KEYS = (
@@ -41,10 +42,7 @@ _KEYS = (
 
 # Of cuBLAS, which may split a long sum of half products and add the parts in half: in fp16 a part
 # above 65504 is inf, and every part is rounded to 11 bits (arXiv:1710.03740, section 3.3).
-_SUMS_IN_HALF = (
-    "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
-)
+_SUMS_IN_HALF = [f"allow_{half}_reduced_precision_reduction" for half in HALVES]
 
 
 class _SkipStep(Exception):
@@ -102,7 +100,6 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare the model, in place."""
         if getattr(module, "_trainer", None) is None:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}` to something that is no `lightning.pytorch` "
@@ -116,7 +113,6 @@ class ScaledPrecision(Precision, ForLightning):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Prepare optimizers, and hold step-wise schedules while steps are skipped."""
         for name in _SUMS_IN_HALF:
             was_allowed = getattr(torch.backends.cuda.matmul, name)
             self._undo.callback(setattr, torch.backends.cuda.matmul, name, was_allowed)
@@ -134,11 +130,8 @@ class ScaledPrecision(Precision, ForLightning):
     def _reduce(self, model: DistributedDataParallel) -> None:
         """Let DDP average gradients in `reduce_dtype`, if it has no hook of its own."""
         if self.reduce_dtype == "half" and not model._comm_hooks:
-            compress = {
-                "fp16": default_hooks.fp16_compress_hook,
-                "bf16": default_hooks.bf16_compress_hook,
-            }
-            model.register_comm_hook(model.process_group, compress[self.half])
+            compress = getattr(default_hooks, f"{self.half}_compress_hook")
+            model.register_comm_hook(model.process_group, compress)
 
     def _guard_epsilon(self, optimizer: Optimizer) -> None:
         try:
@@ -158,7 +151,6 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def teardown(self) -> None:
-        """Leave the model as it was."""
         self._undo.close()
         self._unscaled.clear()
         self._first = self._parameters = None
@@ -168,7 +160,6 @@ class ScaledPrecision(Precision, ForLightning):
     @override
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Compute in half."""
         # A tower that is replayed in a backward meets weights that its graph may hold.
         is_inner, self._is_inside = self._is_inside, True
         try:
@@ -196,7 +187,6 @@ class ScaledPrecision(Precision, ForLightning):
     @override
     @contextlib.contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run a training step; with manual optimization, move the loss scale at its end."""
         # At its end, so that several optimizers that step in one batch meet one loss scale.
         is_inner, self._in_step = self._in_step, True  # `InfCLStrategy` replays towers in a step
         try:
@@ -210,7 +200,6 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        """Scale the loss, and gradients that were unscaled and not used up."""
         self._unscaled.scale_again()
         if self.scaler is not None:
             tensor = self.scaler.scale_loss(tensor)
@@ -218,14 +207,8 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def backward(  # type: ignore[override]
-        self,
-        tensor: Tensor,
-        model: "pl.LightningModule",
-        optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward."""
         if self._parameters is None:  # by now `on_fit_start` has added what it adds
             self._parameters = list(model.parameters())
         with self._recompute_context(), self._unscaled.arriving(self._parameters):
@@ -241,13 +224,8 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Optimizer,
-        model: "pl.LightningModule",
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
-        """Run the closure, then step with unscaled gradients, or skip the step."""
         self._skipped_on_request = False
         # With a scaler the gradients must be unscaled between closure and step.
         if self.scaler is None and self._steps_in_place:
@@ -270,11 +248,7 @@ class ScaledPrecision(Precision, ForLightning):
         return result
 
     def _step_with_closure(
-        self,
-        optimizer: Optimizer,
-        model: "pl.LightningModule",
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
         """Step as Lightning does without a scaler: the optimizer calls the closure, if often."""
         result: Any = None
@@ -312,7 +286,6 @@ class ScaledPrecision(Precision, ForLightning):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled fp32 gradients."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of a LightningOptimizer
         if clip_val > 0:
             self._unscale(optimizer)
@@ -389,10 +362,9 @@ class ScaledPrecision(Precision, ForLightning):
             raise RuntimeError(
                 f"`{name}.step()` was called past `{type(self).__name__}`, which divides gradients "
                 "by the loss scale, skips steps where they overflow, and steps half weights in "
-                "fp32. Return the optimizer from "
-                "`configure_optimizers`; in manual optimization, step the one of "
-                "`self.optimizers()`, without `use_pl_optimizer=False`. For a step in a hook of a "
-                "gradient, amid the backward, pass `BalancedAMP(half='bf16')`."
+                "fp32. Return the optimizer from `configure_optimizers`; in manual optimization, "
+                "step the one of `self.optimizers()`, without `use_pl_optimizer=False`. For a step "
+                "in a hook of a gradient, amid the backward, pass `BalancedAMP(half='bf16')`."
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -408,18 +380,15 @@ class ScaledPrecision(Precision, ForLightning):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a loss scale."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the loss scale of a run under another plugin: `16-mixed`, or one of ours."""
         if self.scaler is not None and type(self).__qualname__ not in checkpoint:
             states = [checkpoint[key] for key in _KEYS if checkpoint.get(key)]
             if states:

@@ -50,23 +50,16 @@ class UnscaledGradients:
     def _note(self, parameters: Iterable[Tensor]) -> None:
         self._scaled.update({p: weakref.ref(p.grad) for p in parameters if p.grad is not None})
 
-    def is_scaled(self, parameter: Tensor) -> bool:
-        """Return whether a gradient is that of a scaled loss, also while its backward runs."""
-        if self._scaler is None or self._scaler.scale == 1 or parameter.grad is None:
-            return False
-        noted = self._scaled.get(parameter)
-        return self._has_arrived(parameter) or (noted is not None and noted() is parameter.grad)
-
     def has_scaled(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether any gradient is scaled, also one that was handed on to other parameters.
+        """Return whether any gradient is that of a scaled loss, also while its backward runs.
 
-        As by a user who keeps fp32 weights beside the model: `master.grad = p.grad`.
+        Also one that a user has handed on to fp32 weights beside the model: `master.grad = p.grad`.
         """
         given = [p for p in parameters if p.grad is not None]
         if self._scaler is None or self._scaler.scale == 1 or not given:
             return False
         scaled = {id(grad) for grad in (noted() for noted in self._scaled.values())}
-        return any(self.is_scaled(p) or id(p.grad) in scaled for p in given)
+        return any(self._has_arrived(p) or id(p.grad) in scaled for p in given)
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Widen and unscale the gradients of parameters, those that are not yet.

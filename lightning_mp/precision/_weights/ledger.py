@@ -99,15 +99,7 @@ class Ledger:
         after_step: Callable[[Optimizer], None],
         undo: contextlib.ExitStack,
     ) -> None:
-        """Follow a model and all optimizers' steps, until `undo`.
-
-        Args:
-            root: The model.
-            optimizers: Those that the plugin was given.
-            before_step: Called at a step that the plugin does not run itself.
-            after_step: The same, after it.
-            undo: Takes off the hooks.
-        """
+        """Follow a model, and the steps of all optimizers that the plugin does not run."""
         self.root, self.optimizers = root, list(optimizers)
         self._names = _names_of(root)
         undo.callback(self._forget)

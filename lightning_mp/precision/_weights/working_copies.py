@@ -65,11 +65,9 @@ class WorkingCopies:
     writes; they see neither writes to `p.data` nor fused optimizers, which is why they are not
     enough. Outside of autocast modules compute with their own fp32 weights.
 
-    What reads a weight outside of the forward of the module that owns it sees fp32: functional use,
-    the output projection of `nn.MultiheadAttention`, the weights of recurrent layers, parameters
-    without dimensions such as a logit scale. Autocast casts it where an op wants half.
-
-    A module computes in one thread at a time, as its weights are replaced for all of them.
+    What reads a weight outside of its module's forward sees fp32, as do recurrent layers and
+    parameters without dimensions; autocast casts it where an op wants half. A module computes in
+    one thread at a time, as its weights are replaced for all of them.
 
     A write into a weight by its module's forward, such as clamping or a codebook, goes through to
     the parameter; a module that writes past autograd's version counter (`weight.data.clamp_()`) is
