@@ -36,55 +36,23 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     r"""DDP for near-infinite contrastive batches: activations of one micro-batch, gradients of all.
 
     Every feature of a contrastive batch meets every other, so a batch cannot simply be accumulated
-    from smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. With plain
-    DDP all activations of the towers must then be held at once. Here calls to the towers are served
-    in micro-batches without grad, and once the loss has its gradients for the features, each
-    micro-batch is replayed with grad (gradient caching). The gradients are those of the whole
-    batch; the price is one more forward of the towers, about a third of a step.
-
-    `training_step` stays as it is. Only calls to the named towers inside `training_step` are served
-    in this way; validation, test and prediction run them plainly. Together with `ContrastiveLoss`,
-    memory grows with the batch only by features and data.
-
-    **Exact**, and verified: each replay's outputs are compared with those of the call, and a
-    difference beyond rounding is an error. Dropout masks are drawn again from the same generator
-    states (CPU, GPU, Python, numpy, those of modules); buffers such as running statistics are
-    updated once a step; the autocast of the forward holds in the replay. Every parameter gets its
-    whole gradient once, with hooks, and gradients are all-reduced once a bucket and step: those of
-    all that trains in the step, whatever was frozen before, through DDP's communication hook.
-
-    **Not the same as a whole batch**: layers that mix rows (BatchNorm) see micro-batches, and
-    dropout draws micro-batch by micro-batch, so its masks differ from those of one big call.
+    from smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. Here calls to
+    the towers in `training_step` are served in micro-batches without grad, and once the loss has
+    its gradients for the features, each micro-batch is replayed with grad, and its outputs are
+    compared with those of the call. The gradients are those of the whole batch, averaged over ranks
+    once a step for all that trains in it; the price is one more forward of the towers. What is the
+    same as without the strategy, and what is not, stands in docs/strategies/inf-cl.md.
 
     Args:
         towers: Submodules or methods of the LightningModule by dotted path, such as `visual` or
-            `model.encode_image`. Their tensors, in and out, have the batch first. One may be
-            called several times in a step, and may be `torch.compile`d.
-        micro_batch_size: Rows that a tower sees at a time on one rank. As large as memory allows
-            is fastest; it does not change the gradients. `"auto"` finds that in the first step, for
-            each tower, agrees on it with all ranks, logs it, and keeps it in checkpoints; on CUDA
-            by running 2, 4, 8 ... rows until memory runs out.
-        activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
-            `None`: 1 GiB on a CPU, all that is free on CUDA.
+            `model.encode_image`. Their tensors, in and out, have the batch first.
         loader_batches_per_step: Batches of the training loader that make the batch of a step, in
-            the dtype of the data set and in pinned memory for CUDA. Workers then hold small
-            batches, and the host one whole one; `limit_train_batches`, the progress bar and
-            `accumulate_grad_batches` count whole ones. As one loader of whole batches otherwise.
+            host memory; the Trainer then counts whole batches.
         offload: `"host"` leaves training batches in host memory in the dtype of the data set and
-            copies micro-batches to the device as towers need them. What `training_step` itself
-            does with the batch is then done on the CPU.
-        prefetch: Micro-batches to copy ahead with `offload="host"`.
-            From 2 on copies overlap with the towers; at most `max(prefetch + 1, 2)` are on the
-            device.
-        rows: Names of arguments of towers that have one row, or element, for each of the batch,
-            where that cannot be told by their shapes.
-        whole: Names of arguments that all rows share, such as a prompt with as many rows as the
-            batch.
-        leave_out: Names of outputs that towers return as `None` and do not keep for the whole
-            batch, such as `last_hidden_state`.
-        replay_tolerance: See `GradientCache`; a larger one is for kernels that are not
-            deterministic.
-        **kwargs: All that `DDPStrategy` takes, and for `DistributedDataParallel` as there.
+            copies micro-batches to the device as towers need them.
+        **kwargs: `micro_batch_size` (256 rows on one rank, or `"auto"`), `activation_bytes`,
+            `prefetch`, `rows`, `whole`, `leave_out` and `replay_tolerance` as of `GradientCache`;
+            all that `DDPStrategy` takes, and for `DistributedDataParallel` as there.
 
     Raises:
         ValueError: For arguments that cannot be used, with what is accepted.
@@ -128,18 +96,19 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
         # Before the backward: it would run with the activations of the whole batch.
         self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        model = self.model
         # Not under `no_sync`, as Lightning holds it while it accumulates batches.
-        if (
-            isinstance(self.model, DistributedDataParallel)
-            and self.model.require_backward_grad_sync
-        ):
-            average_gradients(
-                list(self.model.parameters()),
-                group=self.model.process_group,
-                hook=self.model._comm_hooks[-1] if self.model._comm_hooks else None,
-                bucket_bytes=self.model.bucket_bytes_cap,
-                sparse=sparse_weights(self.model),
-            )
+        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            model.require_forward_param_sync = True  # the next forward sends rank 0's buffers
+            hook = model._comm_hooks[-1] if model._comm_hooks else None
+            if self.world_size > 1 or hook is not None:
+                average_gradients(
+                    list(model.parameters()),
+                    group=model.process_group,
+                    hook=hook,
+                    bucket_bytes=model.bucket_bytes_cap,
+                    sparse=sparse_weights(model),
+                )
         return closure_loss
 
     @override

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.gradient_cache._call.sharding import own_parameters, sharded_modules
+from lightning_mp.gradient_cache._served.sharding import own_parameters
+from lightning_mp.gradient_cache._served.towers import sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
 from lightning_mp.strategies._inf_cl.averaging import average_gradients
@@ -34,41 +35,18 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     What `InfCLStrategy` is to DDP: calls to the towers in `training_step` are served in
     micro-batches and replayed for their gradients, which are those of the whole batch. Under plain
     FSDP2 each micro-batch of a replay would reduce and scatter all gradients, 128 times a step at
-    128 micro-batches. Here replays run after the backward of the loss without reducing; the last
-    one reduces and scatters, once a step, also over accumulated batches. Until then each rank holds
-    the gradients of the towers whole, 4 bytes a parameter with FSDP's reduction in fp32.
-
-    The model shards itself in `configure_model`, over all ranks:
-
-        def configure_model(self):
-            mesh = self.device_mesh["data_parallel"]
-            for tower in (self.visual, self.text):
-                for block in tower.blocks:
-                    fully_shard(block, mesh=mesh)
-                fully_shard(tower, mesh=mesh)
-
-    **Parameters that are not sharded**, such as the scale of the logits, which FSDP2 takes in no
-    other way, start as those of rank 0, and their gradients are averaged as by DDP.
-
-    **All ranks run as many micro-batches**, since each gathers the layers from all others. Where
-    batches are not of one size, those with fewer rows cut them finer.
+    128 micro-batches. Here replays run after the backward of the loss, and the last one reduces and
+    scatters, once a step. The model shards itself in `configure_model`, over all ranks, as shown in
+    docs/strategies/inf-cl-model-parallel.md. Parameters that are not sharded start as those of rank
+    0, and their gradients are averaged as by DDP.
 
     Args:
         towers: Submodules or methods of the LightningModule by dotted path, such as `visual`.
             Methods of a sharded module are to be named to `register_fsdp_forward_method`.
-        micro_batch_size: Rows that a tower sees at a time on one rank, or `"auto"`, which here
-            tries nothing that could run out of memory and stays below half of what is free.
-        activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
-            `None`: 1 GiB on a CPU, up to half of what is free on CUDA.
         loader_batches_per_step: Batches of the training loader that make the batch of a step.
         offload: `"host"` leaves training batches in host memory until towers need them.
-        prefetch: Micro-batches to copy ahead with `offload="host"`.
-        rows: Names of arguments of towers that have one row for each of the batch.
-        whole: Names of arguments that all rows share.
-        leave_out: Names of outputs that towers return as `None`.
-        replay_tolerance: See `GradientCache`.
-        **kwargs: `save_distributed_checkpoint`, `process_group_backend` and `timeout` of
-            `ModelParallelStrategy`.
+        **kwargs: As of `InfCLStrategy`, and `save_distributed_checkpoint`, `process_group_backend`
+            and `timeout` of `ModelParallelStrategy`.
 
     Raises:
         ValueError: For arguments that cannot be used, with what is accepted.
@@ -124,7 +102,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # Gathered parameters get gradients through FSDP2's hooks alone: replays follow the
         # backward.
         cache.finish(reduce=self._reduces)
-        if self._reduces:
+        if self._reduces and self.world_size > 1:
             average_gradients(self._own)
         self._reshard()
         return closure_loss

@@ -96,7 +96,7 @@ def _interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator["FakeCuda"]:
     """Return a simulated GPU without kernels by Triton; forget what is known of another one."""
-    from lightning_mp.gradient_cache._call import micro_batches
+    from lightning_mp.gradient_cache._served import micro_batches
     from lightning_mp.numerics import triton_support
     from tests.fake_cuda import FakeCuda
 

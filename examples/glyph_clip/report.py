@@ -19,7 +19,7 @@ from examples.glyph_clip.glyphs import GlyphTable
 from examples.glyph_clip.model import GlyphCLIP
 from examples.glyph_clip.sampler import RowSampler
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
-from lightning_mp.gradient_cache._call.towers import find_tower
+from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS
 from lightning_mp.plan.tower_bytes import measure_towers
 

@@ -9,25 +9,26 @@ the same generator states, then `backward(dL/dfeatures[rows])` into sums that st
 chain rule these are exactly the gradients of the whole batch; the price is one more forward.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.gradient_cache._call.arguments import Arguments, rows_of
-from lightning_mp.gradient_cache._call.auto_size import find_micro_batch_size
-from lightning_mp.gradient_cache._call.call import Call, Replayed
-from lightning_mp.gradient_cache._call.config import Settings
-from lightning_mp.gradient_cache._call.declared_names import DeclaredNames
-from lightning_mp.gradient_cache._call.node import attach
-from lightning_mp.gradient_cache._call.sharding import set_reduction
-from lightning_mp.gradient_cache._call.towers import Tower, find_tower
-from lightning_mp.gradient_cache._call.verification import difference_error
+from lightning_mp.gradient_cache._served.arguments import Arguments, rows_of
+from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
+from lightning_mp.gradient_cache._served.autograd import attach
+from lightning_mp.gradient_cache._served.call import Call, Replayed
+from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
+from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
+from lightning_mp.gradient_cache._served.outputs import difference_error
+from lightning_mp.gradient_cache._served.sharding import set_reduction
+from lightning_mp.gradient_cache._served.towers import Tower, find_tower, sharded_modules
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
@@ -37,9 +38,7 @@ _UNUSED_BYTES = 2**20  # of outputs that were not used, from which on a warning 
 
 @explains_arguments(
     checks={
-        "micro_batch_size activation_bytes": "[1, inf)",
-        "prefetch": "[0, inf)",
-        "replay_tolerance": "[0, inf]",
+        **CHECKS,
         "device": Check(take=torch.device, words="a device", fix="Pass 'cuda', 'cuda:1' or 'cpu'."),
     }
 )
@@ -48,44 +47,24 @@ class GradientCache:
 
     Every feature of a contrastive batch meets every other, so a batch cannot be accumulated from
     smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. With this cache,
-    activations are those of one micro-batch and gradients those of the whole batch. What a tower
-    trains becomes an input of its call's node in the graph of the loss: hooks, DDP's reducer and
-    `torch.autograd.grad` see each whole gradient once.
-
-    **Verified**: each replayed output is compared with that of the call, on the device, and a
-    difference beyond rounding is an error, as the gradients would be silently wrong. It costs a
-    pass over the outputs, 8 bytes a row, and one number read back a call: at once on a CPU; on CUDA
-    without waiting, so that the error comes with a later call or with `check()`.
-
-    **Replayed**: dropout masks from the same generator states (CPU, GPU, Python, numpy, and those
-    that a module owns), autocast, and what preprocessing in place overwrites. Buffers such as
-    running statistics are updated once a call.
-
-    **Not the same as a whole batch**: layers that mix rows (BatchNorm) see micro-batches, and
-    dropout draws micro-batch by micro-batch, so its masks differ from those of one big call.
+    activations are those of one micro-batch and gradients those of the whole batch. Each replayed
+    output is compared with that of the call, and a difference beyond rounding is an error. What is
+    replayed, and what is not as in a whole batch, stands in docs/contrastive/gradient-cache.md.
 
     Args:
-        micro_batch_size: Rows that a tower sees at a time. As large as memory allows is fastest; it
-            does not change the gradients. `"auto"`: as many as memory holds, found in the first
-            call of each tower by running its first rows, and agreed by all ranks, which
-            must call towers in the same order. On CUDA 2, 4, 8 ... rows until memory runs out,
-            with room left for gradients, two states of Adam, features and the loss.
+        micro_batch_size: Rows that a tower sees at a time; `"auto"`: as many as memory holds, found
+            in the first call of each tower and agreed by all ranks.
         activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
-            `None`: 1 GiB on a CPU, all that is free on CUDA.
+            `None`: 1 GiB on a CPU, all that is free on CUDA (half of that for sharded towers).
         device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
-            `None` leaves them where they are.
-        prefetch: Micro-batches to copy ahead when arguments are on the host.
-            From 2 on copies overlap with the towers; at most `max(prefetch + 1, 2)` are on the
-            device.
-        rows: Names of arguments of towers that have one row, or element, for each of the batch,
-            where that cannot be told by their shapes.
-        whole: Names of arguments that all rows share, such as a prompt with as many rows as the
-            batch. Names may be those of parts: `prompt`, `batch.prompt`, `extra[0]`.
-        leave_out: Names of outputs to return as `None`, such as `last_hidden_state`, which are not
-            kept for the whole batch then.
-        replay_tolerance: The difference of a replay's outputs that is allowed, relative to their
-            norm. `None`: rounding noise of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and tf32, 6% in
-            bf16, and 0 under `torch.use_deterministic_algorithms(True)`. `inf` allows any.
+        prefetch: Micro-batches to copy ahead when arguments are on the host; from 2 on copies
+            overlap with the towers, and at most `max(prefetch + 1, 2)` are on the device.
+        rows: Names of arguments that have one row, or element, for each of the batch, where shapes
+            cannot tell: `lengths`, `batch.lengths`, `extra[0]`.
+        whole: Names of arguments that all rows share, such as a prompt as long as the batch.
+        leave_out: Names of outputs to return as `None`, such as `last_hidden_state`.
+        replay_tolerance: The relative difference of a replay's outputs that is allowed. `None`:
+            rounding of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and tf32, 6% in bf16. `inf`: any.
         context: Makes the context of every replay, such as a precision plugin's forward context.
 
     Raises:
@@ -93,9 +72,7 @@ class GradientCache:
         RuntimeError: In the backward, for a replay that cannot be right or was not.
 
     References:
-        - Scaling deep contrastive learning batch size under memory limited setup (GradCache),
-          https://arxiv.org/abs/2101.06983
-        - BASIC, section on memory, https://arxiv.org/abs/2111.10050
+        - GradCache, https://arxiv.org/abs/2101.06983
 
     Example::
 
@@ -105,32 +82,11 @@ class GradientCache:
         loss.backward()
     """
 
-    def __init__(
-        self,
-        *,
-        micro_batch_size: int | Literal["auto"],
-        activation_bytes: int | None = None,
-        device: torch.device | str | None = None,
-        prefetch: int = 2,
-        rows: Sequence[str] = (),
-        whole: Sequence[str] = (),
-        leave_out: Sequence[str] = (),
-        replay_tolerance: float | None = None,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._settings = Settings(
-            device=device,  # type: ignore[arg-type]  # a name has become one
-            prefetch=prefetch,
-            rows=tuple(rows),
-            whole=tuple(whole),
-            leave_out=tuple(leave_out),
-            replay_tolerance=replay_tolerance,
-            context=context,
-        )
-        self.declared = DeclaredNames(self, {"rows": rows, "whole": whole, "leave_out": leave_out})
+    @takes_config(CacheConfig)
+    def __init__(self, *, config: CacheConfig) -> None:
+        self._config = config
+        self.declared = DeclaredNames(self, config)
         """The names of arguments and outputs, and whether each of them matches something."""
-        self._micro_batch_size = micro_batch_size
-        self._activation_bytes = activation_bytes
         self._trained: list[Tensor] = []
         self._expected_rows: int | None = None
         self._in_a_tower = False
@@ -138,6 +94,7 @@ class GradientCache:
         self._shapes_known: set[tuple[str, int]] = set()  # the towers tried with two sizes
         self._pending: list[tuple[Call, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
+        self._is_waiting = False  # for a difference to arrive
         self.calls = 0
         """How many calls of towers were served."""
         self.micro_batch_sizes: dict[str, int] = {}
@@ -176,7 +133,8 @@ class GradientCache:
                 for tower in found:
                     interceptions.enter_context(tower.intercepted(self._serve))
                 yield
-            self.declared.check(towers)
+            if self.declared.is_open:
+                self.declared.check(towers)
         finally:
             self._expected_rows, self._trained = before, []
 
@@ -198,7 +156,9 @@ class GradientCache:
         # A module's `__call__` takes anything; its `forward` names what it takes.
         signature_of = function.forward if isinstance(function, nn.Module) else function
         name = getattr(function, "__name__", type(function).__name__)
-        return self._run(name, signature_of, function, module, args, kwargs)
+        return self._run(
+            name, signature_of, function, module, sharded_modules(module), args, kwargs
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to cut batches, and so to draw dropout, as this one."""
@@ -227,7 +187,7 @@ class GradientCache:
             set_reduction(call.sharded, False)
             last = [part for part in call.sharded if id(part) not in following]
             gradients = self._replay_now(call, cotangents, last if reduce else ())
-            for leaf, gradient in zip(call.leaves.values(), gradients, strict=True):
+            for leaf, gradient in zip(call.trained.leaves.values(), gradients, strict=True):
                 if gradient is not None:
                     # Not into `.grad`: a backward runs the hooks of the leaf.
                     torch.autograd.backward([leaf], [gradient])
@@ -245,9 +205,10 @@ class GradientCache:
     def _serve(
         self, tower: Tower, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        if self._in_a_tower:
+        if self._in_a_tower:  # a tower that calls another is one tower
             return original(*args, **kwargs)
-        return self._run(tower.name, tower.signature_of, original, tower.module, args, kwargs)
+        signature_of, module = tower.signature_of, tower.module
+        return self._run(tower.name, signature_of, original, module, tower.sharded, args, kwargs)
 
     def _run(
         self,
@@ -255,75 +216,85 @@ class GradientCache:
         signature_of: Callable[..., Any],
         function: Callable[..., Any],
         module: nn.Module | None,
+        sharded: list[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         _check_no_transform(name)
-        # Of earlier replays, whose numbers may have come by now: on CUDA none is waited for.
-        self._judge(self._differences.ready())
+        if self._is_waiting:
+            # Of earlier replays, whose numbers may have come by now: on CUDA none is waited for.
+            self._judge(self._differences.ready())
+            self._is_waiting = len(self._differences) > 0
         self.calls += 1
-
-        def tower(*args: Any, **kwargs: Any) -> Any:
-            # A tower that calls another is one tower: its parts are replayed with it.
-            before, self._in_a_tower = self._in_a_tower, True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._in_a_tower = before
-
         arguments = Arguments(
             signature_of,
             args,
             kwargs,
             constants=() if module is None else list(module.buffers()),
-            rows=self._settings.rows,
-            whole=self._settings.whole,
+            rows=self._config.rows,
+            whole=self._config.whole,
             expected=self._expected_rows,
         )
-        call = Call(self._settings, name, tower, module, arguments)
-        micro_batch_size = self._rows_at_a_time(call)
-        # Once a tower. All ranks gather the layers of a sharded one, so there whatever the sizes.
-        is_cut = call.batch_size > micro_batch_size
-        if (name, id(module)) not in self._shapes_known and (is_cut or call.is_sharded):
-            # Micro-batches of several sizes show by themselves what follows the size.
-            if call.is_sharded or call.batch_size % micro_batch_size == 0:
-                call.check_shapes()
-            self._shapes_known.add((name, id(module)))
-        outputs = call.run(micro_batch_size)
-        self.declared.note(name, signature_of, arguments.paths, call.outputs.paths)
-        if call.needs_grad:
-            outputs = attach(self, call, outputs)
+        call = Call(self._config, name, function, module, sharded, arguments)
+        was_in_a_tower, self._in_a_tower = self._in_a_tower, True
+        try:
+            outputs = call.run(self._rows_at_a_time(call, (name, id(module))))
+        finally:
+            self._in_a_tower = was_in_a_tower
+        if self.declared.is_open:
+            self.declared.note(name, signature_of, arguments.paths, call.outputs.paths)
+        trained = [*call.inputs, *call.trained.leaves.values()]
+        if trained or call.trained.is_reentrant or any(call.outputs.needs_grad):
+            # Of a sharded tower nothing may be left that is trained here.
+            anchor = [torch.zeros((), requires_grad=True)] if sharded else []
+            reached = zip(outputs, call.outputs.needs_grad, strict=True)
+            constant = [output for output, needs_grad in reached if not needs_grad]
+            replay = functools.partial(self._replay, call)
+            outputs = attach(replay, [*trained, *anchor], outputs, constant)
         return call.outputs.assemble(outputs)
 
-    def _rows_at_a_time(self, call: Call) -> int:
-        if self._micro_batch_size != "auto":
-            return self._micro_batch_size
-        # A call without a graph, as of a teacher, holds less.
-        name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
-        if name not in self.micro_batch_sizes:
-            trained = self._trained or call.trained
-            rows = find_micro_batch_size(call, self._activation_bytes, trained)
-            self.micro_batch_sizes[name] = rows
-        return self.micro_batch_sizes[name]
+    def _rows_at_a_time(self, call: Call, tower: tuple[str, int]) -> int:
+        rows = self._config.micro_batch_size
+        if rows == "auto":
+            # A call without a graph, as of a teacher, holds less.
+            name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
+            if name not in self.micro_batch_sizes:
+                trained = self._trained or call.trained.parameters
+                found = find_micro_batch_size(call, self._config.activation_bytes, trained)
+                self.micro_batch_sizes[name] = found
+            rows = self.micro_batch_sizes[name]
+        # Once a tower. All ranks gather the layers of a sharded one, so there whatever the sizes.
+        if tower not in self._shapes_known and (call.batch_size > rows or call.sharded):
+            # Micro-batches of several sizes show by themselves what follows the size.
+            if call.sharded or call.batch_size % rows == 0:
+                call.check_shapes()
+            self._shapes_known.add(tower)
+        return rows
 
     def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         # FSDP's hooks do not run in a backward inside of another: left to `finish`.
-        if call.is_sharded:
+        if call.sharded:
             self._pending.append((call, cotangents))
-            return [None] * (len(call.leaves) + 1)
+            return [None] * (len(call.trained.leaves) + 1)
         return self._replay_now(call, cotangents)
 
     def _replay_now(
         self, call: Call, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
     ) -> list[Tensor | None]:
-        replayed = call.replay(cotangents, to_reduce)
+        was_in_a_tower, self._in_a_tower = self._in_a_tower, True
+        try:
+            replayed = call.replay(cotangents, to_reduce)
+        finally:
+            self._in_a_tower = was_in_a_tower
         self._tell_of_unused(call.tower, replayed)
-        if replayed.difference is not None and replayed.tolerance < float("inf"):
-            self._differences.submit(
-                0, replayed.difference, tower=call.tower, tolerance=replayed.tolerance
-            )
+        difference, tolerance = replayed.difference, replayed.tolerance
+        if difference is not None and tolerance < float("inf"):
+            context = {"tower": call.tower, "tolerance": tolerance}
             if call.device.type == "cpu":  # nothing is waited for there
-                self._judge(self._differences.drain())
+                self._judge([(0, difference, context)])
+            else:
+                self._differences.submit(0, difference, **context)
+                self._is_waiting = True
         return replayed.gradients
 
     def _judge(self, arrived: Sequence[Any]) -> None:

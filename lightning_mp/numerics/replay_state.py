@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AutocastState", "BufferState", "RngState", "own_generators", "version_of"]
+__all__ = [
+    "AutocastState",
+    "BufferState",
+    "RngState",
+    "own_generators",
+    "undisturbed",
+    "version_of",
+]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -102,15 +109,13 @@ class AutocastState:
         """What autocast computes in; empty where it is off."""
         return {self._dtype} if self._enabled else set()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run under this state, without the cache of cast weights."""
+    def entered(self) -> torch.autocast:
+        """Return what runs under this state, without the cache of cast weights."""
         # A weight that was cast without grad and cached would cut the graph of the run with grad.
         dtype = self._dtype if self._enabled else None
-        with torch.autocast(
+        return torch.autocast(
             self._device_type, dtype=dtype, enabled=self._enabled, cache_enabled=False
-        ):
-            yield
+        )
 
 
 class BufferState:
@@ -214,3 +219,14 @@ class _Held:
         if version_of(self.buffer) != self._version or self._is_silently_changed():
             self.buffer.copy_(self.value)
             self._version = version_of(self.buffer)
+
+
+@contextmanager
+def undisturbed(device: torch.device, module: nn.Module | None) -> Iterator[None]:
+    """Leave generators and buffers as they are found, whatever runs."""
+    rng, buffers = RngState(device, module), BufferState(module)
+    try:
+        yield
+    finally:
+        rng.restore()
+        buffers.restore()

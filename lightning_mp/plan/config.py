@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_mp.gradient_cache._call.towers import find_tower
+from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
 from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 

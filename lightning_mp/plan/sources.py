@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from lightning_mp.gradient_cache._call.towers import find_tower
+from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, Subject
 from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
 

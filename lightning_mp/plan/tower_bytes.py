@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mp.gradient_cache._call.towers import Tower
+from lightning_mp.gradient_cache._served.towers import Tower
 from lightning_mp.plan.subject import StaticBytes, TowerBytes
 
 __all__ = ["blank", "computing_in", "measure_towers"]

@@ -45,7 +45,7 @@ def average_gradients(
     """
     trained = [p for p in parameters if p.requires_grad]
     world_size = dist.get_world_size(group)
-    if not trained or (world_size == 1 and hook is None):
+    if not trained:
         return
     # Whether any rank has a gradient: a zero is not what `None` is, as weight decay follows it.
     is_there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mp.gradient_cache._call.arguments import rows_of
-from lightning_mp.gradient_cache._call.structures import Structure, open_structure
+from lightning_mp.gradient_cache._served.arguments import Tree, open_tree, rows_of
 
 __all__ = ["gather_batches"]
 
@@ -97,33 +96,35 @@ class _Batch:
 
     def __init__(self, first: Any, count: int, pin: bool) -> None:
         self._rows = rows_of(first) or 0
-        self._structure = _open(first)
+        self._tree = _open(first)
+        self._paths = [leaf.path for leaf in self._tree.leaves]
         self._pin = pin
         # Room for all at once: batches joined at the end would be in memory twice.
         self._memory = [
             self._allocate(leaf.value, count * self._rows) if self._has_rows(leaf.value) else None
-            for leaf in self._structure.leaves
+            for leaf in self._tree.leaves
         ]
-        self._others: list[list[Any]] = [[] for _ in self._structure.leaves]
+        self._others: list[list[Any]] = [[] for _ in self._paths]
         self._filled = 0
         # Leaves that number the rows of every loader batch so far from 0 on.
-        self._numbering = set(range(len(self._structure.leaves)))
+        self._numbering = set(range(len(self._paths)))
 
     def add(self, batch: Any) -> None:
-        structure = _open(batch)
+        leaves = _open(batch).leaves
         # By paths, not by number: parts in another order would be joined crosswise.
-        if [leaf.path for leaf in structure.leaves] != [x.path for x in self._structure.leaves]:
+        if [leaf.path for leaf in leaves] != self._paths:
             raise ValueError(
-                f"Gathered loader batches of {[leaf.path for leaf in structure.leaves]} and of "
-                f"{[leaf.path for leaf in self._structure.leaves]} into one. All must have the "
+                f"Gathered loader batches of {[leaf.path for leaf in leaves]} and of "
+                f"{self._paths} into one. All must have the "
                 "same parts. Let `collate_fn` return the same things for every batch."
             )
         rows = rows_of(batch) or 0
-        self._numbering = {i for i in self._numbering if _numbers_rows(*structure.leaves[i], rows)}
+        self._numbering = {i for i in self._numbering if _numbers_rows(leaves[i], rows)}
         filled = self._filled + rows
         if self._filled:
             self._refuse_numbers()
-        for index, (path, value) in enumerate(structure.leaves):
+        for index, leaf in enumerate(leaves):
+            path, value = leaf.path, leaf.value
             memory = self._memory[index]
             if memory is None:
                 self._others[index].append(value)
@@ -142,7 +143,7 @@ class _Batch:
         self._filled = filled
 
     def _refuse_numbers(self) -> None:
-        for path in (self._structure.leaves[index].path for index in self._numbering):
+        for path in (self._paths[index] for index in self._numbering):
             said = (
                 f"Gathered `{path}` of several loader batches into one. It numbers the rows of "
                 "each loader batch from 0 on, so after the first one it would name rows of "
@@ -159,7 +160,7 @@ class _Batch:
             self._join(index) if memory is None else memory[: self._filled]
             for index, memory in enumerate(self._memory)
         ]
-        return self._structure.rebuild(leaves)
+        return self._tree.rebuild(leaves)
 
     def _has_rows(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self._rows
@@ -184,28 +185,29 @@ class _Batch:
         same = [bool(torch.as_tensor(value == values[0]).all()) for value in values[1:]]
         if not all(same):
             raise ValueError(
-                f"Gathered `{self._structure.leaves[index].path}`, which differs between loader "
+                f"Gathered `{self._paths[index]}`, which differs between loader "
                 f"batches: {values[0]!r} and {values[same.index(False) + 1]!r}. Only tensors, "
                 "arrays and lists with one thing a row are put together. Return one value a row."
             )
         return values[0]
 
 
-def _open(batch: Any) -> Structure:
-    def is_list_of_rows(value: Any) -> bool:
-        return type(value) in (list, tuple) and not any(
-            isinstance(x, (Tensor, np.ndarray, list, tuple, Mapping)) for x in value
+def _open(batch: Any) -> Tree:
+    def is_list_of_rows(tree: Tree) -> bool:
+        return type(tree.value) in (list, tuple) and not any(
+            isinstance(x, (Tensor, np.ndarray, list, tuple, Mapping)) for x in tree.value
         )
 
-    return open_structure(batch, "", is_list_of_rows)
+    return open_tree(batch).prune(is_list_of_rows)
 
 
-def _numbers_rows(path: str, value: Any, rows: int) -> bool:
+def _numbers_rows(leaf: Tree, rows: int) -> bool:
     """Return whether a leaf holds row numbers of its batch, as `positives` of a loss do.
 
     Under another name only what has each number once, in batches that no labels are likely to fill
     so by chance.
     """
+    value = leaf.value
     if isinstance(value, (list, tuple)) and all(isinstance(x, int) for x in value):
         value = np.asarray(value)
     if not isinstance(value, (Tensor, np.ndarray)) or value.ndim not in (1, 2):
@@ -216,6 +218,6 @@ def _numbers_rows(path: str, value: Any, rows: int) -> bool:
     numbers = numbers[numbers != -1]  # which pads rows of several numbers
     if not numbers.numel() or numbers.min() < 0 or len(numbers.unique()) != numbers.numel():
         return False
-    is_named = path.split(".")[-1] == "positives"
+    is_named = leaf.path.split(".")[-1] == "positives"
     is_each_once = len(numbers) == rows >= _LIKELY_LABELS
     return bool(numbers.max() < max(rows, numbers.numel())) and (is_named or is_each_once)

@@ -1,6 +1,7 @@
 """What `InfCLStrategy` and `InfCLModelParallelStrategy` share: towers that a cache serves."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -17,7 +18,8 @@ from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
-from lightning_mp.gradient_cache._call.towers import Tower, find_tower
+from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
+from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
 
@@ -33,14 +35,13 @@ _KEY = "micro_batch_sizes"
 
 @explains_arguments(
     checks={
+        **CHECKS,
         "towers": Check(
             least=1,
             test=lambda towers: len(set(towers)) == len(towers),
             words="a non-empty list of names, each of them once",
         ),
-        "micro_batch_size activation_bytes loader_batches_per_step": "[1, inf)",
-        "prefetch": "[0, inf)",
-        "replay_tolerance": "[0, inf]",
+        "loader_batches_per_step": "[1, inf)",
     }
 )
 class ServesTowers(ForLightning, _Strategy):
@@ -49,33 +50,24 @@ class ServesTowers(ForLightning, _Strategy):
     Its arguments are those of `InfCLStrategy`; all others go to the strategy.
     """
 
+    # The cache's arguments: what is not asked for is the strategy's own affair.
+    @takes_config(CacheConfig, without=("device", "context"), micro_batch_size=256)
     def __init__(
         self,
         *,
+        config: CacheConfig,
         towers: Sequence[str] = ("visual", "text"),
-        micro_batch_size: int | Literal["auto"] = 256,
-        activation_bytes: int | None = None,
         loader_batches_per_step: int = 1,
         offload: Literal["none", "host"] = "none",
-        prefetch: int = 2,
-        rows: Sequence[str] = (),
-        whole: Sequence[str] = (),
-        leave_out: Sequence[str] = (),
-        replay_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
         self._check_others(kwargs)
         super().__init__(**kwargs)
         self.towers = tuple(towers)
-        self.micro_batch_size = micro_batch_size
-        self.activation_bytes = activation_bytes
         self.loader_batches_per_step = loader_batches_per_step
         self.offload = offload
-        self.prefetch = prefetch
-        self.rows = tuple(rows)
-        self.whole = tuple(whole)
-        self.leave_out = tuple(leave_out)
-        self.replay_tolerance = replay_tolerance
+        self.micro_batch_size = config.micro_batch_size
+        self._config = config
         self._cache: GradientCache | None = None
         self._micro_batch_sizes: dict[str, int] = {}
 
@@ -99,17 +91,9 @@ class ServesTowers(ForLightning, _Strategy):
         super().setup(trainer)
         if fitting:
             _warn_of_batch_norm(self._find_towers())  # the precision plugin may replace modules
-            self._cache = GradientCache(
-                micro_batch_size=self.micro_batch_size,
-                activation_bytes=self.activation_bytes,
-                device=self.root_device,
-                prefetch=self.prefetch,
-                rows=self.rows,
-                whole=self.whole,
-                leave_out=self.leave_out,
-                replay_tolerance=self.replay_tolerance,
-                context=self.precision_plugin.train_step_context,
-            )
+            context = self.precision_plugin.train_step_context
+            config = replace(self._config, device=self.root_device, context=context)
+            self._cache = GradientCache(**vars(config))
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
             # A checkpoint may have been loaded before there was a cache.
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})

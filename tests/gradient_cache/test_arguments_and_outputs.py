@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.gradient_cache._call.arguments import Arguments, is_named, rows_of
-from lightning_mp.gradient_cache._call.structures import open_structure
+from lightning_mp.gradient_cache._served.arguments import Arguments, is_named, open_tree, rows_of
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 
@@ -69,12 +68,12 @@ Pair = namedtuple("Pair", ["x", "y"])
 )
 def test_structures_come_back_with_other_leaves_and_stay_as_they_were(value: Any) -> None:
     before = repr(value)
-    structure = open_structure(value)
+    structure = open_tree(value)
     same = structure.rebuild([leaf.value for leaf in structure.leaves])
     assert same == value
     assert type(same) is type(value)
     other = structure.rebuild(["other"] * len(structure.leaves))
-    assert {leaf.value for leaf in open_structure(other).leaves} == {"other"}
+    assert {leaf.value for leaf in open_tree(other).leaves} == {"other"}
     assert repr(value) == before
     if isinstance(value, Encoding):
         assert other.note == "kept"
@@ -82,7 +81,7 @@ def test_structures_come_back_with_other_leaves_and_stay_as_they_were(value: Any
 
 def test_paths_name_leaves() -> None:
     value = {"batch": Encoding({"pixels": 1}), "images": [2, 3], "out": Frozen(4)}
-    paths = [leaf.path for leaf in open_structure(value).leaves]
+    paths = [leaf.path for leaf in open_tree(value).leaves]
     assert paths == ["batch.pixels", "images[0]", "images[1]", "out.x", "out.y"]
     for name in ("batch", "pixels", "batch.pixels"):
         assert is_named("batch.pixels", [name])

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import GradientCache
-from lightning_mp.gradient_cache._call import auto_size, micro_batches
-from lightning_mp.gradient_cache._call.call import Call
+from lightning_mp.gradient_cache._served import auto_size, micro_batches
 from tests.fake_memory import SmallCuda
 from tests.processes import run_ranks
 
@@ -166,10 +165,18 @@ def test_budget_on_cuda_is_kept_by_what_was_measured(small_gpu: Any) -> None:
         assert gpu.times_full == 0
 
 
+class Part:
+    """As a module that `fully_shard` was called for."""
+
+    def set_requires_gradient_sync(self, is_on: bool, recurse: bool) -> None:
+        pass
+
+
 def test_sharded_tower_on_cuda_takes_what_is_free_in_step_with_other_ranks(
     small_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Call, "is_sharded", True)
+    home = "lightning_mp.gradient_cache.gradient_cache"
+    monkeypatch.setattr(f"{home}.sharded_modules", lambda module: [Part()])
     row = LAYERS * WIDTH * 4
     # Half of what is free counts, since a probe may take twice as much as its share.
     with small_gpu(2 * (BESIDE + 60 * row)) as gpu:

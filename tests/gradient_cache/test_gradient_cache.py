@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.gradient_cache._call.micro_batches import MicroBatches
+from lightning_mp.gradient_cache._served.micro_batches import MicroBatches
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")

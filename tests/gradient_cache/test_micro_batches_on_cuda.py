@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.gradient_cache._call import micro_batches
-from lightning_mp.gradient_cache._call.micro_batches import MicroBatches
+from lightning_mp.gradient_cache._served import micro_batches
+from lightning_mp.gradient_cache._served.micro_batches import MicroBatches
 from tests.fake_cuda import FakeCuda, RaceError
 from tests.fake_streams import FakeStream
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.gradient_cache._call.verification import Sketch, rounding_noise
+from lightning_mp.gradient_cache._served.outputs import Sketch, rounding_noise
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")

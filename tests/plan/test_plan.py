@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from examples.glyph_clip.model import GlyphCLIP
 from lightning_mp import InfCLStrategy
 from lightning_mp.cli import main
-from lightning_mp.gradient_cache._call.towers import find_tower
+from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan import paper
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.command import pairs_of

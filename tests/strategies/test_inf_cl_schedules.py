@@ -156,3 +156,29 @@ def test_what_is_frozen_and_thawed_trains_as_in_one_process(
         assert relative_error(end, expected[schedule]) < 1e-9, schedule
         for other in others:
             assert torch.equal(end, other[schedule]), f"{schedule}: ranks differ"
+
+
+class Normalised(TinyCLIP):
+    """Notes a running average before the towers of each step move it."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.visual = nn.Sequential(nn.BatchNorm1d(12), self.visual)
+        self.means: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.means.append(self.visual[0].running_mean.clone())
+        return super().training_step(batch, batch_idx)
+
+
+def _normalise(rank: int) -> Tensor:
+    model = Normalised()
+    trainer = make_trainer(InfCLStrategy(micro_batch_size=4), devices=2, max_epochs=1)
+    trainer.fit(model, loader(48, 8))
+    return torch.stack(model.means)
+
+
+def test_buffers_of_rank_0_are_sent_before_every_forward() -> None:
+    first, second = run_ranks(_normalise, 2)
+    assert torch.equal(first, second)
+    assert len(first.unique(dim=0)) == len(first) == 3

@@ -2,11 +2,12 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lightning_mp._arguments import nearest, refuse_values
-from lightning_mp.gradient_cache._call.arguments import is_named
+from lightning_mp.gradient_cache._served.arguments import is_named
+from lightning_mp.gradient_cache._served.config import CacheConfig
 
 __all__ = ["DeclaredNames"]
 
@@ -16,15 +17,17 @@ class DeclaredNames:
 
     Args:
         owner: Whose arguments the names are.
-        names: The names declared for each argument, such as `{"whole": ["prompt"]}`.
+        config: Which has the names.
     """
 
-    def __init__(self, owner: object, names: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, owner: object, config: CacheConfig) -> None:
         self.owner = owner
         self.agree: Callable[[list[bool]], list[bool]] = list
         """Returns which facts hold on any rank, so that ranks raise together."""
-        self._declared = [(role, name) for role, each in names.items() for name in each]
-        self._is_open = bool(self._declared)
+        roles = {"rows": config.rows, "whole": config.whole, "leave_out": config.leave_out}
+        self._declared = [(role, name) for role, names in roles.items() for name in names]
+        self.is_open = bool(self._declared)
+        """Whether there is a name that may match nothing."""
         self._called: set[str] = set()
         # In the order of the calls, for messages.
         self._arguments: dict[str, None] = {}
@@ -38,8 +41,6 @@ class DeclaredNames:
         outputs: Iterable[str],
     ) -> None:
         """Note the paths of what a tower takes and returns."""
-        if not self._is_open:
-            return
         self._called.add(tower)
         # Also what this call leaves at its default: a later one may pass it.
         with contextlib.suppress(TypeError, ValueError):  # a function of C has no signature
@@ -53,7 +54,7 @@ class DeclaredNames:
         Raises:
             ValueError: A name matches no argument, or for `leave_out` no output, of any tower.
         """
-        if not self._is_open:
+        if not self.is_open:
             return
         found = [
             any(is_named(path, [name]) for path in self._paths(role))
@@ -62,7 +63,7 @@ class DeclaredNames:
         facts = self.agree([*found, *(tower in self._called for tower in towers)])
         if not all(facts[len(found) :]) or not self._called:
             return
-        self._is_open = False
+        self.is_open = False
         missing = [
             each for each, is_found in zip(self._declared, facts, strict=False) if not is_found
         ]
@@ -81,7 +82,7 @@ class DeclaredNames:
 
     def close(self) -> None:
         """Check no more, as where ranks may end a run at different places."""
-        self._is_open = False
+        self.is_open = False
 
     def _paths(self, role: str) -> dict[str, None]:
         return self._outputs if role == "leave_out" else self._arguments

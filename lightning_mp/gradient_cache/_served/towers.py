@@ -3,6 +3,7 @@
 import copy
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Tower", "find_tower"]
+__all__ = ["Tower", "find_tower", "sharded_modules"]
 
 Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`handler(tower, original, args, kwargs)` answers a call in the tower's place."""
@@ -31,7 +32,13 @@ class Tower:
     def __init__(self, name: str, module: nn.Module, method: str | None) -> None:
         self.name = name
         self.module = module
+        self.sharded = sharded_modules(module)
+        """The parts of it that `fully_shard` was called for."""
         self._method = method
+        self.signature_of: Callable[..., Any] = (
+            module.forward if method is None else getattr(module, method)
+        )
+        """Whose parameters name the arguments of a call."""
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -57,11 +64,6 @@ class Tower:
                 attributes.pop(name, None)
             else:
                 attributes[name] = before
-
-    @property
-    def signature_of(self) -> Callable[..., Any]:
-        """Whose parameters name the arguments of a call."""
-        return self.module.forward if self._method is None else getattr(self.module, self._method)
 
     def _original(self, before: Any) -> Callable[..., Any]:
         if before is not None:
@@ -142,3 +144,11 @@ def _tower_names(model: nn.Module) -> Iterable[str]:
             for name, value in vars(cls).items():
                 if callable(value) and not name.startswith("_") and name != "forward":
                     yield f"{prefix}{name}"
+
+
+def sharded_modules(module: nn.Module | None) -> list[Any]:
+    """Return the modules that `fully_shard` was called for; nothing is imported to find none."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if module is None or fsdp is None:
+        return []
+    return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]

@@ -6,7 +6,6 @@ can turn into the gradient of a shard: replays are full backwards after that of 
 reduction until the last.
 """
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,15 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["agree_on_parts", "own_parameters", "set_reduction", "sharded_modules"]
+from lightning_mp.gradient_cache._served.towers import sharded_modules
 
-
-def sharded_modules(module: nn.Module | None) -> list[Any]:
-    """Return the modules that `fully_shard` was called for; nothing is imported to find none."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if module is None or fsdp is None:
-        return []
-    return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+__all__ = ["agree_on_parts", "own_parameters", "set_reduction"]
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:

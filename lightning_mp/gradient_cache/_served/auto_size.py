@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from lightning_mp.gradient_cache._call.call import Call
+    from lightning_mp.gradient_cache._served.call import Call
 
 __all__ = ["CPU_BYTES", "find_micro_batch_size"]
 
@@ -53,14 +53,14 @@ def find_micro_batch_size(
         RuntimeError: On some rank there is no memory for the least number of rows.
     """
     is_cuda = call.device.type == "cuda"
-    if activation_bytes is None and is_cuda and not call.is_sharded:
+    if activation_bytes is None and is_cuda and not call.sharded:
         # The allocator itself says what fits, fragmentation and workspaces included.
         rows = _by_doubling(call, trained)
     elif activation_bytes is None and is_cuda:
         rows = _by_budget(call, _free_bytes(call.device) - _reserve(call, trained))
     else:
         # The sums of gradients are there whatever the rows are.
-        gradients = sum(_bytes(x) for x in call.trained)
+        gradients = sum(_bytes(x) for x in call.trained.parameters)
         rows = _by_budget(call, (activation_bytes or CPU_BYTES) + gradients)
     # Ranks raise together, or those with memory would wait for those without.
     least = _least_of_ranks(rows, call.device)
@@ -91,14 +91,14 @@ def _by_doubling(call: "Call", trained: Iterable[Tensor]) -> int:
 def _by_budget(call: "Call", limit: int) -> int:
     """Return how many rows stay within a limit; a probe may take twice as much."""
     most, device = call.batch_size, call.device
-    if call.is_sharded:  # in step, as layers are gathered from all ranks
+    if call.sharded:  # in step, as layers are gathered from all ranks
         most = _least_of_ranks(most, device)
     # Where the first probe is too large, the chord starts at no rows and no bytes.
     before, rows = (0, 0), min(_FIRST_ROWS, most)
     while True:
         peak = _peak_bytes(call, rows)
         fits = peak <= limit
-        if call.is_sharded:
+        if call.sharded:
             # A rank that stopped alone would leave the others waiting in their next probe.
             fits = bool(_least_of_ranks(fits, device))
         if not fits or rows == most:

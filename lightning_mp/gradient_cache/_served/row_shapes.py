@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_mp.gradient_cache._call.outputs import Outputs
+from lightning_mp.gradient_cache._served.outputs import Outputs
 
 __all__ = ["check_row_shapes"]
 

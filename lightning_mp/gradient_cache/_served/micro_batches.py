@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mp.numerics.replay_state import version_of
-
 __all__ = ["MicroBatches", "WrittenError"]
 
 
@@ -38,6 +36,7 @@ class MicroBatches:
     Args:
         leaves: The leaves of the argument tree.
         is_cut: Which of them are cut; all others go to each micro-batch as they are.
+        with_grad: Indices of those that get gradients.
         batch_size: Rows of what is cut.
         device: Where the function runs; `None` leaves everything where it is.
         prefetch: Micro-batches to copy ahead.
@@ -52,12 +51,14 @@ class MicroBatches:
         batch_size: int,
         device: torch.device | None,
         prefetch: int,
+        with_grad: Sequence[int] = (),
     ) -> None:
         self.batch_size = batch_size
         self._slices = [slice(0, batch_size)]
         self._device = device
         self._prefetch = prefetch
         self._is_cut = is_cut
+        self._with_grad = with_grad
         # What all micro-batches share is copied once, not with each of them.
         self._leaves = [
             leaf.to(device) if isinstance(leaf, Tensor) and device and not is_cut else leaf
@@ -113,6 +114,16 @@ class MicroBatches:
             self._suspects = written
             self._kept.update({(i, rows.start): before[i] for i in written})
 
+    def for_grad(self, leaves: list[Any]) -> list[Tensor]:
+        """Make what gets gradients a graph's own in a micro-batch; return where they arrive."""
+        inputs = []
+        for index in self._with_grad:
+            # A leaf of its own: the gradient of a micro-batch ends here, and not in the caller.
+            inputs.append(leaves[index].detach().requires_grad_())
+            # No leaf, as the caller's is no leaf: the tower may write to it in place.
+            leaves[index] = inputs[-1].clone()
+        return inputs
+
     def samples(self, rows: int) -> list[list[Any]]:
         """Return copies of the first rows: as many as an iteration has on the device at a time."""
         # Copies, as a function may write to its rows, and a probe must leave no trace.
@@ -139,7 +150,11 @@ class MicroBatches:
         ]
 
     def _count_writes(self) -> list[int]:
-        return [version_of(x) if isinstance(x, Tensor) else 0 for x in self._leaves]
+        # As by `version_of`: torch counts no writes to tensors of inference mode.
+        return [
+            leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+            for leaf in self._leaves
+        ]
 
     def _copies_ahead(self) -> bool:
         is_cuda = self._device is not None and self._device.type == "cuda"

@@ -1,0 +1,76 @@
+"""The arguments of a gradient cache, declared once for `GradientCache` and the strategies."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Concatenate, Literal, ParamSpec, overload
+
+import torch
+
+__all__ = ["CHECKS", "CacheConfig", "takes_config"]
+
+_Parameters = ParamSpec("_Parameters")
+
+CHECKS = {
+    "micro_batch_size activation_bytes": "[1, inf)",
+    "prefetch": "[0, inf)",
+    "replay_tolerance": "[0, inf]",
+}
+"""What the arguments must be beside their annotations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The arguments of a cache; `GradientCache` says what they do."""
+
+    micro_batch_size: int | Literal["auto"]
+    activation_bytes: int | None = None
+    device: torch.device | str | None = None
+    prefetch: int = 2
+    rows: Sequence[str] = ()
+    whole: Sequence[str] = ()
+    leave_out: Sequence[str] = ()
+    replay_tolerance: float | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+# Type checkers know the arguments of a constructor that takes no others.
+@overload
+def takes_config(
+    kind: Callable[_Parameters, CacheConfig],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Parameters], None]]: ...
+@overload
+def takes_config(
+    kind: type[CacheConfig], *, without: Collection[str], **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]: ...
+def takes_config(kind: Any, *, without: Collection[str] = (), **defaults: Any) -> Any:
+    """Let a constructor take the arguments of a config, by name, and get it as `config`.
+
+    Args:
+        kind: `CacheConfig`.
+        without: Arguments that are not taken.
+        defaults: Those of arguments that have another default than the config's.
+    """
+
+    def decorate(init: Callable[..., None]) -> Any:
+        own = dict(inspect.signature(init).parameters)
+        del own["config"]
+        config = {n: p for n, p in inspect.signature(kind).parameters.items() if n not in without}
+        for name, default in defaults.items():
+            config[name] = config[name].replace(default=default)
+        more = [own.pop(n) for n, p in list(own.items()) if p.kind is p.VAR_KEYWORD]
+
+        @functools.wraps(init)
+        def taking(self: Any, **kwargs: Any) -> None:
+            given = {name: kwargs.pop(name) for name in config if name in kwargs}
+            init(self, config=CacheConfig(**{**defaults, **given}), **kwargs)
+
+        parameters = [*own.values(), *config.values(), *more]
+        # What `inspect.signature` and `typing.get_type_hints` read, and LightningCLI by them.
+        taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        taking.__annotations__ = {p.name: p.annotation for p in parameters[1:]}
+        return taking
+
+    return decorate
