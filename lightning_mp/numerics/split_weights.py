@@ -7,15 +7,22 @@ residuals.
     w = \mathrm{half}(m), \quad r = \mathrm{half}((m - w) / u), \quad m \approx w + u \, r
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "join_weight",
+    "join_weights",
     "residual_unit",
     "round_stochastically",
     "split_weight",
+    "split_weights",
 ]
+
+_SMALL = 2**16  # elements; of fewer, an operation takes the host longer than the device
 
 # The bits of an fp32 significand that a half format lacks.
 _LOST_BITS = {torch.float16: 13, torch.bfloat16: 16}
@@ -61,6 +68,41 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
     plain = weight.float()
     both = plain + residual.float() * residual_unit(weight.dtype)
     return torch.where(both.to(weight.dtype) == weight, both, plain)
+
+
+def split_weights(masters: Sequence[Tensor], half: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """Split several tensors, small ones at once: the same bits as one by one."""
+    return _together(lambda flat: split_weight(flat, half), list(zip(masters, strict=True)))
+
+
+def join_weights(weights: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
+    """Join several tensors, small ones at once: the same bits as one by one."""
+    rows = list(zip(weights, residuals, strict=True))
+    return [value for (value,) in _together(lambda *flat: (join_weight(*flat),), rows)]
+
+
+def _together(
+    function: Callable[..., tuple[Tensor, ...]], rows: Sequence[tuple[Tensor, ...]]
+) -> list[tuple[Tensor, ...]]:
+    """Apply an elementwise function to the tensors of each row, to those of small rows at once."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        is_small = row[0].numel() <= _SMALL and all(
+            type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in row
+        )
+        groups[(row[0].device, row[0].dtype) if is_small else index].append(index)
+    results: dict[int, tuple[Tensor, ...]] = {}
+    for members in groups.values():
+        if len(members) == 1:
+            results[members[0]] = function(*rows[members[0]])
+            continue
+        columns = zip(*(rows[index] for index in members), strict=True)
+        flat = [torch.cat([each.reshape(-1) for each in column]) for column in columns]
+        sizes = [rows[index][0].numel() for index in members]
+        parts = [output.split(sizes) for output in function(*flat)]
+        for index, values in zip(members, zip(*parts, strict=True), strict=True):
+            results[index] = tuple(value.view(rows[index][0].shape) for value in values)
+    return [results[index] for index in range(len(rows))]
 
 
 def round_stochastically(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.numerics.floats import state_dtype
-from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weight
+from lightning_mp.numerics.split_weights import join_weight, round_stochastically, split_weights
 from lightning_mp.numerics.tensor_stats import local_shard
 
 __all__ = [
@@ -232,7 +232,7 @@ def round_weights(
         if weights is not params:
             _commit(params, weights, skip)
     elif residuals:
-        split = [split_weight(weight, half) for weight in weights]
+        split = split_weights(weights, half)
         _commit(params, [weight for weight, _ in split], skip)
         _commit(residuals, [rest for _, rest in split], skip)
     elif way == "stochastic":

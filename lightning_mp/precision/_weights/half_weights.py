@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.numerics.split_weights import join_weight, split_weight
+from lightning_mp.numerics.split_weights import join_weight, join_weights, split_weight
 from lightning_mp.optim._adamw.foreach import mix_seed, round_weights
 from lightning_mp.optim.fp32_states import widen_state
 from lightning_mp.optim.safe_adamw import SafeAdamW
@@ -78,6 +78,8 @@ class HalfWeights:
 
     def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
         entry = self._ledger.open(parameter)
+        if entry.beside is not None and entry.beside.device == parameter.device:
+            return cast("Tensor", entry.beside)
         with torch.inference_mode(False):
             if entry.beside is None and parameter.requires_grad and self.write_back == "kahan":
                 entry.beside = torch.zeros_like(parameter, requires_grad=False)
@@ -315,14 +317,20 @@ class HalfWeights:
     @torch.no_grad()
     def _round(self, optimizer: Optimizer) -> None:
         """Round the stand-ins of an optimizer into their weights and residuals."""
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, residual, value
         for index, stand_in in enumerate(parameters_of(optimizer)):
             parameter = self._stand_ins.get(stand_in)
-            if parameter is not None:
-                residual = self._residual_of(parameter)
-                residuals = [] if residual is None else [residual]
+            if parameter is None:
+                continue
+            residual, value = self._residual_of(parameter), stand_in.detach()
+            if residual is not None:
+                kept.append((parameter, residual, value))
+            else:
                 seed = mix_seed(self.writes, index)
-                values = [stand_in.detach()]
-                round_weights([parameter], residuals, values, self.write_back, seed)
+                round_weights([parameter], [], [value], self.write_back, seed)
+        if kept:
+            weights, residuals, values = map(list, zip(*kept, strict=True))
+            round_weights(weights, residuals, values, self.write_back, 0)
         self.writes += self.write_back == "stochastic"
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -333,11 +341,16 @@ class HalfWeights:
             self._swap_in(optimizer)
 
     def _swap_in(self, optimizer: Optimizer) -> None:
+        halves = {p: self._residual_of(p) for p in parameters_of(optimizer) if p in self._ledger}
+        pairs = {p.detach(): rest for p, rest in halves.items() if rest is not None}
+        joined = iter(join_weights(list(pairs), list(pairs.values())))
+        # In the order of the parameters, as `read` would make them one by one.
+        values = {p: p.float() if rest is None else next(joined) for p, rest in halves.items()}
         for group in optimizer.param_groups:
             parameters = group["params"]
             for index, parameter in enumerate(parameters):
-                if parameter in self._ledger:
-                    stand_in = self.read(parameter).requires_grad_()
+                if parameter in values:
+                    stand_in = values[parameter].detach().requires_grad_()
                     self._stand_ins[stand_in] = parameter
                     parameters[index] = stand_in
                     _move_state(optimizer, parameter, stand_in)
