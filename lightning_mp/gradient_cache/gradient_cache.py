@@ -63,6 +63,8 @@ class GradientCache:
             cannot tell: `lengths`, `batch.lengths`, `extra[0]`.
         whole: Names of arguments that all rows share, such as a prompt as long as the batch.
         leave_out: Names of outputs to return as `None`, such as `last_hidden_state`.
+        means: Names of outputs that are one number: a mean over rows, such as an auxiliary loss, or
+            the same for all, such as a scale. Micro-batches count by their rows.
         replay_tolerance: The relative difference of a replay's outputs that is allowed. `None`:
             rounding of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and tf32, 6% in bf16. `inf`: any.
         context: Makes the context of every replay, such as a precision plugin's forward context.
@@ -114,8 +116,8 @@ class GradientCache:
                 where those have different first dimensions.
 
         Raises:
-            ValueError: The model has no such tower, or a name in `rows`, `whole` or `leave_out`
-                has matched nothing once all towers were called.
+            ValueError: The model has no such tower, or a declared name has matched nothing
+                once all towers were called.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # towers are named as the user knows them
@@ -197,7 +199,7 @@ class GradientCache:
 
         Raises:
             RuntimeError: A replay gave other outputs than its call.
-            ValueError: A name in `rows`, `whole` or `leave_out` has matched nothing.
+            ValueError: A declared name has matched nothing.
         """
         self._judge(self._differences.drain())
         self.declared.check()

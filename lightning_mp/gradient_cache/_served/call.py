@@ -94,7 +94,7 @@ class Call:
             if torch.is_grad_enabled() and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
-        self.outputs = Outputs(tower, arguments, config.leave_out)
+        self.outputs = Outputs(tower, arguments, config.leave_out, config.means)
         check_no_tangents(tower, tensors)
         device = None if config.device is None else torch.device(config.device)
         self._batches = MicroBatches(
@@ -189,7 +189,7 @@ class Call:
             )
         self._versions = {key: version_of(leaf) for key, leaf in self.trained.leaves.items()}
         # Held by the graph alone from here on, so that they go when the loss lets them go.
-        tensors, self.outputs.tensors = self.outputs.tensors, []
+        tensors = self.outputs.finished()
         self._bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         return tensors
 
@@ -229,7 +229,7 @@ class Call:
                     if cotangent is not None and tensor.requires_grad:
                         differences.append(sketch.difference(tensor))
                         roots.append(tensor)
-                        grads.append(cotangent[rows])
+                        grads.append(self.outputs.share(cotangent, rows))
                 del args, kwargs, returned
                 if not roots:
                     continue

@@ -32,6 +32,7 @@ class CacheConfig:
     rows: Sequence[str] = ()
     whole: Sequence[str] = ()
     leave_out: Sequence[str] = ()
+    means: Sequence[str] = ()
     replay_tolerance: float | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 

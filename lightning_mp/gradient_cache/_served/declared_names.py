@@ -1,4 +1,4 @@
-"""Names in `rows`, `whole` and `leave_out` that match nothing: misspelt, they change the loss."""
+"""Names of arguments and outputs that match nothing: misspelt, they change the loss."""
 
 import contextlib
 import inspect
@@ -10,6 +10,9 @@ from lightning_mp.gradient_cache._served.arguments import is_named
 from lightning_mp.gradient_cache._served.config import CacheConfig
 
 __all__ = ["DeclaredNames"]
+
+
+_OF_OUTPUTS = ("leave_out", "means")
 
 
 class DeclaredNames:
@@ -24,7 +27,7 @@ class DeclaredNames:
         self.owner = owner
         self.agree: Callable[[list[bool]], list[bool]] = list
         """Returns which facts hold on any rank, so that ranks raise together."""
-        roles = {"rows": config.rows, "whole": config.whole, "leave_out": config.leave_out}
+        roles = {name: getattr(config, name) for name in ("rows", "whole", *_OF_OUTPUTS)}
         self._declared = [(role, name) for role, names in roles.items() for name in names]
         self.is_open = bool(self._declared)
         """Whether there is a name that may match nothing."""
@@ -52,7 +55,7 @@ class DeclaredNames:
         """Refuse names that match nothing, once some towers have been called; then never again.
 
         Raises:
-            ValueError: A name matches no argument, or for `leave_out` no output, of any tower.
+            ValueError: A name matches no argument, or of outputs none, of any tower.
         """
         if not self.is_open:
             return
@@ -72,7 +75,7 @@ class DeclaredNames:
         role, name = missing[0]
         known = list(self._paths(role))
         near = nearest(name, known)
-        what = "output" if role == "leave_out" else "argument"
+        what = "output" if role in _OF_OUTPUTS else "argument"
         refuse_values(
             self.owner,
             f"No {what} of a tower that was called is named {name!r}. "
@@ -85,4 +88,4 @@ class DeclaredNames:
         self.is_open = False
 
     def _paths(self, role: str) -> dict[str, None]:
-        return self._outputs if role == "leave_out" else self._arguments
+        return self._outputs if role in _OF_OUTPUTS else self._arguments

@@ -26,15 +26,28 @@ class Outputs:
 
     Tensors must have one row for each row of the micro-batch; so may lists without tensors. All
     else must be the same in every micro-batch.
+
+    Args:
+        tower: The name, for messages.
+        arguments: Of the call.
+        leave_out: Names of outputs that are not kept.
+        means: Names of outputs that are one number, a mean over rows.
     """
 
-    def __init__(self, tower: str, arguments: Arguments, leave_out: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tower: str,
+        arguments: Arguments,
+        leave_out: Collection[str] = (),
+        means: Collection[str] = (),
+    ) -> None:
         self._tower = tower
         self._arguments = arguments
-        self._leave_out = leave_out
+        self._leave_out, self._means = leave_out, means
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
         self._wholes: list[Any] = []
+        self._dtypes: list[torch.dtype] = []
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self.needs_grad: list[bool] = []
@@ -61,7 +74,10 @@ class Outputs:
                 "and mappings of them. Return the features themselves."
             )
         for leaf in kept:
-            if leaf.value.ndim == 0 or len(leaf.value) != count:
+            if self._means and is_named(leaf.path, self._means):
+                if leaf.value.ndim or not leaf.value.is_floating_point():
+                    self._refuse(leaf.path, leaf.value, "one number, as of a mean, was expected")
+            elif leaf.value.ndim == 0 or len(leaf.value) != count:
                 self._refuse(leaf.path, leaf.value, f"{count} rows were expected")
         tensors = [leaf.value for leaf in kept]
         check_no_tangents(self._tower, tensors)
@@ -81,15 +97,30 @@ class Outputs:
             )
         # Copied at once: CUDA graphs write the next micro-batch over this one's outputs.
         for index, (output, tensor) in enumerate(zip(self.tensors, opened.tensors, strict=True)):
+            self.needs_grad[index] |= tensor.requires_grad
+            if tensor.ndim == 0:
+                output.add_(self.share(tensor.to(output.dtype), rows))
+                continue
             # `copy_` would spread one value over a row without a word.
             if tensor.shape[1:] != output.shape[1:]:
                 expected = f"{list(output[rows].shape)} was expected"
                 self._refuse(self.names[index], tensor, expected)
             output[rows].copy_(tensor)
-            self.needs_grad[index] |= tensor.requires_grad
         for index, leaf in enumerate(opened.leaves):
             if not isinstance(leaf.value, Tensor):  # else it is copied, or left out
                 self._merge(index, leaf, rows)
+
+    def share(self, value: Tensor, rows: slice) -> Tensor:
+        """Return the part of a value for the whole batch, or of its cotangent, that rows have."""
+        if value.ndim:
+            return value[rows]
+        # Of a mean over rows, by their number.
+        return value.mul((rows.stop - rows.start) / self._arguments.batch_size)
+
+    def finished(self) -> list[Tensor]:
+        """Hand over the tensors for the whole batch, in the dtypes of the tower."""
+        tensors, self.tensors = self.tensors, []
+        return [x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
 
     def sketches(self, opened: "Opened") -> "list[Sketch]":
         """Return what the outputs of a replay are compared with; nothing where there is none."""
@@ -114,7 +145,13 @@ class Outputs:
         batch_size = self._arguments.batch_size
         self.names = opened.names
         # For all rows at once: to join micro-batches in the end would hold them twice.
-        self.tensors = [x.new_empty(batch_size, *x.shape[1:]) for x in opened.tensors]
+        self.tensors = [
+            x.new_empty(batch_size, *x.shape[1:])
+            if x.ndim
+            else x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+            for x in opened.tensors
+        ]
+        self._dtypes = [x.dtype for x in opened.tensors]
         self.needs_grad = [False] * len(self.tensors)
         # Only types and names are needed, not the tensors of this micro-batch.
         values = [leaf.value for leaf in opened.leaves]
@@ -166,7 +203,8 @@ class Outputs:
             "for each row of its batch and the same shape in every micro-batch. Of its arguments, "
             f"{self._arguments}. If that is wrong, declare it by name with `rows=[...]` or "
             "`whole=[...]`; else compute losses, scales and pairwise scores outside of towers, and "
-            "pad sequences to a fixed length."
+            "pad sequences to a fixed length. One number that is a mean over rows, or the same for "
+            "all, is declared with `means=[...]`."
         )
 
     def refuse_scores(self, path: str, two: list[int], three: list[int]) -> NoReturn:
@@ -218,7 +256,8 @@ class Sketch:
 
     def __init__(self, output: Tensor) -> None:
         with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-            rows = output.detach().flatten(1) if output.ndim > 1 else output.detach()[:, None]
+            one = output.detach().reshape(-1, 1)
+            rows = output.detach().flatten(1) if output.ndim > 1 else one
             rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
             # The square of an fp16 value of 256 is no fp16 number.
             values_mF = rows.to(torch.promote_types(rows.dtype, torch.float32))

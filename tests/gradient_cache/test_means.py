@@ -1,0 +1,89 @@
+"""Outputs that are one number, a mean over rows: those of the whole batch, with its gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import GradientCache
+
+BATCH, WIDTH = 10, 5
+
+
+class Gated(nn.Module):
+    """Returns features, the mean entropy of a gate, and a scale, as MoE and open_clip's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        shares = self.gate(x).softmax(1)
+        entropy = -(shares * shares.log()).sum(1).mean()
+        return {"features": self.linear(x), "aux": {"loss": entropy}, "scale": self.scale.exp()}
+
+
+def _loss(out: dict[str, Any]) -> Tensor:
+    x = nn.functional.normalize(out["features"], dim=1)
+    return (out["scale"] * x @ x.T).logsumexp(1).mean() + 0.3 * out["aux"]["loss"] ** 2
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 10, "auto"])
+def test_means_and_their_gradients_are_those_of_the_whole_batch(rows: Any) -> None:
+    tower = Gated().double()
+    x = torch.randn(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    plain = tower(x)
+    inputs = [x, *tower.parameters()]
+    expected = torch.autograd.grad(_loss(plain), inputs)
+    cache = GradientCache(micro_batch_size=rows, means=["aux", "scale"], activation_bytes=2**11)
+    out = cache.call(tower, x)
+    for value, wanted in (
+        (out["aux"]["loss"], plain["aux"]["loss"]),
+        (out["scale"], plain["scale"]),
+    ):
+        assert (value.shape, value.dtype) == ((), torch.float64)
+        assert value.detach().item() == pytest.approx(wanted.detach().item(), rel=1e-14)
+    for value, wanted in zip(torch.autograd.grad(_loss(out), inputs), expected, strict=True):
+        # float64 sums of ten terms in another order.
+        assert torch.allclose(value, wanted, rtol=1e-12, atol=1e-15)
+    cache.check()
+
+
+def test_sums_of_half_means_are_rounded_once() -> None:
+    tower, x = Gated().bfloat16(), torch.randn(1024, WIDTH, dtype=torch.bfloat16)
+    parts = [tower(part)["aux"]["loss"].double() for part in x.split(4)]
+    out = GradientCache(micro_batch_size=4, means=["loss", "scale"]).call(tower, x)
+    assert out["aux"]["loss"].dtype == torch.bfloat16
+    mean = torch.stack(parts).mean().item()
+    assert out["aux"]["loss"].detach().item() == pytest.approx(
+        mean, rel=2**-8
+    )  # 256 roundings: 2**-2
+
+
+def test_replay_that_gives_another_mean_is_an_error() -> None:
+    tower = Gated()
+    cache = GradientCache(micro_batch_size=5, means=["aux", "scale"])
+    out = cache.call(tower, torch.randn(BATCH, WIDTH))
+    tower.gate.bias.data[0] += 1.0  # which autograd does not see
+    with pytest.raises(RuntimeError, match="gave other outputs when it was replayed"):
+        out["aux"]["loss"].backward()
+
+
+@pytest.mark.parametrize(
+    ("means", "message"),
+    [
+        ([], r"`aux.loss` of shape \[\] .* declared with `means=\[...\]`"),
+        (["aux", "scale", "features"], r"`features` of shape \[5, 5\] .* one number, as of a mean"),
+        (["aux", "scale", "los"], r"`GradientCache\(means=\['los'\]\)`"),
+    ],
+)
+def test_numbers_that_are_not_declared_and_names_that_are_none_are_refused(
+    means: list[str], message: str
+) -> None:
+    model, cache = nn.Module(), GradientCache(micro_batch_size=5, means=means)
+    model.tower = Gated()
+    with pytest.raises(ValueError, match=message), cache.serving(model, ["tower"]):
+        model.tower(torch.randn(BATCH, WIDTH))

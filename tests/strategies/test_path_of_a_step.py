@@ -1,0 +1,61 @@
+"""The files that a batch passes through the strategy's step are those that the docs list."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+import lightning_mp
+from lightning_mp import InfCLStrategy
+from tests.strategies.models import TinyCLIP, loader, make_trainer
+
+ROOT = Path(__file__).parents[2]
+# What a loss does is another story.
+OTHERS = ("contrastive/", "_sums/", "_operator", "_tiles/", "_exchange/")
+
+
+class Traces(pl.Callback):
+    """Notes in which files the third step runs, and how often it goes from one to another."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.moves, self.last = 0, ""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            sys.setprofile(self._see)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _see(self, frame: Any, event: str, _: Any) -> None:
+        path = os.path.realpath(frame.f_code.co_filename)
+        home = str(ROOT / "strategies"), str(ROOT / "lightning_mp")
+        if event not in ("call", "return") or not path.startswith(home):
+            return
+        name = os.path.relpath(path, ROOT).removeprefix("lightning_mp/")
+        # Comprehensions and lambdas stand where they are read.
+        if name.startswith(OTHERS) or frame.f_code.co_name.startswith("<"):
+            return
+        if name != self.last:
+            self.moves += bool(self.last)
+            self.last = name
+            if name not in self.files:
+                self.files.append(name)
+
+
+def test_a_step_passes_the_files_of_the_docs_with_few_moves() -> None:
+    assert Path(lightning_mp.__file__).parents[1] == ROOT
+    traces = Traces()
+    strategy = InfCLStrategy(micro_batch_size=4)
+    trainer = make_trainer(strategy, max_steps=3, callbacks=[traces])
+    trainer.fit(TinyCLIP(dropout=0.0), loader(48, 12))
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    listed = re.findall(r"^\| `((?:strategies|gradient_cache|numerics)/\S+\.py)` \|", page, re.M)
+    assert set(traces.files) == set(listed)
+    assert len(listed) <= 10
+    # Two towers, three micro-batches each, run and replayed: five files each time.
+    assert traces.moves <= 150
