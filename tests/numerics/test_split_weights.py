@@ -6,9 +6,11 @@ from torch import Tensor
 
 from lightning_mp.numerics.split_weights import (
     join_weight,
+    join_weights,
     residual_unit,
     round_stochastically,
     split_weight,
+    split_weights,
 )
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -209,3 +211,19 @@ def test_rounding_takes_any_shape_and_stride(half: torch.dtype) -> None:
     assert ((found.double() - m.double()).abs() <= m.double().abs() * torch.finfo(half).eps).all()
     assert round_stochastically(m[0, 0], half).shape == ()
     assert round_stochastically(m[:0], half).shape == (0, 5)
+
+
+@half_dtypes
+def test_several_tensors_at_once_get_the_bits_of_each_alone(half: torch.dtype) -> None:
+    # Small, without elements, of no dimension, not contiguous, and too large to be joined with any.
+    shapes = [(3, 5), (0,), (), (7,), (300, 300), (2, 3, 4)]
+    masters = [torch.randn(shape) * 10.0 ** (index - 3) for index, shape in enumerate(shapes)]
+    masters += [torch.randn(4, 6).t(), torch.tensor([torch.inf, torch.nan, 1e6])]
+    together = split_weights(masters, half)
+    alone = [split_weight(master, half) for master in masters]
+    joined = join_weights([w for w, _ in together], [rest for _, rest in together])
+    for found, expected, value in zip(together, alone, joined, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+        assert torch.equal(value.view(torch.int32), join_weight(*expected).view(torch.int32))

@@ -211,7 +211,8 @@ class ScaledPrecision(Precision, ForLightning):
     ) -> None:
         if self._parameters is None:  # by now `on_fit_start` has added what it adds
             self._parameters = list(model.parameters())
-        with self._recompute_context(), self._unscaled.arriving(self._parameters):
+        # Outside of the function mode, which would look at each `p.grad` that is read.
+        with self._unscaled.arriving(self._parameters), self._recompute_context():
             self._in_backward = True
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
