@@ -119,6 +119,12 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
                 "record. Leave `static_graph` out; they are all-reduced once a step all the same."
             )
             refuse_values(self, reason, static_graph=True)
+        if arguments.get("mixed_precision") is not None:
+            reason = (
+                "DDP's reducer turns the gradients of its mixed precision into those of the "
+                "parameters, and it is not used here. Pass `Trainer(plugins=BalancedAMP())`."
+            )
+            refuse_values(self, reason, mixed_precision=arguments["mixed_precision"])
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

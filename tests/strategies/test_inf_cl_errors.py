@@ -80,6 +80,7 @@ def test_inf_cl_unknown_tower_lists_near_names(name: str, hint: str) -> None:
         ({"prefetch": -1}, "prefetch=-1"),
         ({"offload": "disk"}, "offload='disk'"),
         ({"static_graph": True}, "static_graph"),
+        ({"mixed_precision": object()}, r"mixed_precision=.*plugins=BalancedAMP\(\)"),
     ],
 )
 def test_inf_cl_bad_arguments_raise(kwargs: dict[str, Any], message: str) -> None:
