@@ -36,53 +36,35 @@ _CALL = tuple(PairArguments.__annotations__)
 class MatryoshkaLoss(nn.Module):
     r"""Weighted sum of a contrastive loss over prefixes of the features, exact over all ranks.
 
-    As sentence-transformers' `MatryoshkaLoss`: features whose first 64 numbers are trained to do
-    alone can be cut to 64, a twelfth of an index of 768.
+    Features whose first 64 numbers are trained to do alone can be cut to 64, a twelfth of an index
+    of 768. Texts travel between ranks once at full width, and one workspace serves all widths.
 
     .. math::
         L = \sum_k w_k \, L_{\mathrm{loss}}\left(
             \frac{\mathrm{image}_{:d_k}}{\|\mathrm{image}_{:d_k}\|},
             \frac{\mathrm{text}_{:d_k}}{\|\mathrm{text}_{:d_k}\|}\right)
 
-    It is a sum, not a mean: with three widths of weight 1, gradients are about three times as
-    large.
-
-    **Work**: called once for each width, a loss would bring the texts of all ranks K times and hold
-    K workspaces until the backward. Here texts travel once at full width, gradients go home once,
-    and one workspace serves all. Products are those of the widths' sum: `2 b^2 \sum_k d_k` FLOPs a
-    unit, 1.42 times those of 768 alone for 768, 256 and 64. That holds for
-    `ContrastiveLoss` called with `ids` or no options; another loss, or one with `weights`,
-    `positives`, `negatives`, `false_negatives`, label smoothing or several positives, is called
-    once for each width.
-
-    Products are not nested, the logits of a width being those of the one before plus the product of
-    a slice. That would take the products of the largest width alone, but hold a tile of every one;
-    on a GPU a product that goes on after its exponentials leaves room in registers for small tiles
-    only.
-
-    **Precision** is that of the loss. Normalised prefixes are rounded to the features' dtype, as by
-    torch's `normalize`.
+    With three widths of weight 1, gradients are about three times as large. A loss with `weights`,
+    `positives`, `negatives`, `false_negatives`, label smoothing or several positives, and a sigmoid
+    loss, are called once for each width.
 
     Args:
         loss: The loss of each prefix, or `SigmoidContrastiveLoss`; `None` is `ContrastiveLoss()`.
         widths: Prefixes, in numbers; the full width is one of them if it is named.
         weights: What each of them counts; `None` is 1 each.
-        normalize: Bring prefixes to norm 1, as is done where they are used. Without it, logits of
-            short prefixes are smaller.
+        normalize: Bring prefixes to norm 1, rounded to the features' dtype.
 
     Shapes:
         image_features: (b, D). text_features: (n, D), D at least the largest width.
-        Returns a scalar in fp32 (float64 for float64).
+        Returns a scalar in fp32, float64 for float64.
 
     Raises:
-        ValueError: For widths that are not positive integers, weights that do not fit them, or a
-            `loss` that is not one of these losses; for features that cannot be used, or are
-            narrower than a width, on all ranks at once.
+        ValueError: For widths, weights or a `loss` that cannot be used; for features that cannot,
+            or are narrower than a width, on all ranks at once.
         TypeError: For arguments that a call does not take; there are no `statistics`.
 
-    References:
-        - Matryoshka representation learning, https://arxiv.org/abs/2205.13147
-        - sentence-transformers, https://sbert.net, `MatryoshkaLoss`
+    References: Matryoshka representation learning, arXiv:2205.13147; sentence-transformers'
+    `MatryoshkaLoss`, https://sbert.net.
 
     Example::
 

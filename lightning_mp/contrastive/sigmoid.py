@@ -21,55 +21,36 @@ __all__ = ["SigmoidContrastiveLoss"]
     },
 )
 class SigmoidContrastiveLoss(ContrastiveLoss):
-    r"""Sigmoid (SigLIP) loss of all pairs, exact over all ranks and without a b x b matrix.
+    r"""Sigmoid (SigLIP) loss of all pairs over all ranks, exact and without a b x b matrix.
 
-    `SigLipLoss` is its form for code of open_clip, whose own sends texts around the ranks too, but
-    holds a b x b matrix of logits, of their sigmoids and of their cotangents for each: 12.9 GB at
-    b = 32,768 in fp32. Here loss and gradients are worked out tile by tile in one sweep, in memory
-    that grows with b.
+    open_clip's `SigLipLoss` holds a b x b matrix of logits, of sigmoids and of cotangents: 12.9 GB
+    at b = 32,768 in fp32. This loss works out value and gradients tile by tile in one sweep.
 
     .. math::
         L = \frac{1}{B} \sum_{ij} \mathrm{softplus}(-z_{ij} S_{ij}), \qquad
         S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T + \mathrm{logit\_bias},
 
-    where `z_ij` is 1 for a pair and -1 for all others.
-
-    **Normalisation**: the sum over all `B^2` pairs is divided by the global batch size B. open_clip
-    returns on each rank the part of the rank's own images, divided by the rank's own batch size b;
-    the mean of that over ranks is L where all ranks have the same b. So a model trained under DDP
-    gets the same gradients from both. This loss returns L itself, on every rank, and stays exact
-    where batch sizes differ.
-
-    **Work**: one sweep over the tiles of S, three matrix products of `2 b^2 D` FLOPs. Gradients are
-    worked out in the forward, where a backward can follow; they wait for it as two (b, D) matrices
-    in fp32, beside the features. The bias gets its exact gradient.
-
-    **Precision**, **backends**, **several ranks**, **duplicates**, **statistics**, **more texts
-    than images** and the arguments are those of `ContrastiveLoss`. Logits are rounded as fp32
-    (float64 for float64 features); the Triton tiles keep `sigmoid(S_ij)` in `tile_dtype` between
-    its two products. The pairs of the batch stay outside the sweep in fp32 and float64.
+    where `z_ij` is 1 for a pair and -1 for all others, and B is the global batch size. open_clip
+    returns the part of a rank's own images divided by its own b; the mean over ranks is L.
 
     Args:
-        process_group: As in `ContrastiveLoss`, like all up to `exchange`.
+        process_group: As in `ContrastiveLoss`, like all that follow.
         workspace_bytes: Memory for tiles, in bytes.
         backend: Code that multiplies tiles.
         tile_dtype: What Triton tiles multiply.
-        autotune: Time the Triton tile shapes.
-        exchange: How the texts of other ranks come.
+        autotune: Time the shapes of Triton tiles.
+        exchange: How texts of other ranks travel.
 
     Shapes:
-        image_features: (b, D), which the caller normalises where that is wanted.
-        text_features: (n, D) with n >= b. ids: (n,), those of the texts.
-        logit_scale, logit_bias: one value; SigLIP starts at 10 and -10. Without a bias of about
-            minus the logarithm of B, the B - 1 negatives of each row drown its pair. Returns a
-            scalar in fp32 (float64 for float64).
+        image_features: (b, D), normalised by the caller. text_features: (n, D) with n >= b.
+        ids: (n,), those of the texts. logit_scale, logit_bias: one value; SigLIP starts at 10 and
+        -10, as a bias near minus the logarithm of B keeps the negatives from drowning the pair.
+        Returns a scalar in fp32, float64 for float64.
 
     Raises:
         ValueError: For arguments or features that cannot be used, on all ranks at once.
 
-    References:
-        - SigLIP, https://arxiv.org/abs/2303.15343
-        - open_clip, https://github.com/mlfoundations/open_clip, `SigLipLoss`
+    References: SigLIP, arXiv:2303.15343; open_clip, https://github.com/mlfoundations/open_clip.
 
     Example::
 

@@ -29,80 +29,45 @@ _DIRECTIONS = ("image_to_text", "text_to_image")
 
 @explains_arguments(checks={"top_k": TOP_K, "workspace_bytes": "[1, inf)"})
 class ContrastiveRecall(Metric):
-    r"""Measures how well images find their texts and texts their images, in O(N) memory.
+    r"""Recall and ranks of images' texts and texts' images, exact over all ranks, in O(N) memory.
 
-    The dense way ranks an N x M similarity matrix: 40,000 images and 200,000 texts need 32 GB of
-    it in fp32. Here a tile of it exists at a time. It also refuses two flattering answers: with
-    strict comparison a collapsed model (all features equal) reports recall@1 = 1.0, and with
-    similarities that are NaN, which compare as False, so does a diverged one. Both get 0 here.
-
-    With the score :math:`s_{qc}`, the cosine (or dot product) of query and candidate,
+    The dense way ranks an N x M similarity matrix: 32 GB in fp32 for 40,000 images and 200,000
+    texts. This metric holds one tile. A collapsed model, to which strict comparison gives a
+    recall@1 of 1.0, and a diverged one get 0. With the score :math:`s_{qc}`, cosine or dot
+    product, and its rounding :math:`\tau = (2 + \sqrt D / 2)\,\epsilon`,
 
     .. math::
-        b_q = \max_{c \in \text{matches}(q)} (s_{qc} - \tau_{qc}), \qquad
-        \text{rank}_q = 1 + |\{c \notin \text{matches}(q) : \lnot (s_{qc} + \tau_{qc} < b_q)\}|
+        b_q = \max_{c \in \text{matches}(q)} (s_{qc} - \tau), \qquad
+        \text{rank}_q = 1 + |\{c \notin \text{matches}(q) : \lnot (s_{qc} + \tau < b_q)\}|
 
-    * **Ties count against the model**: the rank is the worst that an order among equals can give,
-      so it needs no luck and no random numbers. Scores are equal if rounding cannot tell them
-      apart, :math:`\tau_{qc} = (2 + \sqrt D / 2)\,\epsilon` (for the dot product times both
-      norms): a cosine gap below 3.2e-6 at D = 512 in fp32. So duplicates tie on any device and
-      with any tile size, in whatever order their products are summed.
-    * **Other matches are no rivals**: with five texts an image, the best of the five is ranked
-      among the texts of other images.
-    * **A query without a match** is left out of the averages (`*_queries` counts the rest) and
-      stays a candidate: distractors are allowed. The first such `compute()` warns how many. If no
-      query at all has a match, the ids are wrong and it raises.
-    * **Repeats**: to give W ranks as much, `DistributedSampler` repeats up to W - 1 samples. Each
-      would be a query twice and a rival twice, which moves recall by up to W / N. With keys in
-      addition to the ids, what was seen before is left out. Without keys a repeat cannot be
-      told, and counts.
-    * **Non-finite features never help**: a NaN or inf row is ahead of every match when it is a
-      candidate. A query with no finite score to any match gets rank M + 1 and is a hit at no k.
-
-    Features are kept as given, on every rank; `compute()` gathers them and multiplies in fp32
-    (float64 for float64), also under autocast. `torch.set_float32_matmul_precision` is respected.
+    Ties count against the model, other matches are no rivals, a query without a match is left out.
+    docs/metrics/recall.md explains ids, keys and repeats.
 
     Args:
         top_k: The k of each recall@k, positive.
         normalize: True scores by cosine similarity, False by dot product.
         value: Name of the one value that `compute()` returns instead of all, such as
-            `"image_to_text_recall@1"`: for `self.log(name, metric)` and `MetricTracker`, which take
-            no dict. `higher_is_better` is then known.
-        workspace_bytes: Bound on what the tiles of `compute()` take besides the gathered features
-            and one rank a query, in bytes; the default is 64 MiB. It changes no result.
+            `"image_to_text_recall@1"`, for `self.log(name, metric)` and `MetricTracker`.
+        workspace_bytes: Memory for tiles of `compute()`, in bytes; 64 MiB. It changes no result.
         **kwargs: Passed to `torchmetrics.Metric`.
 
     Shapes:
-        * image_features: (n, D), text_features: (m, D), floating point of one dtype.
-        * image_ids: (n,), text_ids: (m,), integers; equal ids match. They name items of the whole
-          data set, not of a batch or rank. Without ids n = m, and row i belongs to row i.
-        * image_keys: (n,), text_keys: (m,), integers from 0, each another image or text of the data
-          set, such as its index; each is optional, and needs ids.
-        * Returns a dict of float32 scalars, `{image_to_text,text_to_image}_` followed by
-          `recall@k` for each k, `median_rank`, `mean_rank` (both count from 1) and `queries`.
+        image_features: (n, D). text_features: (m, D). image_ids: (n,), text_ids: (m,), integers
+        of the whole data set; equal ids match, and without ids row i belongs to row i.
+        image_keys: (n,), text_keys: (m,), an index of each item, by which repeats are left out.
+        Returns a dict of scalars, `{image_to_text,text_to_image}_{recall@k,median_rank,mean_rank}`.
 
     Raises:
-        ValueError: On arguments it does not accept (the state stays as it was), on ranks that
-            disagree in width, dtype or use of ids, and if no query has a match.
+        ValueError: On arguments it does not accept, on ranks that disagree, and without any match.
         RuntimeError: If `compute()` finds no images or no texts on any rank.
 
-    References:
-        * Radford et al., CLIP: arXiv:2103.00020; Karpathy and Fei-Fei, recall@k with several
-          texts an image: arXiv:1412.2306.
-        * Higham and Mary, rounding grows like the root of D: doi:10.1137/18M1226312.
+    References: CLIP, arXiv:2103.00020; recall@k, arXiv:1412.2306; rounding, doi:10.1137/18M1226312.
 
     Example:
-        >>> import torch
-        >>> from lightning_mp.metrics import ContrastiveRecall
         >>> recall = ContrastiveRecall(top_k=(1,))
         >>> recall.update(torch.eye(4), torch.eye(4)[[0, 1, 3, 2]])
         >>> float(recall.compute()["image_to_text_recall@1"])
         0.5
-
-        In a LightningModule: `self.recall.update(image, text)` in `validation_step`, then
-        `self.log_dict(self.recall.compute())` and `self.recall.reset()` in
-        `on_validation_epoch_end`. With `value=...`, `self.log("recall", self.recall)` after the
-        update does all that.
     """
 
     is_differentiable = False

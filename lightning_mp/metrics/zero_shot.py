@@ -30,55 +30,39 @@ __all__ = ["ZeroShotAccuracy"]
     }
 )
 class ZeroShotAccuracy(Metric):
-    r"""Measures how often an image's class is among the k nearest, classes being given by prompts.
+    r"""Accuracy of zero-shot classification: an image's class among the k nearest, by prompts.
 
-    The measure of CLIP's tables, and of Table 3 of the Inf-CL paper (74.9% on ImageNet for ViT-L/14
-    at a batch of 64k): no head is trained; a class is the mean of what the text tower makes of its
-    prompts ("a photo of a {}.", 80 of them for ImageNet), and an image belongs to the nearest.
+    The measure of CLIP's tables and of Table 3 of the Inf-CL paper (74.9% on ImageNet, ViT-L/14 at
+    a batch of 64k): a class is the mean of its prompts' text features, and no head is trained.
 
     .. math::
         w_c = \frac{m_c}{\|m_c\|}, \quad m_c = \frac{1}{P_c} \sum_p \frac{t_{cp}}{\|t_{cp}\|},
         \qquad s_{ic} = \left\langle \frac{x_i}{\|x_i\|}, w_c \right\rangle
 
-    and image i with class y counts for k if fewer than k other classes have
-    :math:`\lnot (s_{ic} < s_{iy})`.
-
-    * **Ties count against the model**, scores that rounding cannot tell apart included, as in
-      `ContrastiveRecall`: a collapsed model gets 0, where `topk` gives it the first classes.
-    * **Non-finite features never help**: such an image counts for no k, such a class is ahead of
-      all others.
-    * **Prompts are for one epoch**: `reset()` forgets them, as the text tower goes on training.
-    * **Repeats**: `DistributedSampler` shows up to W - 1 images twice to give W ranks as much; with
-      keys they are left out, without they count twice.
-
-    Kept are 20 bytes an image and the classes, not features. Scores are taken in fp32 (float64 for
-    float64), also under autocast.
+    Image i with class y counts for k if fewer than k other classes have
+    :math:`\lnot (s_{ic} < s_{iy})`: ties and non-finite features count against the model. `reset()`
+    forgets prompts. docs/metrics/zero-shot.md explains keys, which leave repeats out.
 
     Args:
         num_classes: C.
         top_k: The k of each accuracy, positive.
-        value: Name of the one value that `compute()` returns instead of all, such as `"top1"`: for
-            `self.log(name, metric)` and `MetricTracker`, which take no dict.
-        workspace_bytes: Bound on the scores that exist at a time, in bytes; the default is 64 MiB.
+        value: Name of the one value that `compute()` returns instead of all, such as `"top1"`, for
+            `self.log(name, metric)` and `MetricTracker`.
+        workspace_bytes: Memory for scores, in bytes; 64 MiB.
         **kwargs: Passed to `torchmetrics.Metric`.
 
     Shapes:
-        * update_prompts: text_features (p, D), class_ids (p,) from 0 to C - 1. Call it before the
-          images of an epoch, as often as needed, on every rank with the prompts of all classes.
-        * update: image_features (n, D), target (n,), and keys (n,), another integer from 0 for each
-          image of the data set, or none.
-        * Returns a dict of float32 scalars: `top{k}` for each k, and `images`.
+        update_prompts: text_features (p, D), class_ids (p,) from 0 to C - 1, on every rank before
+        the images of an epoch. update: image_features (n, D), target (n,), keys (n,) or `None`.
+        Returns a dict of float32 scalars: `top{k}` for each k, and `images`.
 
     Raises:
         ValueError: On arguments it does not accept, and in `compute()` on targets out of range.
         RuntimeError: If images come before every class has a prompt, or `compute()` before images.
 
-    References:
-        * Radford et al., CLIP, section 3.1.4: arXiv:2103.00020. Inf-CL: arXiv:2410.17243.
+    References: CLIP, section 3.1.4, arXiv:2103.00020; Inf-CL, arXiv:2410.17243.
 
     Example:
-        >>> import torch
-        >>> from lightning_mp import ZeroShotAccuracy
         >>> accuracy = ZeroShotAccuracy(num_classes=3, top_k=(1, 2))
         >>> accuracy.update_prompts(torch.eye(3), torch.arange(3))
         >>> accuracy.update(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.6, 0.8]]), torch.tensor([1, 1]))

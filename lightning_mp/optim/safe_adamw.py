@@ -36,76 +36,42 @@ _MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 class SafeAdamW(Optimizer):
     r"""AdamW that is safe on half weights: fp32 states, fp32 math, and no update is lost.
 
-    `torch.optim.AdamW` keeps its states in the dtype of its weights. In fp16 its epsilon of 1e-8 is
-    0, so that one zero gradient gives NaN at the first step, and gradients below 5.5e-3 give inf.
-    Here states and math are in fp32 for fp16 and bf16 weights (float64 for float64 weights), and
-    each half weight has a residual of its own dtype that takes what rounding leaves: together
-    they carry 22 bits in fp16. A half parameter takes 12 bytes with its states, against 16
-    with an fp32 master weight. In fp32 it is `torch.optim.AdamW` to rounding.
+    torch's AdamW keeps its states in the dtype of its weights: in fp16 its epsilon of 1e-8 is 0,
+    and one zero gradient gives NaN at the first step. Here a residual of each half weight takes
+    what rounding leaves: 22 bits in fp16, 12 bytes a parameter for 16 with an fp32 master weight.
 
     .. math::
         w \leftarrow (1 - \mathrm{lr} \, \lambda) \, w
-        - \mathrm{lr}_t \, \hat m / (\sqrt{\hat v} + \epsilon)
+        - \mathrm{lr}_t \, \hat m / (\sqrt{\hat v} + \epsilon), \quad
+        \mathrm{lr}_t = \mathrm{lr} / \max(1, \mathrm{RMS}_t / c)
 
-    A run of zero gradients starves :math:`v`: at betas of 0.9 and 0.999, the old gradient moves
-    its weight by 3.09 learning rates after 10,000 zeros, instead of 0.1. `clip_update_rms=1.0`
-    bounds that, as StableAdamW and Adafactor do, tensor by tensor:
-
-    .. math::
-        \mathrm{lr}_t = \mathrm{lr} / \max(1, \mathrm{RMS}_t / c), \quad
-        \mathrm{RMS}_t = \sqrt{\mathrm{mean}(g^2 / \max(\hat v, \epsilon^2))}
-
-    At 1.0 the step after 10,000 zeros is 0.1 learning rates again, and at 3.0 it is 0.3. Neither is
-    the default. The RMS of healthy training scatters around 1, so that 1.0 takes part in most steps
-    and a character GPT ends higher at the same learning rate; 3.0 acts in fewer steps, and it ends
-    about where `torch.optim.AdamW` does. But either is no longer torch's AdamW, the fused kernel
-    reads gradients and second moments twice for it, and sharded tensors take a collective
-    each, and no `fused=True`. Pass 3.0 where gradients may stay zero for thousands of steps.
-
-    `step` reads nothing back from the device: step counts are tensors on the device of their
-    parameter, and a skip is decided there. It follows the protocol of `torch.amp.GradScaler`, which
-    hands it `grad_scale` and `found_inf`: on a skip no parameter, state or step count moves. The
-    gradients may be in fp16, but `GradScaler.unscale_` refuses those: let `step` unscale them.
+    with :math:`\mathrm{RMS}_t = \sqrt{\mathrm{mean}(g^2 / \max(\hat v, \epsilon^2))}` and c of
+    `clip_update_rms`. `step` never waits for the device and follows the protocol of `GradScaler`.
+    docs/optim/safe-adamw.md explains the bound, rounding and speed.
 
     Args:
         params: Parameters or groups of them, in fp16, bf16, fp32 or float64.
         lr: The learning rate: a number, or a tensor of one element.
         betas: Decay of the first and second moment, each in [0, 1).
-        eps: Added outside of the root, after bias correction. In fp32, whatever the weights.
+        eps: Added outside of the root, after bias correction, in fp32.
         weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight.
-        clip_update_rms: Bound on the RMS of gradient over root of second moment in each tensor;
-            1.0 is StableAdamW's, 3.0 leaves healthy steps alone, `None` is no bound. The second
-            moment is bias-corrected. It scales the update alone, and leaves the weight decay. For
-            sharded tensors (DTensor) the RMS is that of the whole tensor; FSDP 1 flattens tensors,
-            and so clips per shard.
-        rule: "adam", or "atan2" for :math:`1.27 \, \mathrm{atan2}(\hat m, \sqrt{\hat v})`, which
-            needs no epsilon, does not depend on the gradients' scale and never passes 2.
-        write_back: What half weights do with the bits that they lack. "kahan" keeps them in
-            `state[p]["residual"]`; "nearest" drops them, and updates below half a step with them;
-            "stochastic" rounds at random, alike on all ranks and after a resumption. Under
-            `PureFP16` its `write_back` takes the place of this one.
+        clip_update_rms: c, for each tensor; 1.0 is StableAdamW's, `None` is no bound.
+        rule: "adam", or "atan2" for :math:`1.27 \, \mathrm{atan2}(\hat m, \sqrt{\hat v})`.
+        write_back: Bits that half weights lack: "kahan" keeps them in `state[p]["residual"]`,
+            "nearest" drops them, "stochastic" rounds at random, alike on all ranks.
         amsgrad: Not supported; here for the signature of torch.
         maximize: Step along the gradients.
-        foreach: `True` steps all tensors at once, `False` one by one, with fp32 temporaries of only
-            one tensor. `None` steps at once on CUDA. The results are the same, except for the
-            noise of "stochastic".
-        fused: One multi-tensor Triton kernel. `None` takes it where all parameters of a group are
-            on CUDA, Triton can be imported and `foreach` was not asked for. float64 parameters are
-            stepped without it. On the CPU it runs only interpreted, for tests.
-        capturable: Declares that `step` may be captured in a CUDA graph. It changes nothing here:
-            step counts always live on the device.
+        foreach: `True` steps all tensors at once, `False` one by one, `None` at once on CUDA.
+        fused: One multi-tensor Triton kernel; `None` takes it on CUDA where Triton runs.
+        capturable: Without effect: `step` can always be captured in a CUDA graph.
         differentiable: Not supported; here for the signature of torch.
 
     Raises:
         ValueError: For an argument out of its range.
         RuntimeError: At `step`, for sparse gradients.
 
-    References:
-        AdamW: https://arxiv.org/abs/1711.05101
-        Update clipping: https://arxiv.org/abs/1804.04235, https://arxiv.org/abs/2304.13013
-        Adam-atan2: https://arxiv.org/abs/2407.05872; a = 1.27 and b = 1 are the constants of
-        https://github.com/lucidrains/adam-atan2-pytorch
-        NaN in fp16 training: https://github.com/Lightning-AI/pytorch-lightning/issues/20619
+    References: AdamW, arXiv:1711.05101; update clipping, arXiv:1804.04235, arXiv:2304.13013;
+        Adam-atan2, arXiv:2407.05872, https://github.com/lucidrains/adam-atan2-pytorch.
     """
 
     # Set by `torch.amp.GradScaler.step` around `step`.

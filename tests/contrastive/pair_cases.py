@@ -159,7 +159,7 @@ class Case:
         positive_b = similarities[torch.arange(self.b), self.own]
         margin = self.setup["margin"]
         is_absolute = self.setup["false_negatives"] == "absolute"
-        limit_b = positive_b - margin if is_absolute else positive_b * (1 - margin)
+        limit_b = positive_b - margin if is_absolute else positive_b - positive_b.abs() * margin
         limit_n = torch.full((self.n,), torch.inf, dtype=torch.float64)
         limit_n[self.own] = limit_b
         # No tie that fp32 may see another way: 12 products of 1 at most are off by 12 2^-24.

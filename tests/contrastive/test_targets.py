@@ -105,6 +105,21 @@ def test_text_as_near_as_the_positive_is_no_negative() -> None:
     assert ContrastiveLoss()(image, image, 100.0).item() == pytest.approx(math.log(2) / 3, rel=1e-5)
 
 
+def test_relative_limit_of_a_negative_similarity_lies_below_it() -> None:
+    image = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    # The positive's similarity is -0.5, and its negative's -0.52: within a tenth of its magnitude.
+    text = torch.tensor([[-0.5, 0.8], [-0.52, 0.9]])
+    call = (image, text, 3.0)
+    options: dict[str, Any] = {"false_negatives": "relative", "directions": "image_to_text"}
+    left_out = ContrastiveLoss(margin=0.1, **options)(*call)
+    kept = ContrastiveLoss(margin=0.01, **options)(*call)
+    # The negative of the second row, of 0.8 for 0.9, is kept with either margin.
+    rows = 3.0 * image.double() @ text.double().T
+    terms = [rows[0].logsumexp(0) - rows[0, 0], rows[1].logsumexp(0) - rows[1, 1]]
+    assert kept.item() == pytest.approx(float(terms[0] + terms[1]) / 2, rel=1e-6)
+    assert left_out.item() == pytest.approx(float(terms[1]) / 2, rel=1e-6)
+
+
 def copies_of_positives(dtype: torch.dtype) -> list[Tensor]:
     """Features of 60 pairs of which every text stands twice, and the mask of their copies."""
     generator = torch.Generator().manual_seed(3)

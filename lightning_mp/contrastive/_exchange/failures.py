@@ -24,7 +24,7 @@ def told_by(owner: str, error: RuntimeError) -> CollectiveError | None:
     if isinstance(error, torch.OutOfMemoryError) or not name.startswith(_ROOMS):
         return None
     return CollectiveError(
-        f"A collective of `{owner}` failed on rank {dist.get_rank()}: {error} Another rank has "
+        f"A collective of `{owner}` failed on rank {dist.get_rank()}: {error}. Another rank has "
         "probably stopped before: look at the other ranks' logs first, for the earliest error. "
         "All ranks of the group must call the loss equally often."
     )

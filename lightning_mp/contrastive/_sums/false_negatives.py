@@ -37,7 +37,8 @@ def limits_of(request: Request, tiles: TileBackend) -> Limits:
     if request.false_negatives == "absolute":
         limit_b = limit_b - request.margin
     else:
-        limit_b = limit_b * (1 - request.margin)
+        # Of its magnitude: the limit of a negative similarity is below it too.
+        limit_b = limit_b - limit_b.abs() * request.margin
     # The constant is that of maxima, which no limit is compared with.
     rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
