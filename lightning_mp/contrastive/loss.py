@@ -61,7 +61,8 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         process_group: Ranks that share the batch; `None` is the default group, if there is one.
-        workspace_bytes: Memory for tiles, in bytes. `None`: 32 MiB, on CUDA 512 or 544 MiB.
+        workspace_bytes: Memory for tiles. `None`: 32 MiB; on CUDA 544 MiB for Triton's tiles,
+            512 MiB for torch's.
         backend: What multiplies tiles: `"torch"` everywhere, `"triton"` from compute capability 8.0
             on, `"auto"` Triton where it runs.
         tile_dtype: What Triton tiles multiply. `"auto"`: 16-bit features as they are, fp32 as
@@ -73,7 +74,7 @@ class ContrastiveLoss(nn.Module):
         label_smoothing: Part of each target, 0 to 1, spread evenly over the sum.
         false_negatives: Leave out negatives more similar than the positive less `margin`
             (`"absolute"`) or less `margin` of its magnitude (`"relative"`), as GISTEmbed does.
-        margin: See `false_negatives`.
+        margin: See there.
 
     Shapes:
         image_features: (b, D), normalised. text_features: (n, D), n >= b. logit_scale,
@@ -84,9 +85,8 @@ class ContrastiveLoss(nn.Module):
 
     References: CLIP, arXiv:2103.00020; Inf-CL, arXiv:2410.17243; GISTEmbed, arXiv:2402.16829.
 
-    Example::
-
-        loss = ContrastiveLoss()(image_features, text_features, self.logit_scale.exp())
+    Example:
+        `loss = ContrastiveLoss()(image_features, text_features, self.logit_scale.exp())`
     """
 
     _is_softmax = True
