@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mp.numerics.async_readback import send
+
 __all__ = ["average_gradients", "sparse_weights"]
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's own default
@@ -48,8 +50,8 @@ def average_gradients(
     if not trained:
         return
     # Whether any rank has a gradient: a zero is not what `None` is, as weight decay follows it.
-    is_there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-    is_there = is_there.to(trained[0].device, non_blocking=True)
+    on_host = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+    is_there = send(on_host, trained[0].device)
     asked = dist.all_reduce(is_there, dist.ReduceOp.MAX, group=group, async_op=True)
     buckets = list(_cut([p for p in trained if id(p) not in sparse], bucket_bytes))
     missing: dict[int, Tensor] = {}

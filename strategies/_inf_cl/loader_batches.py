@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mp._argument_values import shown
 from lightning_mp.gradient_cache._served.arguments import Tree, open_tree, rows_of
 
 __all__ = ["gather_batches"]
@@ -182,14 +183,28 @@ class _Batch:
             return type(values[0])(x for value in values for x in value)
         if all(isinstance(value, np.ndarray) and value.ndim for value in values):
             return np.concatenate(values)
-        same = [bool(torch.as_tensor(value == values[0]).all()) for value in values[1:]]
-        if not all(same):
+        other = next((value for value in values if not _is_same(value, values[0])), None)
+        if other is not None:
             raise ValueError(
-                f"Gathered `{self._paths[index]}`, which differs between loader "
-                f"batches: {values[0]!r} and {values[same.index(False) + 1]!r}. Only tensors, "
-                "arrays and lists with one thing a row are put together. Return one value a row."
+                f"Gathered `{self._paths[index]}`, which differs between loader batches: "
+                f"{_described(values[0])} and {_described(other)}, for {self._rows} rows. Only "
+                "tensors, arrays and lists with one thing a row are put together. Return one "
+                "value a row; with several texts an image, pass `loader_batches_per_step=1` and "
+                "let the loader make the whole batch."
             )
         return values[0]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    return bool(torch.as_tensor(one == other).all())
+
+
+def _described(value: Any) -> str:
+    # A message holds no values of a data set.
+    shape = getattr(value, "shape", ())
+    return f"{value.dtype} of shape {list(shape)}" if len(shape) else shown(value)
 
 
 def _open(batch: Any) -> Tree:

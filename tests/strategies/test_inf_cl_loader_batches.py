@@ -270,3 +270,14 @@ def test_row_numbers_under_another_name_are_warned_of_and_joined() -> None:
     few = [(torch.ones(2, 2), torch.arange(2))] * 2  # as labels are by chance
     (whole,) = gather_batches(few, 2, pin=False)
     assert whole[1].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("texts", [(9, 8), (8, 8)])
+def test_several_texts_an_image_are_refused_in_a_sentence_without_their_values(texts: Any) -> None:
+    batches = [{"image": torch.ones(4, 2), "text": torch.rand(n, 3)} for n in texts]
+    shapes = rf"float32 of shape \[{texts[0]}, 3\] and torch.float32 of shape \[{texts[1]}, 3\]"
+    with pytest.raises(
+        ValueError, match=rf"`text`, .*{shapes}, for 4 rows.*several texts"
+    ) as error:
+        list(gather_batches(batches, 2, pin=False))
+    assert "tensor(" not in str(error.value)
