@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
-from lightning_mp.strategies._inf_cl.averaging import average_gradients, sparse_weights
+from lightning_mp.strategies._inf_cl.averaging import GradientAverage, sparse_weights
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLStrategy"]
@@ -82,6 +82,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         # Under DDPStrategy's own, DDP's forward would prepare to reduce before towers are replayed.
         self._forward_redirection = _NoSyncForwardRedirection()
+        self._average = GradientAverage()
         super().setup(trainer)
 
     @override
@@ -102,8 +103,8 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             model.require_forward_param_sync = True  # the next forward sends rank 0's buffers
             hook = model._comm_hooks[-1] if model._comm_hooks else None
             if self.world_size > 1 or hook is not None:
-                average_gradients(
-                    list(model.parameters()),
+                self._average.over_ranks(
+                    dict(model.module.named_parameters()),
                     group=model.process_group,
                     hook=hook,
                     bucket_bytes=model.bucket_bytes_cap,
@@ -141,7 +142,7 @@ class _NoSyncForwardRedirection(_ForwardRedirection):
     """Runs `training_step` through DDP's forward without preparing DDP to reduce.
 
     DDP's reducer averages what trained when it was made, and takes gradients of micro-batches for
-    whole ones; `average_gradients` averages what trains now, once gradients are complete.
+    whole ones; `GradientAverage` averages what trains now, once gradients are complete.
     """
 
     @override

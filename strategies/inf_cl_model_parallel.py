@@ -20,7 +20,7 @@ from lightning_mp.gradient_cache._served.sharding import own_parameters
 from lightning_mp.gradient_cache._served.towers import sharded_modules
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.model_parallel import ModelParallelBalancedAMP
-from lightning_mp.strategies._inf_cl.averaging import average_gradients
+from lightning_mp.strategies._inf_cl.averaging import GradientAverage
 from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLModelParallelStrategy"]
@@ -87,8 +87,10 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
                 "`configure_model`, or pass `InfCLStrategy`, which is DDP."
             )
         # Frozen ones too: a callback may let them train later on, and they start as rank 0's.
-        self._own = own_parameters(module)
-        for parameter in self._own:
+        own = {id(parameter) for parameter in own_parameters(module)}
+        self._own = {name: p for name, p in module.named_parameters() if id(p) in own}
+        self._average = GradientAverage()
+        for parameter in self._own.values():
             dist.broadcast(parameter.detach(), 0)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_clipping(trainer)
@@ -103,7 +105,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         # backward.
         cache.finish(reduce=self._reduces)
         if self._reduces and self.world_size > 1:
-            average_gradients(self._own)
+            self._average.over_ranks(self._own)
         self._reshard()
         return closure_loss
 
@@ -157,9 +159,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
             name
             for name, parameter in trainer.lightning_module.named_parameters()
             # A single number, such as a logit scale, passes torch's norm beside shards.
-            if parameter.numel() > 1
-            and parameter.requires_grad
-            and any(parameter is own for own in self._own)
+            if parameter.numel() > 1 and parameter.requires_grad and name in self._own
         ]
         if trainer.gradient_clip_val and not by_value and large:
             raise MisconfigurationException(

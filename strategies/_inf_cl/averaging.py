@@ -7,7 +7,7 @@ ranks; the gradients travel in flat buckets, as DDP's do, and through its commun
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mp.numerics.async_readback import send
 
-__all__ = ["average_gradients", "sparse_weights"]
+__all__ = ["GradientAverage", "sparse_weights"]
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's own default
 _IN_FLIGHT = 2  # buckets: one is filled while another travels
@@ -24,35 +24,81 @@ _IN_FLIGHT = 2  # buckets: one is filled while another travels
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
+class GradientAverage:
+    """Averages gradients over all ranks, in place; remembers what trained the last time."""
+
+    def __init__(self) -> None:
+        self._trained: list[str] | None = None
+
+    def over_ranks(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        group: dist.ProcessGroup | None = None,
+        hook: tuple[Hook, Any] | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        sparse: Collection[int] = (),
+    ) -> None:
+        """Average the gradients of the parameters that require them.
+
+        A rank without a gradient takes part with zeros, and gets the average if any rank has one.
+
+        Args:
+            parameters: By name, in the same order on all ranks.
+            group: The ranks; `None`: all of them.
+            hook: DDP's communication hook with its state, which averages in place of an all-reduce.
+            bucket_bytes: Bytes that one collective sends at most, or those of one parameter.
+            sparse: Identities of parameters with sparse gradients, each of which travels alone.
+
+        Raises:
+            RuntimeError: Some ranks train a parameter and others do not.
+        """
+        if not parameters:
+            return
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        # Whether any rank has a gradient: a zero is not what `None` is, as weight decay follows it.
+        facts = [
+            [p.grad is not None, p.requires_grad, not p.requires_grad] for p in parameters.values()
+        ]
+        device = next(iter(parameters.values())).device
+        on_some = send(torch.tensor(facts, dtype=torch.int32), device)
+        asked = dist.all_reduce(on_some, dist.ReduceOp.MAX, group=group, async_op=True)
+        # Read where it may be otherwise than the last time, as the host waits for the device.
+        if device.type == "cpu" or self._trained != list(trained):
+            asked.wait()
+            _check_agreement(parameters, on_some)
+            self._trained = list(trained)
+        members = list(trained.values())
+        missing = _average(members, group, hook, bucket_bytes, sparse)
+        asked.wait()
+        if missing:
+            for parameter, (is_there, *_) in zip(
+                parameters.values(), on_some.tolist(), strict=True
+            ):
+                if is_there and id(parameter) in missing:
+                    # Of its own dtype: a hook may return another.
+                    parameter.grad = missing[id(parameter)].to(parameter.dtype, copy=True)
+
+
+def _check_agreement(parameters: Mapping[str, Tensor], on_some: Tensor) -> None:
+    for name, (_, is_trained, is_frozen) in zip(parameters, on_some.tolist(), strict=True):
+        if is_trained and is_frozen:
+            raise RuntimeError(
+                f"The parameter {name!r} is trained on some ranks and frozen on others, so its "
+                "gradients have no average. Call `requires_grad_` on all ranks alike."
+            )
+
+
 @torch.no_grad()
-def average_gradients(
-    parameters: Sequence[Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
-    hook: tuple[Hook, Any] | None = None,
-    bucket_bytes: int = _BUCKET_BYTES,
-    sparse: Collection[int] = (),
-) -> None:
-    """Average the gradients of the parameters that require them over all ranks, in place.
-
-    A rank without a gradient takes part with zeros, and gets the average if any rank has one. All
-    ranks must train the same parameters.
-
-    Args:
-        parameters: In the same order on all ranks.
-        group: The ranks; `None`: all of them.
-        hook: DDP's communication hook with its state, which averages in place of an all-reduce.
-        bucket_bytes: Bytes that one collective sends at most, or those of one parameter.
-        sparse: Identities of parameters with sparse gradients, each of which travels alone.
-    """
-    trained = [p for p in parameters if p.requires_grad]
+def _average(
+    trained: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    hook: tuple[Hook, Any] | None,
+    bucket_bytes: int,
+    sparse: Collection[int],
+) -> dict[int, Tensor]:
+    """Average gradients in place; return the averages of those that are `None`, by identity."""
     world_size = dist.get_world_size(group)
-    if not trained:
-        return
-    # Whether any rank has a gradient: a zero is not what `None` is, as weight decay follows it.
-    on_host = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-    is_there = send(on_host, trained[0].device)
-    asked = dist.all_reduce(is_there, dist.ReduceOp.MAX, group=group, async_op=True)
     buckets = list(_cut([p for p in trained if id(p) not in sparse], bucket_bytes))
     missing: dict[int, Tensor] = {}
     travelling: deque[tuple[_Bucket, Any]] = deque()
@@ -72,12 +118,7 @@ def average_gradients(
     for parameter in trained:
         if id(parameter) in sparse:
             missing |= _average_sparse(parameter, world_size, group)
-    asked.wait()
-    # Read back only where something is missing, as the host would wait for the device.
-    for parameter, is_elsewhere in zip(trained, is_there.tolist() if missing else (), strict=False):
-        if is_elsewhere and id(parameter) in missing:
-            # Of its own dtype: a hook may return another.
-            parameter.grad = missing[id(parameter)].to(parameter.dtype, copy=True)
+    return missing
 
 
 def sparse_weights(module: nn.Module) -> set[int]:

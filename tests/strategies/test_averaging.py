@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lightning_mp.strategies._inf_cl.averaging import average_gradients, sparse_weights
+from lightning_mp.strategies._inf_cl.averaging import GradientAverage, sparse_weights
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -55,9 +55,10 @@ def _average(rank: int, bucket_bytes: int, hook: str | None) -> dict[str, Tensor
             ),
         ),
     }
+    average = GradientAverage()
     for _ in range(4 if hook == "power" else 1):
-        average_gradients(
-            list(model.parameters()),
+        average.over_ranks(
+            dict(model.named_parameters()),
             hook=hooks[hook],
             bucket_bytes=bucket_bytes,
             sparse=sparse_weights(model),
@@ -93,3 +94,24 @@ def test_average_has_zeros_for_ranks_without_a_gradient_and_none_where_no_rank_h
         expected = sum(gradients) / RANKS
         bound = max(eps, 2**-6 if parameter.dtype == torch.bfloat16 else 0.0)
         assert (value.double() - expected).norm() < bound * expected.norm(), name
+
+
+def _freeze_on_one_rank(rank: int) -> list[str]:
+    model, average, said = Parts(), GradientAverage(), []
+    for step in range(3):
+        model.first.requires_grad_(step != 1 or rank != 1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        try:
+            average.over_ranks(dict(model.named_parameters()))
+        except RuntimeError as error:
+            said.append(str(error))
+        else:
+            said.append("averaged")
+    return said
+
+
+def test_parameter_that_some_ranks_have_frozen_is_refused_on_all_ranks() -> None:
+    for said in run_ranks(_freeze_on_one_rank, 2):
+        assert [each[:8] for each in said] == ["averaged", "The para", "averaged"]
+        assert "'first.weight' is trained on some ranks and frozen on others" in said[1]
