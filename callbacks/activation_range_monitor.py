@@ -1,6 +1,8 @@
 """`ActivationRangeMonitor`: sees activations grow towards the largest number of their format."""
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +26,14 @@ from lightning_mp.precision._choice.module_selection import as_written, select_m
 from lightning_mp.precision.inf_clamp import InfClamp
 
 __all__ = ["ActivationRangeMonitor"]
+
+_JUMP = (
+    1e3  # times a variance since the last sample; a batch in ten of 100 times as large makes 1e3
+)
+# An attention grows where its largest logit is 8 times what it was, beyond 50: of two keys that
+# differ by 20, a softmax leaves one 2e-9.
+_TIMES, _SHARP = 8.0, 50.0
+_FIRST, _KEPT = 5, 64  # samples whose median is a level, and samples at all
 
 
 @explains_arguments(
@@ -61,7 +71,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     """
 
     moment: Moment = "batch end"  # when the gradients of outputs are there too
-    keeps = ("samples", "_finite")
+    keeps = ("samples", "_finite", "_usual_buffers", "_logits")
 
     def __init__(
         self,
@@ -85,6 +95,8 @@ class ActivationRangeMonitor(SamplingMonitor):
         self._growth = GrowthRule()
         self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
         self._sampler = OutputSampler({}, backward, calls_per_step)
+        self._usual_buffers: dict[str, float] = {}  # the largest value of each at the last sample
+        self._logits: dict[str, list[float]] = {}  # the largest of each attention, by sample
         self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
 
     @override
@@ -201,19 +213,21 @@ class ActivationRangeMonitor(SamplingMonitor):
         metrics[f"{kind}_zero_share"] = float(zeros)
         # A fourth leaves the two bits that `min_headroom_bits` asks for.
         lower = {"lower_scale": (facts.loss_scale or 4.0) / 4}
+        scaled = math.log2(facts.loss_scale or 1.0) if kind == "output_gradient" else 0.0
         for at, (key, label) in enumerate(zip(keys, labels, strict=True)):
             # Where the loss is lost at the first sample, too, it is no mask.
             self._finite.setdefault(f"{kind}:{label}", is_lost or not stats.non_finite[label])
             if np.isfinite(bits[at]):
-                self._growth.add(f"{kind}:{label}", facts.step, float(bits[at]))
-            verdict = self._judge_tensor(key, label, stats, float(bits[at]))
+                # Of unscaled gradients: a loss scale that looks for its height is no trend.
+                self._growth.add(f"{kind}:{label}", facts.step, float(bits[at]) + scaled)
+            verdict = self._judge_tensor(key, label, stats, float(bits[at]), scaled)
             if verdict is not None:
                 column = StatField.NON_FINITE if "non_finite" in verdict.kind else StatField.AMAX
                 numbers, rank = {**verdict.numbers, **lower}, int(ranks[:, at, column].argmax())
                 yield dataclasses.replace(verdict, numbers=numbers, rank=rank)
 
     def _judge_tensor(
-        self, key: OutputKey, label: str, stats: TensorStats, bits: float
+        self, key: OutputKey, label: str, stats: TensorStats, bits: float, scaled: float
     ) -> Verdict | None:
         where = f"{key.kind}:{label}"
         numbers: dict[str, Any] = {"dtype": _short(key.dtype), "amax": stats.amax[label]}
@@ -228,7 +242,7 @@ class ActivationRangeMonitor(SamplingMonitor):
             found = Verdict("non_finite", stats.non_finite[label], 0.0, "error")
         elif bits < self.min_headroom_bits:
             numbers["largest"] = torch.finfo(key.dtype).max
-            overflow = self._growth.overflow_step(where)
+            overflow = self._growth.overflow_step(where, scaled)
             numbers["overflow"] = overflow
             tags = () if overflow is None else ("forecast",)
             found = Verdict("headroom", bits, self.min_headroom_bits, tags=tags)
@@ -244,14 +258,27 @@ class ActivationRangeMonitor(SamplingMonitor):
             if bad_W.any() and was_finite:  # others hold -inf on purpose, as masks
                 rank = int(bad_W.argmax())
                 yield Verdict("buffer_non_finite", bad_W.max(), 0, "error", name, rank=rank)
+        for name, amax_W in _rows(sample, "buffer", StatField.AMAX):
+            amax, usual = float(amax_W.max()), self._usual_buffers.get(name, 0.0)
+            if name.endswith("running_var") and 0 < _JUMP * usual < amax:
+                numbers = {"usual": usual}
+                yield Verdict("buffer_jump", amax, _JUMP * usual, tensor=name, numbers=numbers)
+            self._usual_buffers[name] = amax
 
     def _judge_logits(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
         limit, largest = self.max_attention_logit, {}
         for name, logits_W in _rows(sample, "attention_logit", StatField.AMAX):
             largest[name] = float(logits_W.max())
+            kept = self._logits[name] = [*self._logits.get(name, []), largest[name]][-_KEPT:]
+            usual, grown = statistics.median(kept[:_FIRST]), statistics.median(kept[-_FIRST:])
+            self._growth.add(f"attention:{name}", sample.facts.step, -math.log2(grown + 1e-30))
+            rank, numbers = int(logits_W.argmax()), {"usual": usual}
             if largest[name] > limit:
-                rank = int(logits_W.argmax())
                 yield Verdict("attention_logit", largest[name], limit, tensor=name, rank=rank)
+            elif grown > max(_TIMES * usual, _SHARP) and self._growth.is_trend(f"attention:{name}"):
+                verdict = Verdict("attention_logit", largest[name], _TIMES * usual, tensor=name)
+                tags = ("growing",)
+                yield dataclasses.replace(verdict, tags=tags, rank=rank, numbers=numbers)
         if largest:
             self.history.add_column("attention_logit", sample.facts.step, largest)
             metrics["attention_logit"] = max(largest.values())

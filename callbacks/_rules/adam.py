@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._rules.ranges import ROUNDING
+from lightning_mp.callbacks._rules.ranges import ALIVE, ROUNDING
 from lightning_mp.callbacks._rules.records import Learning, Verdict
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.tensor_stats import local_shard, stored_values
@@ -33,7 +33,6 @@ _BLOCK = 2**16  # values, whose dozen passes on a CPU find them in the cache
 _SMALLEST = 1e-18  # its square is still normal in fp32
 _ALL = 0.99  # of a tensor: what is too much without any knowledge of what is usual
 _MEMORY = 0.1  # of the 1 / (1 - beta2) steps of a second moment, before its RMS says something
-_ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
 
 
 class AdamField(IntEnum):
@@ -247,7 +246,8 @@ class AdamStateRule(Learning):
             limit = max(self._highest_rms(numbers, newest), 1.5 * usual["rms"])
             if numbers.rms > limit:
                 high.append(Verdict("update_rms", numbers.rms, limit, tensor=numbers.name))
-        return verdicts + self._confirm(step, high, first)
+        ordered = _origin_first(verdicts, [numbers.name for numbers in tensors])
+        return ordered + self._confirm(step, high, first)
 
     def _highest_rms(self, numbers: AdamNumbers, newest: list[float]) -> float:
         """Return what is still fine for a tensor of this size, this sparse and this noisy."""
@@ -315,7 +315,7 @@ class AdamStateRule(Learning):
             # A rare token's row is without one for long. Gradients that came at random with the
             # rate seen so far would stay away for so long with a chance of exp(-rate * steps).
             had_always = usual["with"] >= 3 and not usual["without"]
-            is_long = had_always or math.exp(-usual["grown"] * steps / seen) < _ALIVE
+            is_long = had_always or math.exp(-usual["grown"] * steps / seen) < ALIVE
         if not usual["grown"] or steps < self.zero_run_steps or not is_long:
             return None
         words = {"boost": boost, "limit": _boost(math.inf, beta2)}
@@ -334,6 +334,19 @@ class AdamStateRule(Learning):
         threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
         words = {"least": self.min_ratio, "most": self.max_ratio}
         return Verdict("update_to_weight", numbers.ratio, threshold, tags=tags, numbers=words)
+
+
+def _origin_first(verdicts: list[Verdict], names: list[str]) -> list[Verdict]:
+    """Put the layer that died before those that have no gradient for it."""
+    # Behind it the weights see zeros, but biases learn; before it nothing arrives. So of the
+    # modules without any gradient the last one is the one.
+    dead = {str(v.tensor) for v in verdicts if v.kind == "zero_run"}
+    whole: dict[str, bool] = {}
+    for name in names:
+        owner = name.rpartition(".")[0]
+        whole[owner] = whole.get(owner, True) and name in dead
+    origin = next((owner for owner in reversed(whole) if whole[owner]), None)
+    return sorted(verdicts, key=lambda v: str(v.tensor).rpartition(".")[0] != origin)
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -96,7 +96,9 @@ class CourseRule(Learning):
         usual = known.get("noise", 0.0)
         rivals = self._true_rivals()
         limit = max(_NOISES * usual, _LOST * gained) * (_RIVALS if rivals else 1.0)
-        limit = max(limit, _NOISES_NOW * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
+        # The noise at the start is not known: there a rise must stand out of the noise now by more.
+        now = _NOISES_NOW if gained > 0 else _NOISES
+        limit = max(limit, now * noise, _TIMES_RECOVERED * known.get("recovered", 0.0))
         numbers = {"best": known["best"], "best_step": known["best_step"], "window": _WINDOW}
         known["excess"] = rise - limit
         # Of losses that oppose each other one may rise for long: all must be lost at once.

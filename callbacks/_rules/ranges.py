@@ -6,11 +6,13 @@ from typing import Any
 
 from lightning_mp.callbacks._rules.records import Learning, Severity, Verdict
 
-__all__ = ["GrowthRule", "ROUNDING", "UnderflowJudge"]
+__all__ = ["ALIVE", "GrowthRule", "ROUNDING", "UnderflowJudge"]
 
 # A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
 # is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
 ROUNDING = 2.0**-9
+ALIVE = 1e-4  # the chance of so long a run without gradient at which a tensor counts as dead
+_UNUSED = 1e-6  # the same for samples, of which a run has thousands
 
 
 @dataclass(eq=False)
@@ -43,6 +45,8 @@ class UnderflowJudge(Learning):
             name, {"samples": 0, "highest": 0.0, "lowest": 1.0, "newest": [], "was_cut": False}
         )
         usual["samples"] += 1
+        usual["gone"] = usual.get("gone", 0) + 1 if zero_share == 1 else 0  # samples in a row
+        usual["all_gone"] = usual.get("all_gone", 0) + (zero_share == 1)
         was_cut = usual["was_cut"] or usual["samples"] == 1
         # A format ends inside of the distribution: as many values are just above its end, and nine
         # in ten of those that are not zero.
@@ -55,6 +59,8 @@ class UnderflowJudge(Learning):
             limit, tags = self.alarm_excess, ("at once",)
             return Verdict("underflow", zero_share, limit, "error", name, tags, numbers=words)
         if usual["samples"] <= self.baseline_samples:
+            if zero_share == 1:  # an expert that this batch did not use says nothing
+                return None
             usual["highest"] = max(usual["highest"], zero_share)
             usual["lowest"] = min(usual["lowest"], zero_share)
             return None
@@ -65,7 +71,12 @@ class UnderflowJudge(Learning):
         # As far above the highest as that was above the lowest is still usual.
         excess = steady - (2 * usual["highest"] - usual["lowest"])
         # Zeros without subnormals are those of a dead unit, not of a format that ends.
-        has_stopped = steady == 1 > usual["highest"]
+        # An expert that some batches do not use has none now and then: so long a run of samples
+        # without must be unlikely by how often there was a gradient before.
+        before = usual["samples"] - usual["gone"]
+        unused = 1 - (before - usual["all_gone"] + usual["gone"]) / before if before else 1.0
+        is_unlikely = max(unused, 1 / (before + 2)) ** usual["gone"] < _UNUSED
+        has_stopped = steady == 1 > usual["highest"] and is_unlikely
         if excess <= self.warn_excess or not (has_stopped or subnormal_share >= excess / 2):
             return None
         is_bad = excess > self.alarm_excess
@@ -93,16 +104,26 @@ class GrowthRule(Learning):
         """Take in a sample of a tensor: its headroom at a step, finite."""
         self._growth[name] = [*self._growth.get(name, []), (step, bits)][-_NEWEST:]
 
-    def overflow_step(self, name: str) -> int | None:
-        """Return the step of the overflow, `None` where no trend is significant."""
-        samples = self._growth.get(name, [])
+    def is_trend(self, name: str) -> bool:
+        """Return whether a tensor grows beyond noise."""
+        return self._line(self._growth.get(name, [])) is not None
+
+    def overflow_step(self, name: str, left: float = 0.0) -> int | None:
+        """Return the step at which `left` bits are left, `None` where no trend is significant."""
+        samples = [(step, bits - left) for step, bits in self._growth.get(name, [])]
+        slope = self._line(samples)
+        if slope is None:
+            return None
+        step, bits = samples[-1]
+        return max(int(step - bits / slope), int(step))  # never in the past
+
+    def _line(self, samples: list[tuple[int, float]]) -> float | None:
+        """Return the slope where headroom falls by more than noise."""
         if len(samples) < _LEAST:
             return None
         steps, bits = zip(*samples, strict=True)
         slope, start = statistics.linear_regression(steps, bits)
         mean = statistics.fmean(steps)
-        left = sum((b - start - slope * s) ** 2 for s, b in samples) / (len(samples) - 2)
-        error = (left / sum((s - mean) ** 2 for s in steps)) ** 0.5
-        if not slope < -_SIGNIFICANT * error:
-            return None
-        return max(int(steps[-1] - bits[-1] / slope), int(steps[-1]))  # never in the past
+        noise = sum((b - start - slope * s) ** 2 for s, b in samples) / (len(samples) - 2)
+        error = (noise / sum((s - mean) ** 2 for s in steps)) ** 0.5
+        return slope if slope < -_SIGNIFICANT * error else None

@@ -43,6 +43,11 @@ MESSAGES = {
     "last sample, {total:.0f} in all. A healthy run has none.",
     "attention_logit": "The logits of attention in `{tensor}` reach {value:.4g}, above "
     "{threshold:g}. A softmax of such logits is one-hot, and queries and keys learn no more.",
+    "attention_logit, growing": "The logits of attention in `{tensor}` reach {value:.4g}, and "
+    "grow: they were {usual:.4g} at the start. At some hundreds a softmax is one-hot, and queries "
+    "and keys learn no more.",
+    "buffer_jump": "The buffer `{tensor}` has jumped from {usual:.4g} to {value:.4g} since the "
+    "last sample. Evaluation divides by its root, and is wrong until it has faded.",
     "buffer_non_finite": "The buffer `{tensor}` holds NaN or inf, and was finite before. Training "
     "may not use it, as the running statistics of a norm; evaluation does.",
     # --- AdamStateMonitor ------------------------------------------------------------------------
@@ -194,6 +199,8 @@ REMEDIES = {
     "attention_logit": "Normalise queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
     "attention_logit, ending": "Normalise queries and keys.",
+    "buffer_jump": "Take what is far out of range out of the batch, and start the buffer anew, as "
+    "by `reset_running_stats()`.",
     "buffer_non_finite": "Take what is not finite or far out of range out of the batch, and start "
     "the buffer anew, as by `reset_running_stats()`.",
     "activation_underflow": _FP32 + _BF16,

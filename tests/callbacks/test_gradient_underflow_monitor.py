@@ -1,5 +1,6 @@
 """Gradients that vanish in fp16 are seen; those that are zero by nature are not."""
 
+import math
 from typing import Any
 
 import pytest
@@ -62,10 +63,11 @@ def test_a_parameter_whose_gradient_stops_is_named() -> None:
             module.network[0].weight.register_hook(torch.zeros_like)
 
     watcher = monitor()
-    watch(Watched(None, still, steps=60, sabotage=stop), [watcher])
+    watch(Watched(None, still, steps=80, sabotage=stop), [watcher])
     alarm = first(watcher, "gradient_underflow")
     assert (alarm.tensor, alarm.value, alarm.severity) == ("network.0.weight", 1.0, "error")
-    assert 40 < alarm.step <= 50
+    # Six samples in a row: after n with a gradient, the chance of k without is (n + 2)^-k.
+    assert 40 < alarm.step <= 70
     assert "Nothing reaches the parameter" in alarm.remedy
 
 
@@ -144,6 +146,18 @@ def test_zeros_without_subnormals_are_dead_and_not_vanished() -> None:
 
 def test_zeros_with_subnormals_alarm_from_five_percent_on() -> None:
     assert judged([(0.0, 0.1)] * 3 + [(0.06, 0.1)] * 3) == [None] * 4 + [True] * 2
+
+
+def test_expert_that_most_batches_use_is_not_dead_and_one_that_no_batch_uses_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for share in (0.85, 0.5, 0.2):
+        used = (torch.rand(400, generator=generator) < share).tolist()
+        assert judged([(0.2 if each else 1.0, 0.0) for each in used]) == [None] * 400, share
+        # 1 / (n + 2), or the share without, to the power of the run is below 1e-6.
+        said = judged([(0.2 if each else 1.0, 0.0) for each in [*used, *[False] * 120]])[400:]
+        first = next(at for at, each in enumerate(said) if each is not None)
+        unused = 1 - sum(used) / 400
+        assert first <= math.log(1e-6) / math.log(max(unused, 1 / 402)) + 3
 
 
 def test_two_percent_warn_only_if_rising() -> None:

@@ -33,6 +33,17 @@ def test_noise_has_a_forecast_in_less_than_one_of_two_hundred() -> None:
     assert sum(each is not None for each in found) <= 5
 
 
+def test_forecast_is_of_unscaled_gradients_where_the_loss_scale_looks_for_its_height() -> None:
+    rule = GrowthRule()
+    for at in range(12):
+        scale = at  # doubles with every sample, while gradients stay as they are
+        rule.add("g", at, (9.0 - scale) + scale)
+    assert rule.overflow_step("g", left=11) is None
+    for at in range(12, 28):
+        rule.add("g", at, 9.0 - 0.5 * (at - 12))
+    assert rule.overflow_step("g", left=1.0) == 28  # 9 - 0.5 * 16 = 1
+
+
 def test_growth_survives_its_state() -> None:
     first, second = GrowthRule(), GrowthRule()
     for at in range(6):
