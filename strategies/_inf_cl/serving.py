@@ -50,8 +50,13 @@ class ServesTowers(ForLightning, _Strategy):
     Its arguments are those of `InfCLStrategy`; all others go to the strategy.
     """
 
-    # The cache's arguments: what is not asked for is the strategy's own affair.
-    @takes_config(CacheConfig, without=("device", "context"), micro_batch_size=256)
+    # Where towers run, and in which context, the strategy knows by itself.
+    @takes_config(
+        CacheConfig,
+        without=("device", "context"),
+        documented=GradientCache,
+        micro_batch_size=256,
+    )
     def __init__(
         self,
         *,

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import jsonargparse
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -10,7 +11,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor
 
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
-from lightning_mp.strategies import InfCLStrategy
+from lightning_mp.strategies import InfCLModelParallelStrategy, InfCLStrategy
 from tests.processes import run_ranks
 from tests.quiet import parameters_of
 from tests.strategies.models import TinyCLIP, loader, make_trainer
@@ -103,3 +104,19 @@ def test_inf_cl_with_a_plugin_for_shards_is_refused_when_constructed(plugin: Any
         make_trainer(InfCLStrategy(), plugins=[plugin])
     with pytest.raises(MisconfigurationException, match="ModelParallelBalancedAMP"):
         make_trainer(InfCLStrategy(), plugins=[ModelParallelBalancedAMP()])
+
+
+@pytest.mark.parametrize("strategy", [InfCLStrategy, InfCLModelParallelStrategy])
+def test_help_says_what_the_arguments_of_the_cache_do(strategy: type) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(strategy, "strategy")
+    said = " ".join(parser.format_help().split())
+    for words in (
+        "Submodules or methods of the LightningModule",
+        "Rows that a tower sees at a time",
+        "Names of arguments that all rows share",
+        "(type: Union[int, Literal['auto']], default: 256)",
+    ):
+        assert words in said
+    assert "--strategy.device DEVICE" not in said
+    assert "--strategy.context" not in said

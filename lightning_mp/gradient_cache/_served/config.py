@@ -44,14 +44,21 @@ def takes_config(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Parameters], None]]: ...
 @overload
 def takes_config(
-    kind: type[CacheConfig], *, without: Collection[str], **defaults: Any
+    kind: type[CacheConfig], *, without: Collection[str], documented: type, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]: ...
-def takes_config(kind: Any, *, without: Collection[str] = (), **defaults: Any) -> Any:
+def takes_config(
+    kind: Any,
+    *,
+    without: Collection[str] = (),
+    documented: type | None = None,
+    **defaults: Any,
+) -> Any:
     """Let a constructor take the arguments of a config, by name, and get it as `config`.
 
     Args:
         kind: `CacheConfig`.
         without: Arguments that are not taken.
+        documented: Whose docstring says what the arguments do, which `--help` shows.
         defaults: Those of arguments that have another default than the config's.
     """
 
@@ -71,6 +78,7 @@ def takes_config(kind: Any, *, without: Collection[str] = (), **defaults: Any) -
         parameters = [*own.values(), *config.values(), *more]
         # What `inspect.signature` and `typing.get_type_hints` read, and LightningCLI by them.
         taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        taking.__doc__ = init.__doc__ if documented is None else documented.__doc__
         taking.__annotations__ = {p.name: p.annotation for p in parameters[1:]}
         return taking
 
