@@ -31,7 +31,7 @@ from triton.testing import do_bench
 import lightning_mp
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.table import aligned
-from lightning_mp.reproduce.output import cpu_name
+from papers.output import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20

@@ -90,7 +90,7 @@ list_steps() {
   # The other rungs of the ladder: a pooled head and the batch second.
   step precision-lnd 400 \
     "$(vit --size H16 --batch 64 --pool mean --layout lnd --precisions 16-mixed O2-fp16 --optimizers fused)"
-  step ladder 530 "-m lightning_mp reproduce meta-vit --output $out"
+  step ladder 530 "-m papers meta-vit --output $out"
 }
 
 only_list='' wanted=()

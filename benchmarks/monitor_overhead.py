@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import _common as common
 from lightning_mp import BalancedAMP, callbacks
 from lightning_mp.callbacks._step.outputs import OutputSampler
-from lightning_mp.reproduce import _fit
+from papers import _fit
 
 WARM_UP = 20  # steps
 INSIDE, COMPARED = "all, inside", "all, on against off"

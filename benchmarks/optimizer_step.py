@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks import _common as common
 from lightning_mp.optim.safe_adamw import SafeAdamW
-from lightning_mp.reproduce._vit import SIZES, ViT
+from papers._vit import SIZES, ViT
 
 BASE, COPY = "torch fused fp32", "copy"
 TARGET_FRACTION = 0.85  # of the bandwidth of a copy, on CUDA

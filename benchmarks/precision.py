@@ -32,8 +32,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from benchmarks import _common as common
 from lightning_mp import BalancedAMP, PureFP16
-from lightning_mp.reproduce._fit import OPTIMIZERS, Classifier, Outcome, fit
-from lightning_mp.reproduce._vit import LAYOUTS, POOLS, SIZES, ViT
+from papers._fit import OPTIMIZERS, Classifier, Outcome, fit
+from papers._vit import LAYOUTS, POOLS, SIZES, ViT
 
 PRECISIONS: dict[str, Callable[[str], Precision]] = {
     "32-true": lambda device: Precision(),

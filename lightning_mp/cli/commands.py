@@ -7,7 +7,6 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lightning_mp.plan.command import plan
-from lightning_mp.reproduce.command import reproduce
 
 __all__ = ["COMMANDS", "command_parser", "run_command", "summary"]
 
@@ -29,9 +28,7 @@ def report(run_dir: str) -> None:
 
 # A new command is a function with types and a docstring, and its name here. What it needs beyond
 # the standard library it imports itself, so that `--help` and the others start at once.
-COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (report, plan, reproduce)
-}
+COMMANDS: dict[str, Callable[..., None]] = {command.__name__: command for command in (report, plan)}
 
 
 def summary(name: str) -> str:
@@ -45,7 +42,7 @@ def command_parser(name: str, **kwargs: Any) -> ArgumentParser:
     parser.add_function_arguments(COMMANDS[name], as_group=False, as_positional=True)
     for action in parser._actions:
         if action.type is bool or getattr(action, "_typehint", None) is bool:
-            action.nargs, action.const = "?", True  # `--check-paper` will do, as anywhere
+            action.nargs, action.const = "?", True  # the bare option will do, as anywhere
         # Both ways to write an option are in use; that of the shell comes first.
         hyphened = [name.replace("_", "-") for name in action.option_strings if "_" in name]
         action.option_strings = [*hyphened, *action.option_strings]

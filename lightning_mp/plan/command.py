@@ -32,7 +32,6 @@ def plan(
     tflops: float | None = None,
     network: float = 50.0,
     picture: str = "plan.png",
-    check_paper: bool = False,
 ) -> None:
     """Say what memory and time a contrastive run needs, before it is rented.
 
@@ -64,13 +63,7 @@ def plan(
         network: GB a second that a GPU sends.
         picture: PNG file for memory against batch; an empty name draws none. A file that is not an
             earlier plan's stays, and the name gets `-v1`.
-        check_paper: Print the prediction beside every figure of Inf-CL's paper instead.
     """
-    if check_paper:
-        from lightning_mp.plan.paper import paper_lines
-
-        print("\n".join(paper_lines()))
-        return
     if (config is None) == (model is None):
         raise SystemExit("lightning-mp plan: pass either `--config` or `--model`.")
     try:

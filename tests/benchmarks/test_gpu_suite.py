@@ -91,7 +91,7 @@ def test_no_step_is_long_and_dtypes_come_before_extras(tmp_path):
     assert names.index("loss-fp32") < names.index("loss-512")
     assert names.index("loss-fp16") < names.index("loss-1024")
     assert names[-1] == "ladder"
-    assert "lightning_mp reproduce meta-vit" in steps["ladder"][1]
+    assert "papers meta-vit" in steps["ladder"][1]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from benchmarks.precision import (
     main,
     verdict_of,
 )
-from lightning_mp.reproduce._fit import Outcome
+from papers._fit import Outcome
 from tests.benchmarks.rehearsing import QUICK, read
 
 pytestmark = pytest.mark.slow  # left to `make test`

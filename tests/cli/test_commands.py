@@ -87,9 +87,9 @@ done
 """
 # What is typed, and all that it is completed to.
 TYPED = {
-    "r": {"report", "reproduce"},
+    "r": {"report"},
     "p": {"predict", "plan"},
-    "plan --check-p": {"--check-paper"},
+    "plan --pict": {"--picture"},
     "fit --trainer.plugins.half_o": {"--trainer.plugins.half_ops"},
     "fit --trainer.callbacks lightning_mp.S": {"lightning_mp.SpikeGuard"},
     "fit --trainer.strategy lightning_mp.InfCLS": {"lightning_mp.InfCLStrategy"},

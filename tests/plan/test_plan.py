@@ -16,7 +16,6 @@ from examples.glyph_clip.model import GlyphCLIP
 from lightning_mp import InfCLStrategy
 from lightning_mp.cli import main
 from lightning_mp.gradient_cache._served.towers import find_tower
-from lightning_mp.plan import paper
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.command import pairs_of
 from lightning_mp.plan.config import subject_of_config
@@ -24,6 +23,7 @@ from lightning_mp.plan.estimate import METHODS, Machine, largest, memory
 from lightning_mp.plan.subject import PRECISIONS, Subject, TowerBytes
 from lightning_mp.plan.table import advice, draw_plan
 from lightning_mp.plan.tower_bytes import blank, measure_towers
+from papers.inf_cl import printed as paper
 from tests.quiet import QUIET
 
 ROOT = Path(__file__).parents[2]
@@ -142,16 +142,6 @@ def test_largest_batch_of_each_method_just_fits() -> None:
 ])  # fmt: skip
 def test_advice_names_what_to_change(gpu: int, host: int, batch: int, said: str) -> None:
     assert said in advice(_subject(), Machine(8, gpu * GIB, host * GIB, 8, 8), batch)
-
-
-def test_paper_is_checked_with_hyphens_or_underscores(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--check-paper"])
-    printed = capsys.readouterr().out
-    main(["plan", "--check_paper"])
-    assert capsys.readouterr().out == printed
-    assert re.search(r"8xA800 OpenCLIP 128k +33\.64 +33\.64 +[+-]0\.0% +fitted", printed)
-    assert "Fitted, and to which cells" in printed
-    assert "200.3" in printed
 
 
 def test_plan_of_nothing_says_what_to_pass() -> None:

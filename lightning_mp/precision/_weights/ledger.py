@@ -27,8 +27,13 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
-    *("Entry", "Ledger", "parameters_of"),
-    *("check_callbacks", "check_steps_alone", "check_modules", "check_optimizer"),
+    "Entry",
+    "Ledger",
+    "check_callbacks",
+    "check_modules",
+    "check_optimizer",
+    "check_steps_alone",
+    "parameters_of",
 ]
 
 # `WeightAveraging` came with Lightning 2.6.

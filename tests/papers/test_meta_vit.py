@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_mp.reproduce.meta_vit import LADDER, Scene, chips, flops_of, gpus, ladder
-from lightning_mp.reproduce.output import Output
+from papers.meta_vit import LADDER, Scene, chips, flops_of, gpus, ladder
+from papers.output import Output
 from tests.benchmarks.rehearsing import read
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,7 +45,7 @@ def test_gain_of_an_a100_is_more_than_its_peaks(out: Output) -> None:
 @pytest.mark.slow
 def test_characters_are_the_same_at_any_size_and_differ() -> None:
     pytest.importorskip("PIL")
-    from lightning_mp.reproduce._characters import CHARACTERS, draw
+    from papers._characters import CHARACTERS, draw
 
     (small, labels), (large, same) = (draw(200, edge, seed=3) for edge in (28, 56))
     assert torch.equal(labels, same)

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_mp.plan import formulas, paper
+from lightning_mp.plan import formulas
 from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import DENSE, GIB, INF_CL, LOCAL, OURS
-from lightning_mp.plan.paper import L14_WIDTH, K
 from lightning_mp.plan.table import COLORS
-from lightning_mp.reproduce.inf_cl.losses import MANY_TILES, METHODS
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
-from lightning_mp.reproduce.ranks import on_ranks
+from papers.inf_cl import printed as paper
+from papers.inf_cl.losses import MANY_TILES, METHODS
+from papers.inf_cl.printed import L14_WIDTH, K
+from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row
+from papers.ranks import on_ranks
 
 __all__ = ["figure1", "table1", "table2"]
 

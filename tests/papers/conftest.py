@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mp.reproduce.output import Output
+from papers.output import Output
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.reproduce import mixed_precision
-from lightning_mp.reproduce.output import Output
+from papers import mixed_precision
+from papers.output import Output
 from tests.benchmarks.rehearsing import read
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_mp.reproduce._vit import LAYOUTS, POOLS, SIZES, ViT
+from papers._vit import LAYOUTS, POOLS, SIZES, ViT
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import BalancedAMP, InfClamp, LossScaleConfig, PureFP16, SafeAdamW
 from lightning_mp.numerics.floats import largest_flushed, smallest_overflowing
-from lightning_mp.reproduce._fit import scale_of, train
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, Output, Row
+from papers._fit import scale_of, train
+from papers.output import COMPUTED, MEASURED, Output, Row
 
 __all__ = ["PARTS"]
 

@@ -19,11 +19,13 @@ from lightning_mp.plan import formulas
 from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import GIB
 from lightning_mp.plan.table import aligned
+from papers.output import Output
 
 __all__ = [
     "Cell",
     "all_cells",
     "figures",
+    "figures_and_formulas",
     "largest_batch",
     "loss_gib",
     "pairs",
@@ -248,6 +250,11 @@ def all_cells() -> list[Cell]:
     """Return every figure of the paper with what the formulas say, table by table."""
     cells = [*_table1(), *_table2(), *_rest(), *_table4(), *_figure4()]
     return sorted(cells, key=lambda cell: cell.table)  # stable: rows stay in the paper's order
+
+
+def figures_and_formulas(out: Output) -> None:
+    """Print the prediction beside every figure of the paper."""
+    print("\n".join(paper_lines()))
 
 
 def paper_lines() -> Iterator[str]:

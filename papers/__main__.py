@@ -1,14 +1,17 @@
-"""The command `lightning-mp reproduce`; it imports what it needs when it runs."""
+"""The command `python -m papers`, of a clone; it imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["reproduce"]
+from jsonargparse import ArgumentParser
+
+__all__ = ["main", "reproduce"]
 
 
 def reproduce(
@@ -25,8 +28,8 @@ def reproduce(
     Args:
         paper: `inf-cl` is arXiv 2410.17243: `table1`, `table2`, `figure1` (memory and largest
             batch), `table3` (accuracy by loss), `table4` (tiling by levels), `figure4` (cost by
-            batch), `figure5` (accuracy by batch). Tables 3 and 4 and Figure 5 train on the glyphs
-            of `examples/`, so they run in a clone. `meta-vit` is Meta's ladder of a faster ViT:
+            batch), `figure5` (accuracy by batch), `figures_and_formulas` (every printed figure
+            beside what `lightning-mp plan` predicts). `meta-vit` is Meta's ladder of a faster ViT:
             `ladder` (each rung on top of the last), `chips` (throughput by their number), `gpus`
             (an A100 against a V100, printed and by their peaks).
             `mixed-precision` is `curves` (fp32, masters, none), `histogram` (gradients in fp16's
@@ -36,30 +39,41 @@ def reproduce(
         output: Folder for the files; each paper has its own in it.
         fast: Sizes that show that all of it runs, and nothing more.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # of a clone, whose `examples` hold the glyphs
-    module = f"lightning_mp.reproduce.{paper.replace('-', '_')}"
+    module = f"papers.{paper.replace('-', '_')}"
     parts = importlib.import_module(module).PARTS
     chosen = list(parts) if only is None else [name.strip() for name in only.split(",")]
     unknown = [name for name in chosen if name not in parts]
     if unknown:
         raise SystemExit(
-            f"lightning-mp reproduce: {paper} has no {', '.join(unknown)}. Choose among "
+            f"python -m papers: {paper} has no {', '.join(unknown)}. Choose among "
             f"{', '.join(parts)}."
         )
-    from lightning_mp.reproduce.output import Output
+    from papers.output import Output
 
     out = Output(Path(output) / paper, fast=fast, title=paper)
     for name in out.progress(chosen, "parts"):
         try:
             parts[name](out)
-        # Some parts need the demo's packages, or the clone's `examples`; the others run without.
+        # Some parts need the demo's packages; the others run without.
         except ModuleNotFoundError as error:
-            raise SystemExit(
-                f"lightning-mp reproduce: {name} needs `{error.name}`. {_HELP}"
-            ) from None
+            raise SystemExit(f"python -m papers: {name} needs `{error.name}`. {_HELP}") from None
     minutes = sum(os.times()[:4]) / 60  # with those of ranks
     print(f"All of it, {minutes:.1f} minutes of a core: {out.folder.resolve()}")
 
 
-_HELP = "Run in a clone with `pip install 'lightning-mp[demo]'`, or choose other parts by `--only`."
+_HELP = "Run `pip install '.[demo]'` in the clone, or choose other parts by `--only`."
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command with arguments, those of the command line if they are left out."""
+    about = (inspect.getdoc(reproduce) or "").partition("\n\nArgs")[0]
+    parser = ArgumentParser(prog="python -m papers", description=about)
+    parser.add_function_arguments(reproduce, as_group=False, as_positional=True)
+    for action in parser._actions:
+        if action.type is bool or getattr(action, "_typehint", None) is bool:
+            action.nargs, action.const = "?", True  # `--fast` will do
+    reproduce(**parser.parse_args(args).as_dict())
+
+
+if __name__ == "__main__":
+    main()

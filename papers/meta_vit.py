@@ -26,11 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import BalancedAMP, ModelParallelBalancedAMP, PureFP16
 from lightning_mp.plan.allocation import peak_allocated
-from lightning_mp.reproduce._characters import CHARACTERS, draw
-from lightning_mp.reproduce._fit import Batch, Classifier, Outcome, fit
-from lightning_mp.reproduce._vit import SIZES, Layout, Pool, ViT, ViTSize
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
-from lightning_mp.reproduce.ranks import on_ranks
+from papers._characters import CHARACTERS, draw
+from papers._fit import Batch, Classifier, Outcome, fit
+from papers._vit import SIZES, Layout, Pool, ViT, ViTSize
+from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row
+from papers.ranks import on_ranks
 
 __all__ = ["LADDER", "PARTS", "Rung", "Scene", "flops_of"]
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp.plan import paper
 from lightning_mp.plan.allocation import peak_allocated
-from lightning_mp.reproduce.inf_cl.losses import LEVELS, DenseLoss
-from lightning_mp.reproduce.inf_cl.training import Recipe, render_glyphs, trained_scores
-from lightning_mp.reproduce.output import MEASURED, PRINTED, Output, Row
-from lightning_mp.reproduce.ranks import on_ranks
+from papers.inf_cl import printed as paper
+from papers.inf_cl.losses import LEVELS, DenseLoss
+from papers.inf_cl.training import Recipe, render_glyphs, trained_scores
+from papers.output import MEASURED, PRINTED, Output, Row
+from papers.ranks import on_ranks
 
 __all__ = ["table4"]
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import ContrastiveLoss, GradientCache
-from lightning_mp.plan import paper
 from lightning_mp.plan.formulas import DENSE, OURS, epoch_hours
-from lightning_mp.reproduce.inf_cl.losses import DenseLoss, NothingKept
-from lightning_mp.reproduce.output import COMPUTED, MEASURED, PRINTED, Output, Row
+from papers.inf_cl import printed as paper
+from papers.inf_cl.losses import DenseLoss, NothingKept
+from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row
 
 __all__ = ["counted", "figure4"]
 

@@ -1,12 +1,16 @@
 """The formulas against the paper's figures; every bound comes from how its cells are printed."""
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lightning_mp.plan import formulas, paper
+from lightning_mp.plan import formulas
 from lightning_mp.plan.formulas import GIB
-from lightning_mp.plan.paper import K, all_cells, figures, loss_gib
+from papers.__main__ import main
+from papers.inf_cl import printed as paper
+from papers.inf_cl.printed import K, all_cells, figures, loss_gib
 
 TABLE1 = "table1_loss_peak_GB_ViT-L/14_AdamW_accum128"
 ROUNDING = 0.005  # cells are printed with two digits
@@ -128,3 +132,11 @@ def test_slips_are_what_the_cells_say() -> None:
     data, loss = table4["cross+in-GPU"][:2]
     assert round(loss * GIB / (4 * 16 * K * 512), 1) == 25.9
     assert round(data * GIB / (16 * K) / 1000) == 128
+
+
+def test_every_figure_is_printed_beside_its_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inf-cl", "--only", "figures_and_formulas"])
+    printed = capsys.readouterr().out
+    assert re.search(r"8xA800 OpenCLIP 128k +33\.64 +33\.64 +[+-]0\.0% +fitted", printed)
+    assert "Fitted, and to which cells" in printed
+    assert "200.3" in printed

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, InfCLStrategy, ZeroShotAccuracy
-from lightning_mp.plan import paper
-from lightning_mp.reproduce._fit import train
-from lightning_mp.reproduce.inf_cl.losses import DenseLoss, RanksInOne
-from lightning_mp.reproduce.output import MEASURED, PRINTED, Output, Row
+from papers._fit import train
+from papers.inf_cl import printed as paper
+from papers.inf_cl.losses import DenseLoss, RanksInOne
+from papers.output import MEASURED, PRINTED, Output, Row
 
 __all__ = ["Recipe", "figure5", "render_glyphs", "table3", "trained_scores"]
 
