@@ -126,7 +126,7 @@ def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help", "InfCLStrategy"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Rows that a tower sees at a time on one rank" in printed
+    assert "Rows that a tower sees at a time; " in printed
     assert "default: 256" in printed
 
 
