@@ -1,11 +1,17 @@
 """The CUDA branches under the device that is not there: no race, no sync, and the right numbers."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_mp import ContrastiveLoss, GradientCache
+from lightning_mp.contrastive._call import first_inputs
+from lightning_mp.contrastive._call.first_inputs import FirstInputs
+from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums import agreement
+from lightning_mp.contrastive._sums.sweep import Needs
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     _time_on_device,
@@ -144,3 +150,29 @@ def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
     assert all(facts.is_cuda for facts in sent)
     assert set(sent[1].tolist()) == {0}
     agreement._stream_of.cache_clear()
+
+
+def test_scale_of_a_device_is_compared_once_the_host_has_read_it(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_inputs, "ranks_of", lambda *_: 2)
+    features = [torch.eye(4, 8, device=DEVICE) for _ in range(2)]
+
+    def facts_of(scale: float, calls: int) -> agreement.Facts:
+        """Return the facts of the call that comes after some."""
+        request, looks = Request(*features, torch.full((), scale, device=DEVICE)), FirstInputs()
+        for _ in range(calls):
+            looks.look(request, None)
+            gpu.time += 1.0  # the copy arrives
+        request = Request(*features, request.scale, **looks.read)
+        return agreement._facts(request, Needs(image=True, text=True, scale=True))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        facts = {(scale, calls): facts_of(scale, calls) for scale in (8.0, 9.0) for calls in (1, 2)}
+    assert gpu.syncs == 0
+    assert [facts[8.0, calls].scale_call for calls in (1, 2)] == [0, 1]
+    for alike in ([(8.0, 1), (9.0, 1)], [(8.0, 1), (9.0, 2)], [(8.0, 2), (8.0, 2)]):
+        agreement._refuse_what_differs([facts[each] for each in alike], "ContrastiveLoss")
+    with pytest.raises(ValueError, match=r"Passed `logit_scale` of \[8\.0, 9\.0\] to `Contrast"):
+        agreement._refuse_what_differs([facts[8.0, 2], facts[9.0, 2]], "ContrastiveLoss")

@@ -246,7 +246,9 @@ class ContrastiveLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the values of its statistics; `said` are fields of a `Request`."""
         is_compiling = torch.compiler.is_compiling()
-        request = Request.of(self, image, text, scale, bias, **said)
+        # A compiled graph would be made anew for each value.
+        read = {} if is_compiling else self._first.read
+        request = Request.of(self, image, text, scale, bias, **said, **read)
         # What was checked last is all right, and so is what differs from it in values alone.
         kinds = None if is_compiling else request.kinds
         if is_compiling or kinds != self._first.kinds:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
+from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
@@ -110,7 +111,12 @@ class ServesTowers(ForLightning, _Strategy):
         # Lightning passes the batch first; what follows is its index and that of its loader.
         batch = args[0] if args else next(iter(kwargs.values()), None)
         with self._cache.serving(self.lightning_module, self.towers, batch):
-            output = super().training_step(*args, **kwargs)
+            try:
+                output = super().training_step(*args, **kwargs)
+            except CollectiveError as error:
+                step = self.lightning_module.trainer.global_step
+                error.args = (f"{error} The run was in step {step}.",)
+                raise
         # "auto" finds the size of a tower in its first call: logged once, not every step.
         if self._micro_batch_sizes != self._cache.micro_batch_sizes:
             self._note_sizes(self._cache.micro_batch_sizes)

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor
 
 from lightning_mp import FSDPBalancedAMP, ModelParallelBalancedAMP
+from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.strategies import InfCLModelParallelStrategy, InfCLStrategy
 from tests.processes import run_ranks
 from tests.quiet import parameters_of
@@ -49,6 +50,18 @@ def _step_without_tower(rank: int) -> Tensor:
 def test_inf_cl_later_step_without_a_tower_still_reduces() -> None:
     weights = run_ranks(_step_without_tower, 2)
     assert torch.equal(*weights)
+
+
+class LosesItsRanks(TinyCLIP):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if batch_idx == 2:
+            raise CollectiveError("A collective of `ContrastiveLoss` failed.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_inf_cl_error_of_a_collective_names_the_training_step() -> None:
+    with pytest.raises(CollectiveError, match=r"`ContrastiveLoss` failed\. .* in step 2\.$"):
+        make_trainer(InfCLStrategy(), max_steps=4).fit(LosesItsRanks(), loader(64, 8))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._call.request import Request, group_named, ranks_of
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES
 
@@ -33,10 +33,14 @@ class FirstInputs:
     Attributes:
         calls: How often the loss was called.
         kinds: Of the last inputs that were checked, see `Request.kinds`.
+        read: The fields `read_scale` and `read_call` of a `Request`: what ranks compare of scales
+            on CUDA devices, whose values the host has only here without waiting.
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.read: dict[str, Any] = {}
+        self._shared_calls = 0
         self.kinds: list[Any] | None = None
         self._told: set[str] = set()
         self._readback = AsyncReadback()
@@ -56,16 +60,21 @@ class FirstInputs:
         if request.image.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         # Of an earlier call: this one's numbers are still on their way from a GPU.
-        for _, array, context in self._readback.ready() if request.image.is_cuda else ():
-            self._judge(array.tolist(), *context["seen"])
+        for call, array, context in self._readback.ready() if request.image.is_cuda else ():
+            numbers = array.tolist()
+            self._judge(numbers, *context["seen"])
+            self.read = {"read_scale": numbers[-1], "read_call": call}
         self.calls += 1
+        group = group_named(request.group) if request.group else None
+        # A call of one rank alone, such as one before the ranks meet, is no call of the others.
+        self._shared_calls += ranks_of(group, request.owner) > 1
         if self.calls & (self.calls - 1):  # no power of two
             return
         # `MatryoshkaLoss` brings features to norm 1 itself, so that any norm will do.
         seen = (*request.image.shape, request.normalize)
         numbers = _numbers(request.image, request.text, request.scale)
         if numbers.is_cuda:
-            self._readback.submit(self.calls, numbers, seen=seen)
+            self._readback.submit(self._shared_calls, numbers, seen=seen)
         else:  # the call that is wrong can warn
             self._judge(numbers.tolist(), *seen)
 

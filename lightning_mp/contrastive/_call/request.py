@@ -82,6 +82,8 @@ class Request:
         exchange: How texts travel.
         group: The name of the process group, by which torch finds it; `""` is the default one.
         owner: The class that was called, for errors.
+        read_scale, read_call: The scale that the host has read from a CUDA device last, and at
+            which call of several ranks it was passed; 0 before. See `FirstInputs`.
         needs_grad: Whether image, text, scale, bias and negatives need a gradient.
     """
 
@@ -113,6 +115,8 @@ class Request:
     exchange: ExchangeName = "slices"
     group: str = ""
     owner: str = "ContrastiveLoss"
+    read_scale: float = 0.0
+    read_call: int = 0
     needs_grad: tuple[bool, ...] = (False,) * 5
 
     @classmethod
@@ -258,6 +262,7 @@ _TYPES: dict[Any, str] = {
     tuple[float, ...]: "float[]",
     tuple[bool, ...]: "bool[]",
     bool: "bool",
+    int: "int",
     float: "float",
     str: "str",
 }

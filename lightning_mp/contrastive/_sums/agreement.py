@@ -55,7 +55,9 @@ class Facts(NamedTuple):
         budget: Bytes of the workspace.
         given: Which optional arguments there are, see `Request.given`.
         checksum: Of the rules, see `Request.checksum`.
-        scale, bias: The bits of the value where the host has it, else 0.
+        scale, bias: The bits of the value where the host has it, else 0; of a scale on a CUDA
+            device those of the value that the host has read last.
+        scale_call: At which call of the loss that value was passed; 0 is this call.
         image_needs, text_needs, scale_needs: Whether they need a gradient.
         statistics: Whether the call returns them.
     """
@@ -71,6 +73,7 @@ class Facts(NamedTuple):
     checksum: int = 0
     scale: int = 0
     bias: int = 0
+    scale_call: int = 0
     image_needs: int = 0
     text_needs: int = 0
     scale_needs: int = 0
@@ -197,19 +200,24 @@ def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
 
 
 def _facts(request: Request, needs: Needs) -> Facts:
+    is_read = request.read_call > 0 and request.scale.device.type != "cpu"
+    scale = _bits(request.read_scale if is_read else request.scale)
     return Facts(
         1, len(request.image), len(request.text), request.image.shape[1],
         FLOAT_DTYPES.index(request.image.dtype), _EXCHANGES.index(request.exchange),
         request.tiles(request.workspace_bytes).budget(request.image.device), request.given,
-        request.checksum, _bits(request.scale), _bits(request.bias), *needs, request.statistics,
+        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs,
+        request.statistics,
     )  # fmt: skip
 
 
-def _bits(value: Tensor | None) -> int:
+def _bits(value: Tensor | float | None) -> int:
     """Return a value that the host has, as an integer; 0 for one that it would have to wait for."""
-    if value is None or value.device.type != "cpu":
+    if isinstance(value, Tensor):
+        value = value.item() if value.device.type == "cpu" else None
+    if value is None:
         return 0
-    bits: int = struct.unpack("q", struct.pack("d", value.item()))[0]
+    bits: int = struct.unpack("q", struct.pack("d", value))[0]
     return bits
 
 
@@ -251,7 +259,9 @@ def _refuse_what_differs(by_rank: Sequence[Facts], owner: str) -> None:
         ("logit_scale", [facts.scale for facts in by_rank]),
         ("logit_bias", [facts.bias for facts in by_rank]),
     ):
-        if len(set(values)) > 1:
+        # A copy from the device may have come to one rank before it has come to another.
+        is_of_one_call = name != "logit_scale" or len({facts.scale_call for facts in by_rank}) == 1
+        if is_of_one_call and len(set(values)) > 1:
             numbers = [struct.unpack("d", struct.pack("q", bits))[0] for bits in values]
             raise ValueError(
                 f"Passed `{name}` of {numbers} to `{owner}` on ranks 0 to {last}. All ranks must "
