@@ -236,7 +236,8 @@ def ladder(out: Output) -> None:
             steps = range(width, len(found) + 1, width)
             right.plot(steps, means[: len(steps)], label=name, linewidth=_width(index, losses))
         right.set(xlabel="step", ylabel=f"loss, mean of {width} steps")
-        right.legend(fontsize="x-small")
+        # Beside the lines, where it can hide none of them.
+        right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def _width(index: int, lines: Sized) -> float:

@@ -100,8 +100,11 @@ class Output:
         # Not pyplot, which looks for a display and keeps every figure that it made.
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(5.4 * panels, 4.6), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
+        # Wider than three panels, a picture is scaled down on a page until nobody can read it.
+        rows = 1 if panels <= 3 else 2
+        columns = -(-panels // rows)
+        figure = Figure(figsize=(5.4 * columns, 4.6 * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()[:panels]
         figure.suptitle(title, fontsize=12)
         yield axes
         for each in axes:

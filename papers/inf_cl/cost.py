@@ -154,7 +154,7 @@ def _of_the_paper() -> Iterator[Row]:
 
 
 def _draw(out: Output, rows: list[Row]) -> None:
-    title = "Figure 4: cost of a step (points: counted or measured; dashed: computed; right: paper)"
+    title = "Figure 4: cost of a step (points: counted or measured; dashed: computed; last: paper)"
     with out.picture("figure4", 4, title) as (flops, units, seconds, printed):
         for name, kind in KINDS.items():
             points = [row for row in rows if row["method"] == name]
