@@ -59,15 +59,9 @@ class FirstInputs:
         # CUDA refuses to be asked for an event while a graph is made, as `ready` does.
         if request.image.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        # Of an earlier call: this one's numbers are still on their way from a GPU.
-        for call, array, context in self._readback.ready() if request.image.is_cuda else ():
-            numbers = array.tolist()
-            self._judge(numbers, *context["seen"])
-            self.read = {"read_scale": numbers[-1], "read_call": call}
+        if request.image.is_cuda:
+            self._take_what_arrived(request)
         self.calls += 1
-        group = group_named(request.group) if request.group else None
-        # A call of one rank alone, such as one before the ranks meet, is no call of the others.
-        self._shared_calls += ranks_of(group, request.owner) > 1
         if self.calls & (self.calls - 1):  # no power of two
             return
         # `MatryoshkaLoss` brings features to norm 1 itself, so that any norm will do.
@@ -77,6 +71,16 @@ class FirstInputs:
             self._readback.submit(self._shared_calls, numbers, seen=seen)
         else:  # the call that is wrong can warn
             self._judge(numbers.tolist(), *seen)
+
+    def _take_what_arrived(self, request: Request) -> None:
+        # Of an earlier call: this one's numbers are still on their way from a GPU.
+        for call, array, context in self._readback.ready():
+            numbers = array.tolist()
+            self._judge(numbers, *context["seen"])
+            self.read = {"read_scale": numbers[-1], "read_call": call}
+        group = group_named(request.group) if request.group else None
+        # A call of one rank alone, such as one before the ranks meet, is no call of the others.
+        self._shared_calls += ranks_of(group, request.owner) > 1
 
     def _judge(self, numbers: list[float], rows: int, columns: int, is_normalizing: bool) -> None:
         by_rows, by_columns = numbers[:2], numbers[2:4]
