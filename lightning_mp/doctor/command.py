@@ -1,0 +1,49 @@
+"""The command `lightning-mp doctor`; it imports what it needs when it runs."""
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    config: str | None = None, gpu_memory: float = 80.0, host_memory: float = 1000.0
+) -> None:
+    """Say what is wrong with the configuration of a run, without a batch.
+
+    Model, data, optimizers and Trainer are set up as `fit` does, on one device of this machine.
+    Each finding says what the configuration does, why it matters and which line to change. The exit
+    code is 1 where something is wrong, so that the command can serve in continuous integration.
+
+    Args:
+        config: YAML file of a run, as for `lightning-mp fit --config`.
+        gpu_memory: Memory of each GPU that the run will have, in GiB.
+        host_memory: Memory of each of its nodes, in GiB.
+    """
+    if config is None:
+        raise SystemExit("lightning-mp doctor: pass the YAML file of a run by `--config`.")
+    from lightning_mp.doctor.checks import CHECKS
+    from lightning_mp.doctor.finding import Finding
+    from lightning_mp.doctor.memory import memory_findings
+    from lightning_mp.doctor.started_run import StartedRun, start
+
+    findings: list[Finding] = []
+
+    def inspect(run: StartedRun) -> None:
+        findings.extend(finding for check in CHECKS for finding in check(run))
+
+    try:
+        run = start(config, inspect)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"lightning-mp doctor: {error}") from None
+    findings += memory_findings(run, config, gpu_memory, host_memory)
+    findings.sort(key=lambda finding: finding.severity != "wrong")
+    wrong = sum(finding.severity == "wrong" for finding in findings)
+    checks = len(CHECKS) + 1
+    if findings:
+        print(f"{wrong} wrong, {len(findings) - wrong} to improve, of {checks} checks.")
+    else:
+        print(f"Nothing found by {checks} checks.")
+    for finding in findings:
+        print("", *finding.lines(), sep="\n")
+    for note in run.notes:
+        print(f"\nNot checked: {note}")
+    if wrong:
+        raise SystemExit(1)

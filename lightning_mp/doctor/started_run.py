@@ -1,0 +1,188 @@
+"""`StartedRun`: a run of a config file, set up by Lightning as `fit` does, and stopped there.
+
+Everything that `Trainer.fit` does before its first batch is done: data are prepared, the model is
+configured, and the strategy and the precision plugin set up model and optimizers. Callbacks and
+loggers of the config are made and inspected; none of their hooks runs, so that nothing is written.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+import lightning_mp
+from lightning_mp.cli.lightning_cli import LightningMPCLI
+
+__all__ = ["StartedRun", "start"]
+
+# Arguments of `fit`, which a saved config may hold, and which no Trainer takes.
+_OF_FIT = ("ckpt_path", "weights_only", "subcommand")
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+
+
+@dataclass
+class StartedRun:
+    """What there is to inspect; what could not be made is `None` or empty.
+
+    Attributes:
+        settings: The config as it was read.
+        trainer: The Trainer, on one device of this machine.
+        model: The LightningModule.
+        callbacks: The callbacks of the config.
+        optimizers: The optimizers, set up by the precision plugin.
+        is_set_up: Whether the set-up came to its end.
+        error: What the config or the set-up was refused with.
+        loader: The training loader.
+        notes: What could not be looked at, and why.
+    """
+
+    settings: dict[str, Any]
+    trainer: pl.Trainer | None = None
+    model: pl.LightningModule | None = None
+    callbacks: list[Callback] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    is_set_up: bool = False
+    error: Exception | None = None
+    loader: Any = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def trainer_settings(self) -> dict[str, Any]:
+        """The arguments of the Trainer as they were read."""
+        return self.settings.get("trainer") or {}
+
+    @property
+    def plugins(self) -> list[tuple[str, dict[str, Any]]]:
+        """Class name and arguments of each plugin that the config names."""
+        given = self.trainer_settings.get("plugins") or []
+        found = []
+        for plugin in given if isinstance(given, list) else [given]:
+            path = plugin.get("class_path", "") if isinstance(plugin, dict) else str(plugin)
+            arguments = (plugin.get("init_args") or {}) if isinstance(plugin, dict) else {}
+            found.append((path.rpartition(".")[2], arguments))
+        return found
+
+    @property
+    def has_both_precisions(self) -> bool:
+        """Whether `precision` stands beside a precision plugin, which no Trainer takes."""
+        names = {cls.__name__ for cls in _subclasses(Precision)}
+        is_named = any(name in names for name, _ in self.plugins)
+        return is_named and self.trainer_settings.get("precision") is not None
+
+
+class _SetUpError(Exception):
+    """Ends `fit` where the set-up is complete."""
+
+
+class _StopsAfterSetUp(Callback):
+    def __init__(self, run: StartedRun, inspect: Callable[[StartedRun], None]) -> None:
+        self._run, self._inspect = run, inspect
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._run.optimizers = list(trainer.optimizers)
+        self._run.is_set_up = True
+        try:
+            trainer.fit_loop.setup_data()
+            self._run.loader = trainer.train_dataloader
+        except Exception as error:
+            self._run.notes.append(f"The training loader could not be made: {error}")
+        self._inspect(self._run)  # here, before the plugin and the strategy undo what they set up
+        raise _SetUpError
+
+
+def start(config: str, inspect: Callable[[StartedRun], None]) -> StartedRun:
+    """Make model, data and Trainer of a config file, and set them up without a batch.
+
+    Args:
+        config: The YAML file.
+        inspect: Called once: when all is set up, or when the set-up was refused.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file holds no mapping.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a `class_path` may lead to code beside the config
+    settings = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"Passed `--config {config}`, which holds no settings. It must be a YAML file as for "
+            "`lightning-mp fit --config`."
+        )
+    settings = settings.get("fit", settings)
+    for name in lightning_mp.__all__:  # known by their bare names, as to `LightningMPCLI`
+        getattr(lightning_mp, name)
+    run = StartedRun(settings)
+    loggers = {name: logging.getLogger(name).level for name in _LOGGERS}
+    try:
+        for name in loggers:  # what a Trainer says of devices would stand among the findings
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _set_up(run, inspect)
+            if run.error is not None:
+                inspect(run)
+    finally:
+        for name, level in loggers.items():
+            logging.getLogger(name).setLevel(level)
+    return run
+
+
+def _set_up(run: StartedRun, inspect: Callable[[StartedRun], None]) -> None:
+    arguments = {key: value for key, value in run.settings.items() if key not in _OF_FIT}
+    arguments["trainer"] = {**run.trainer_settings, **_on_this_machine(run)}
+    try:
+        cli = LightningMPCLI(
+            args=arguments,  # type: ignore[arg-type]
+            run=False,
+            save_config_callback=None,
+            parser_kwargs={"exit_on_error": False},
+        )
+    except Exception as error:
+        run.error = error
+        return
+    run.trainer, run.model = cli.trainer, cli.model
+    run.callbacks = [each for each in cli.trainer.callbacks if isinstance(each, Callback)]  # type: ignore[attr-defined]
+    cli.trainer.callbacks[:] = [_StopsAfterSetUp(run, inspect)]  # type: ignore[attr-defined]
+    cli.trainer.loggers = []
+    try:
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    except _SetUpError:
+        pass
+    except Exception as error:
+        run.error = error
+
+
+def _on_this_machine(run: StartedRun) -> dict[str, Any]:
+    """Return arguments of the Trainer in place of those for machines that are not here."""
+    changed: dict[str, Any] = {"devices": 1, "num_nodes": 1}
+    settings = run.trainer_settings
+    if not torch.cuda.is_available():
+        changed["accelerator"] = "cpu"
+        strategy = settings.get("strategy")
+        name = strategy.get("class_path", "") if isinstance(strategy, dict) else strategy
+        if "fsdp" in str(name).lower():
+            changed["strategy"] = "auto"
+            run.notes.append("FSDP needs a GPU: the strategy was left out.")
+    if run.has_both_precisions:
+        changed["precision"] = None  # so that all else can be looked at
+    return changed
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    classes: list[type] = cls.__subclasses__()
+    for each in classes:
+        yield each
+        yield from _subclasses(each)

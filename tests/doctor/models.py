@@ -1,0 +1,57 @@
+"""A model and data whose configurations the doctor is asked about."""
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import ContrastiveLoss
+
+
+class CLIP(pl.LightningModule):
+    """Two small towers.
+
+    Args:
+        norm: Name of the norm in the image tower.
+        width: Width of the hidden layers.
+        compiled: Whether the image tower is compiled.
+        fused: Whether AdamW has the fused kernel.
+    """
+
+    def __init__(
+        self, norm: str = "LayerNorm", width: int = 16, compiled: bool = False, fused: bool = False
+    ) -> None:
+        super().__init__()
+        layers = nn.Linear(8, width), getattr(nn, norm)(width), nn.Linear(width, 8)
+        self.visual = nn.Sequential(*layers)
+        self.text = nn.Linear(8, 8)
+        self.fused = fused
+        if compiled:
+            self.visual.compile(backend="eager")
+        self.loss = ContrastiveLoss()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        image, text = (F.normalize(t(x), dim=-1) for t, x in zip((self.visual, self.text), batch))  # noqa: B905
+        return self.loss(image, text, 10.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=self.fused)
+
+
+class Pairs(pl.LightningDataModule):
+    """Noise.
+
+    Args:
+        rows: How many pairs.
+        width: Of an image.
+    """
+
+    def __init__(self, rows: int = 64, width: int = 8) -> None:
+        super().__init__()
+        self.rows, self.width = rows, width
+
+    def train_dataloader(self) -> DataLoader:
+        """Return batches of 16."""
+        sides = torch.randn(self.rows, self.width), torch.randn(self.rows, 8)
+        return DataLoader(TensorDataset(*sides), batch_size=16)

@@ -1,0 +1,144 @@
+"""Each planted mistake is found, by its name, and is gone once the named line is changed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_mp.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODEL, DATA = "tests.doctor.models.CLIP", "tests.doctor.models.Pairs"
+
+
+def plugin(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": name, "init_args": arguments}
+
+
+def config(trainer: dict[str, Any], *, model: dict[str, Any] = {}, **more: Any) -> dict[str, Any]:  # noqa: B006
+    data = {"class_path": DATA, "init_args": more.pop("data", {})}
+    return {
+        "seed_everything": 0,
+        "trainer": {"devices": 8, **trainer},
+        "model": {"class_path": MODEL, "init_args": model},
+        "data": data,
+        **more,
+    }
+
+
+CACHE = {"strategy": plugin("InfCLStrategy", micro_batch_size=8)}
+BALANCED = {"plugins": plugin("BalancedAMP", half="bf16")}
+SAFE = {"optimizer": {"class_path": "SafeAdamW", "init_args": {"lr": 1e-3}}}
+GUARD = plugin("SpikeGuard", action="skip")
+PLANTED = [
+    (
+        "set-up",
+        config({"strategy": plugin("InfCLStrategy", towers=["visual", "txt"])}),
+        config({"strategy": plugin("InfCLStrategy", towers=["visual", "text"])}),
+    ),
+    ("precision flag", config({**BALANCED, "precision": "bf16-mixed"}), config(BALANCED)),
+    (
+        "unknown name in `fp32_modules`",
+        config({"plugins": plugin("BalancedAMP", fp32_modules=["LayerNrm"])}),
+        config({"plugins": plugin("BalancedAMP", fp32_modules=["LayerNorm"])}),
+    ),
+    ("epsilon", config({"precision": "16-true"}), config({"precision": "16-true"}, **SAFE)),
+    ("optimizer states", config({"precision": "bf16-true"}), config(BALANCED)),
+    (
+        "accumulation in half precision",
+        config({"precision": "bf16-true", "accumulate_grad_batches": 4}),
+        config({**BALANCED, "accumulate_grad_batches": 4}),
+    ),
+    ("dtype of checkpoints", config({"precision": "bf16-true"}, **SAFE), config(BALANCED, **SAFE)),
+    ("BatchNorm in a tower", config(CACHE, model={"norm": "BatchNorm1d"}), config(CACHE)),
+    (
+        "`find_unused_parameters`",
+        config({"strategy": plugin("InfCLStrategy", find_unused_parameters=True)}),
+        config({"strategy": plugin("InfCLStrategy")}),
+    ),
+    ("`drop_last`", config(CACHE, data={"rows": 70}), config(CACHE, data={"rows": 80})),
+    (
+        "compiled modules",
+        config({"callbacks": [plugin("ActivationRangeMonitor")]}, model={"compiled": True}),
+        config({"callbacks": [plugin("ActivationRangeMonitor")]}),
+    ),
+    (
+        "callbacks",
+        config({"callbacks": [GUARD, plugin("NonFiniteLocator", action="stop")]}),
+        config({"callbacks": [GUARD, plugin("NonFiniteLocator", action="warn")]}),
+    ),
+    ("sizes for tensor cores", config(BALANCED, model={"width": 12}), config(BALANCED)),
+    (
+        "callbacks",
+        config({"callbacks": [GUARD], "detect_anomaly": True}),
+        config({"callbacks": [GUARD]}),
+    ),
+    (
+        "callbacks",
+        config({"callbacks": [GUARD, plugin("EarlyStopping", monitor="loss")]}),
+        config({"callbacks": [GUARD, plugin("EarlyStopping", monitor="loss", check_finite=False)]}),
+    ),
+]
+
+
+def told(settings: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the doctor prints, with the exit code as its last word."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    code: Any = 0
+    try:
+        main(["doctor", "--config", str(path)])
+    except SystemExit as stop:
+        code = stop.code
+    return f"{capsys.readouterr().out}\nexit {code}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "planted", "mended"), PLANTED)
+def test_planted_mistake_is_named_and_gone_once_mended(
+    kind: str,
+    planted: dict[str, Any],
+    mended: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, after = (told(settings, tmp_path, capsys) for settings in (planted, mended))
+    assert f": {kind}\n  What:   " in before
+    assert ("WRONG: " in before) == before.endswith("exit 1")
+    assert f": {kind}" not in after
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]  # nothing was written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer", [{}, CACHE, BALANCED, {**CACHE, **BALANCED}, {"plugins": plugin("PureFP16")}]
+)
+def test_nothing_is_found_where_nothing_is_wrong(
+    trainer: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(config(trainer), tmp_path, capsys)
+    assert "Nothing found by 14 checks." in said
+    assert said.endswith("exit 0")
+
+
+@pytest.mark.slow
+def test_batch_that_does_not_fit_is_told_with_what_to_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config(CACHE)))
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--config", str(path), "--gpu-memory", "0.0001"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 1
+    assert "WRONG: memory" in said
+    assert "A batch of 128 on 8 ranks needs" in said
+
+
+def test_config_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="doctor: pass the YAML file of a run by `--config`"):
+        main(["doctor"])
+    (tmp_path / "run.yaml").write_text("nothing")
+    with pytest.raises(SystemExit, match="holds no settings"):
+        main(["doctor", "--config", str(tmp_path / "run.yaml")])
