@@ -176,6 +176,8 @@ def _kinds_of(annotation: Any, check: Check) -> Iterator[_Kind]:
     elif origin is collections.abc.Sequence:
         kind = "non-empty list" if check.least else "list"
         yield _of_lists(kind, list(_kinds_of(inner[0], check)), check.least, math.inf)
+    elif origin is collections.abc.Mapping:
+        yield _of_class(collections.abc.Mapping)
     elif origin is tuple:
         yield _of_lists("pair", list(_kinds_of(inner[0], check)), len(inner), len(inner))
     elif origin is collections.abc.Callable:

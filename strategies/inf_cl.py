@@ -51,7 +51,7 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
         offload: `"host"` leaves training batches in host memory in the dtype of the data set and
             copies micro-batches to the device as towers need them.
         **kwargs: `micro_batch_size` (256 rows on one rank, or `"auto"`), `activation_bytes`,
-            `prefetch`, `rows`, `whole`, `leave_out`, `means` and `replay_tolerance` as of
+            `prefetch`, `roles` and `replay_tolerance` as of
             `GradientCache`; all that `DDPStrategy` takes, and for `DistributedDataParallel`.
 
     Raises:

@@ -63,6 +63,8 @@ def is_of_type(annotation: Any, value: Any) -> bool:
     if origin in (collections.abc.Sequence, tuple):
         is_list = isinstance(value, list | tuple)
         return is_list and all(is_of_type(inner[0], each) and each != "" for each in value)
+    if origin is collections.abc.Mapping:
+        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
     if origin is collections.abc.Callable:
         return callable(value)
     if origin is collections.abc.Iterable:  # parameters, or groups of them
@@ -207,7 +209,11 @@ def test_the_error_names_the_class_that_was_called(make: Any, called: str) -> No
         ("ContrastiveLoss", {"process_group": -100}, "a `ProcessGroup` or None. A rank outside"),
         ("GradientCache", {"replay_tolerance": math.nan}, "a number of at least 0 or None."),
         ("GradientCache", {"micro_batch_size": 0}, "'auto' or an integer of at least 1."),
-        ("InfCLStrategy", {"whole": "prompt"}, "a list of names. Pass `whole=['prompt']`."),
+        (
+            "InfCLStrategy",
+            {"roles": {"x": "hole"}},
+            "a mapping of names to roles or None. 'hole' is",
+        ),
         ("InfClamp", {"value": 1e9}, "a number above 0 and at most 65504."),
         ("SafeAdamW", {"betas": (0.9, 1.0)}, "a pair of numbers of at least 0 and below 1."),
         ("SafeAdamW", {"fused": "yes"}, "True, False or None."),

@@ -10,7 +10,9 @@ chain rule these are exactly the gradients of the whole batch; the price is one 
 """
 
 import functools
+import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,19 +22,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.gradient_cache._served.arguments import Arguments, rows_of
+from lightning_mp.gradient_cache._served.arguments import Arguments, EarlierCalls, rows_of
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach
 from lightning_mp.gradient_cache._served.call import Call, Replayed
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
-from lightning_mp.gradient_cache._served.outputs import difference_error
+from lightning_mp.gradient_cache._served.outputs import Outputs
+from lightning_mp.gradient_cache._served.refusals import difference_error
+from lightning_mp.gradient_cache._served.roles import Declared, Role
 from lightning_mp.gradient_cache._served.sharding import set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower, sharded_modules
+from lightning_mp.gradient_cache._served.tree import open_tree
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]
 
+_log = logging.getLogger(__name__)
 _UNUSED_BYTES = 2**20  # of outputs that were not used, from which on a warning says so
 
 
@@ -59,12 +65,9 @@ class GradientCache:
         device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
         prefetch: Micro-batches to copy ahead when arguments are on the host; from 2 on copies
             overlap with the towers, and at most `max(prefetch + 1, 2)` are on the device.
-        rows: Names of arguments that have one row, or element, for each of the batch, where shapes
-            cannot tell: `lengths`, `batch.lengths`, `extra[0]`.
-        whole: Names of arguments that all rows share, such as a prompt as long as the batch.
-        leave_out: Names of outputs to return as `None`, such as `last_hidden_state`.
-        means: Names of outputs that are one number: a mean over rows, such as an auxiliary loss, or
-            the same for all, such as a scale. Micro-batches count by their rows.
+        roles: What arguments and outputs of towers are, by name, where shapes cannot tell:
+            `{"prompt": "whole", "lengths": "rows", "last_hidden_state": "left out"}`. The words and
+            what they do stand in docs/contrastive/gradient-cache.md.
         replay_tolerance: The relative difference of a replay's outputs that is allowed. `None`:
             rounding of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and tf32, 6% in bf16. `inf`: any.
         context: Makes the context of every replay, such as a precision plugin's forward context.
@@ -87,13 +90,18 @@ class GradientCache:
     @takes_config(CacheConfig)
     def __init__(self, *, config: CacheConfig) -> None:
         self._config = config
-        self.declared = DeclaredNames(self, config)
-        """The names of arguments and outputs, and whether each of them matches something."""
+        self._declared = Declared(config.roles)
+        self.declared = DeclaredNames(self, self._declared)
+        """The names of declared roles, and whether each of them matches something."""
+        self.roles: dict[str, dict[str, dict[str, str]]] = {}
+        """What `"arguments"` and `"outputs"` of each tower were taken for, by name."""
         self._trained: list[Tensor] = []
         self._expected_rows: int | None = None
         self._in_a_tower = False
         self._told_of: set[str] = set()
-        self._shapes_known: set[tuple[str, int]] = set()  # the towers tried with two sizes
+        # Of each tower: what its arguments were, and its outputs if it was tried with two sizes.
+        self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
+        self._known: defaultdict[tuple[str, int], dict[str, Role]] = defaultdict(dict)
         self._pending: list[tuple[Call, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
         self._is_waiting = False  # for a difference to arrive
@@ -129,6 +137,8 @@ class GradientCache:
             )
         found = [find_tower(model, name) for name in towers]
         before, self._expected_rows = self._expected_rows, rows_of(batch)
+        if self.declared.is_open:
+            self.declared.note("field", [leaf.path for leaf in open_tree(batch).leaves])
         self._trained = [p for p in model.parameters() if p.requires_grad]
         try:
             with ExitStack() as interceptions:
@@ -233,18 +243,23 @@ class GradientCache:
             args,
             kwargs,
             constants=() if module is None else list(module.buffers()),
-            rows=self._config.rows,
-            whole=self._config.whole,
+            declared=self._declared,
+            earlier=self._earlier[name, id(module)],
             expected=self._expected_rows,
         )
-        call = Call(self._config, name, function, module, sharded, arguments)
+        known = self._known[name, id(module)]
+        call = Call(self._config, name, function, module, sharded, arguments, self._declared, known)
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
-            outputs = call.run(self._rows_at_a_time(call, (name, id(module))))
+            outputs = call.run(self._rows_at_a_time(call, bool(known)))
         finally:
             self._in_a_tower = was_in_a_tower
         if self.declared.is_open:
-            self.declared.note(name, signature_of, arguments.paths, call.outputs.paths)
+            self.declared.note_call(name, signature_of)
+            self.declared.note("argument", arguments.paths)
+            self.declared.note("output", call.outputs.paths)
+        if name not in self.roles:
+            self._note_roles(name, arguments, call.outputs)
         trained = [*call.inputs, *call.trained.leaves.values()]
         if trained or call.trained.is_reentrant or any(call.outputs.needs_grad):
             # Of a sharded tower nothing may be left that is trained here.
@@ -255,7 +270,17 @@ class GradientCache:
             outputs = attach(replay, [*trained, *anchor], outputs, constant)
         return call.outputs.assemble(outputs)
 
-    def _rows_at_a_time(self, call: Call, tower: tuple[str, int]) -> int:
+    def _note_roles(self, name: str, arguments: Arguments, outputs: Outputs) -> None:
+        found = {
+            "arguments": zip(arguments.paths, arguments.roles, strict=True),
+            "outputs": zip(outputs.names, outputs.roles, strict=True),
+        }
+        self.roles[name] = {
+            place: {path: str(role) for path, role in roles} for place, roles in found.items()
+        }
+        _log.debug("The tower `%s` was called with these roles: %s", name, self.roles[name])
+
+    def _rows_at_a_time(self, call: Call, is_known: bool) -> int:
         rows = self._config.micro_batch_size
         if rows == "auto":
             # A call without a graph, as of a teacher, holds less.
@@ -266,11 +291,10 @@ class GradientCache:
                 self.micro_batch_sizes[name] = found
             rows = self.micro_batch_sizes[name]
         # Once a tower. All ranks gather the layers of a sharded one, so there whatever the sizes.
-        if tower not in self._shapes_known and (call.batch_size > rows or call.sharded):
-            # Micro-batches of several sizes show by themselves what follows the size.
-            if call.sharded or call.batch_size % rows == 0:
-                call.check_shapes()
-            self._shapes_known.add(tower)
+        # Micro-batches of several sizes show by themselves what follows the size.
+        is_cut = call.batch_size > rows and call.batch_size % rows == 0
+        if not is_known and (is_cut or call.sharded):
+            call.check_shapes()
         return rows
 
     def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -317,7 +341,8 @@ class GradientCache:
             warnings.warn(
                 f"The tower `{tower}` returns {unused:,} bytes for the whole batch that the loss "
                 f"never used, next to {replayed.used_bytes:,} that it did: {', '.join(names)}. "
-                f"Leave them out to save that memory: `leave_out={names!r}`.",
+                "Leave them out to save that memory: "
+                f"`roles={dict.fromkeys(names, 'left out')!r}`.",
                 stacklevel=2,
             )
 

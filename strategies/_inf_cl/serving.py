@@ -20,9 +20,11 @@ from lightning_mp._arguments import Check, explains_arguments
 from lightning_mp._foreign import ForLightning
 from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
+from lightning_mp.gradient_cache._served.roles import Declared
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
-from lightning_mp.strategies._inf_cl.loader_batches import gather_batches
+from lightning_mp.strategies._inf_cl.joining import field_roles
+from lightning_mp.strategies._inf_cl.loader_batches import gather_batches, tell_of_no_state
 
 __all__ = ["ServesTowers"]
 
@@ -154,7 +156,32 @@ class ServesTowers(ForLightning, _Strategy):
         if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
             return dataloader
         pin = self.root_device.type == "cuda"
-        return gather_batches(dataloader, self.loader_batches_per_step, pin=pin)
+        declared = Declared(self._config.roles)
+        loop = module.trainer.fit_loop
+        gathered = gather_batches(
+            dataloader,
+            self.loader_batches_per_step,
+            declared,
+            pin=pin,
+            epoch_batches=lambda: loop.max_batches,
+        )
+        if loop.restarting and loop.epoch_loop.batch_progress.current.ready:
+            tell_of_no_state(gathered)
+        return gathered
+
+    def roles_of(self, batch: Any = None) -> dict[str, dict[str, dict[str, str]]]:
+        """Return what fields of a batch and what towers take and return were taken for.
+
+        Args:
+            batch: A batch of the loader; its roles stand under `"batch"` and `"fields"`.
+
+        Returns:
+            Words of roles by name, under `"arguments"` and `"outputs"` of each tower that was
+            called in this run.
+        """
+        fields = field_roles(batch, Declared(self._config.roles))
+        roles = {"batch": {"fields": {path: str(role) for path, role in fields.items()}}}
+        return {**({} if batch is None else roles), **(self._cache.roles if self._cache else {})}
 
     @override
     def batch_to_device(

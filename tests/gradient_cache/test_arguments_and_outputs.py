@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, is_named, open_tree, rows_of
+from lightning_mp.gradient_cache._served.arguments import Arguments, rows_of
+from lightning_mp.gradient_cache._served.roles import Declared
+from lightning_mp.gradient_cache._served.tree import is_named, open_tree
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 
@@ -90,12 +92,13 @@ def test_paths_name_leaves() -> None:
     assert not is_named("images[1]", ["images[0]", "image"])
 
 
-def roles(*args: Any, **settings: Any) -> tuple[int, dict[str, bool]]:
+def roles(*args: Any, declared: Any = None, **settings: Any) -> tuple[int, dict[str, bool]]:
     def tower(a: Any, b: Any = None, c: Any = None) -> None: ...
 
-    arguments = Arguments(tower, args, {}, **settings)
+    arguments = Arguments(tower, args, {}, declared=Declared(declared), **settings)
     names = [arguments.name(index) for index in range(len(arguments.leaves))]
-    return arguments.batch_size, dict(zip(names, arguments.is_cut, strict=True))
+    is_cut = [role.has_rows for role in arguments.roles]
+    return arguments.batch_size, dict(zip(names, is_cut, strict=True))
 
 
 ROWS, PROMPT = torch.ones(8, 3), torch.ones(4, 3)
@@ -107,8 +110,8 @@ STRINGS = list("abcdefgh")
     [
         ((ROWS, torch.ones(3, 3)), {}, {"a": True, "b": False}),
         ((PROMPT, ROWS), {"expected": 8}, {"a": False, "b": True}),
-        ((PROMPT, ROWS), {"whole": ["a"]}, {"a": False, "b": True}),
-        ((PROMPT, ROWS), {"rows": ["b"]}, {"a": False, "b": True}),
+        ((PROMPT, ROWS), {"declared": {"a": "whole"}}, {"a": False, "b": True}),
+        ((PROMPT, ROWS), {"declared": {"b": "rows"}}, {"a": False, "b": True}),
         ((nn.Parameter(PROMPT), ROWS), {}, {"a": False, "b": True}),
         ((nn.Parameter(ROWS), ROWS), {}, {"a": False, "b": True}),
         ((ROWS, STRINGS, 1.5), {}, {"a": True, "b": True, "c": False}),
@@ -117,12 +120,12 @@ STRINGS = list("abcdefgh")
         ((ROWS, [ROWS, ROWS]), {}, {"a": True, "b[0]": True, "b[1]": True}),
         ((ROWS, [torch.ones(3, n + 1) for n in range(8)]), {}, {"a": True, "b": True}),
         (([torch.ones(3, n + 1) for n in range(8)],), {"expected": 8}, {"a": True}),
-        (([torch.ones(3, n + 1) for n in range(8)],), {"rows": ["a"]}, {"a": True}),
+        (([torch.ones(3, n + 1) for n in range(8)],), {"declared": {"a": "rows"}}, {"a": True}),
         ((ROWS, [{"boxes": torch.ones(n, 4)} for n in range(8)]), {}, {"a": True, "b": True}),
         ((np.ones((8, 3)), np.ones(3)), {}, {"a": True, "b": False}),
         ((ROWS, torch.arange(8)), {}, {"a": True, "b": True}),
-        ((ROWS, torch.ones(8)), {"rows": ["b"]}, {"a": True, "b": True}),
-        ((ROWS, torch.ones(8)), {"whole": ["b"]}, {"a": True, "b": False}),
+        ((ROWS, torch.ones(8)), {"declared": {"b": "rows"}}, {"a": True, "b": True}),
+        ((ROWS, torch.ones(8)), {"declared": {"b": "whole"}}, {"a": True, "b": False}),
         ((Encoding({"x": ROWS, "n": STRINGS}), 2), {}, {"a.x": True, "a.n": True, "b": False}),
         ((torch.ones(8),), {}, {"a": True}),
     ],
@@ -137,13 +140,13 @@ def test_buffer_of_the_tower_with_as_many_rows_as_the_batch_is_whole() -> None:
 
 
 def test_vector_as_long_as_the_batch_is_refused_with_both_ways_to_declare_it() -> None:
-    with pytest.raises(ValueError, match=r"`b` of shape \[8\].*rows=\['b'\].*whole=\['b'\]"):
+    with pytest.raises(ValueError, match=r"`b` of shape \[8\].*{'b': 'rows'}.*{'b': 'whole'}"):
         roles(ROWS, torch.ones(8))
 
 
 def test_rows_declared_for_something_else_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`b` of shape \[4, 3\], which is declared as rows"):
-        roles(ROWS, PROMPT, rows=["a", "b"])
+    with pytest.raises(ValueError, match=r"`b`, \[4, 3\], which is declared as 'rows'"):
+        roles(ROWS, PROMPT, declared={"a": "rows", "b": "rows"})
 
 
 def test_rows_of_a_batch() -> None:
@@ -169,7 +172,7 @@ def test_wrong_guess_names_what_was_taken_for_what() -> None:
     )
     with pytest.raises(ValueError, match=message):
         GradientCache(micro_batch_size=3).call(Prompted(), PROMPT, ROWS)
-    cache = GradientCache(micro_batch_size=3, whole=["prompt"])
+    cache = GradientCache(micro_batch_size=3, roles={"prompt": "whole"})
     tower = Prompted()
     assert torch.allclose(cache.call(tower, PROMPT, ROWS), tower(PROMPT, ROWS))
 
@@ -221,7 +224,7 @@ class Hidden(nn.Module):
 def test_outputs_that_the_loss_never_used_are_told_once_with_bytes_and_name() -> None:
     cache, tower, batch = GradientCache(micro_batch_size=16), Hidden(), torch.ones(64, 2048, 4)
     unused = 64 * 2048 * 4 * 4
-    message = rf"{unused:,} bytes .*`leave_out=\['last_hidden_state'\]`"
+    message = rf"{unused:,} bytes .*`roles={{'last_hidden_state': 'left out'}}`"
     with pytest.warns(UserWarning, match=message):
         cache.call(tower, batch)["pooler_output"].sum().backward()
     cache.call(tower, batch)["pooler_output"].sum().backward()  # warnings are errors here
@@ -229,7 +232,7 @@ def test_outputs_that_the_loss_never_used_are_told_once_with_bytes_and_name() ->
 
 def test_outputs_left_out_are_not_kept() -> None:
     tower, batch = Hidden(), torch.ones(64, 2048, 4)
-    cache = GradientCache(micro_batch_size=16, leave_out=["last_hidden_state"])
+    cache = GradientCache(micro_batch_size=16, roles={"last_hidden_state": "left out"})
     out = cache.call(tower, batch)
     assert out["last_hidden_state"] is None
     out["pooler_output"].sum().backward()
@@ -242,7 +245,7 @@ def test_outputs_left_out_are_not_kept() -> None:
     [
         ({"micro_batch_size": 0}, "micro_batch_size=0"),
         ({"prefetch": -1}, "prefetch=-1"),
-        ({"whole": "prompt"}, "whole='prompt'"),
+        ({"roles": {"prompt": "hole"}}, r"roles={'prompt': 'hole'}.*'hole' is no role. Roles are"),
         ({"replay_tolerance": -1.0}, "replay_tolerance=-1.0"),
         ({"replay_tolerance": float("nan")}, "replay_tolerance=nan"),
     ],
@@ -257,5 +260,5 @@ def test_array_that_differs_between_micro_batches_is_refused_by_name() -> None:
         return {"features": 2 * x, "lengths": x.detach().numpy()[:, 0]}
 
     cache = GradientCache(micro_batch_size=2)
-    with pytest.raises(ValueError, match="`lengths` of type ndarray.*leave_out"):
+    with pytest.raises(ValueError, match="`lengths` of type ndarray.*'left out'"):
         cache.call(tower, torch.randn(4, 3, requires_grad=True))

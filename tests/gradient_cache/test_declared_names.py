@@ -1,4 +1,4 @@
-"""Names in `rows`, `whole` and `leave_out` that match nothing are refused after the first step."""
+"""Names in `roles` that match nothing are refused after the first step."""
 
 from typing import Any
 
@@ -37,36 +37,37 @@ def serve(towers: str = "visual text", **settings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("roles", "message"),
     [
-        ({"whole": ["tabel"]}, r"`GradientCache\(whole=\['tabel'\]\)`.*Did you mean 'table'\?"),
-        ({"rows": ["x"], "whole": ["p", "table"]}, r"whole=\['p'\]\).*are \['x', 'table'\]"),
-        ({"leave_out": ["hiden"]}, r"No output of a tower .*Did you mean 'hidden'\?"),
-        ({"leave_out": ["table"]}, "No output of a tower that was called is named 'table'"),
+        ({"tabel": "whole"}, r"`GradientCache\(roles={'tabel': 'whole'}\)`.*mean 'table'\?"),
+        ({"x": "rows", "p": "whole", "table": "whole"}, r"{'p': 'whole'}\).*\['x', 'table', 'feat"),
+        ({"hiden": "left out"}, r"No output of a tower .*Did you mean 'hidden'\?"),
+        ({"table": "left out"}, "No output of a tower that was called is named 'table'"),
+        ({"hidden": "row numbers"}, "No argument of a tower that was called and no field of the"),
     ],
 )
 def test_name_that_matches_nothing_is_refused_once_all_towers_were_called(
-    settings: dict[str, Any], message: str
+    roles: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        serve(**settings)
-    serve("visual", **settings)  # the other tower may have it
+        serve(roles=roles)
+    serve("visual", roles=roles)  # the other tower may have it
 
 
 def test_names_of_arguments_and_outputs_are_accepted() -> None:
-    serve(rows=["x"], whole=["table"], leave_out=["hidden"])
+    serve(roles={"x": "rows", "table": "whole", "hidden": "left out"})
     # A tower takes `table`, and no call has passed it yet.
-    model, cache = Model(), GradientCache(micro_batch_size=3, whole=["table"])
+    model, cache = Model(), GradientCache(micro_batch_size=3, roles={"table": "whole"})
     with cache.serving(model, ["visual", "text"]):
         model.visual(ROWS)
         model.text(ROWS)
 
 
 def test_calls_without_a_list_of_towers_are_checked_with_the_replays() -> None:
-    cache = GradientCache(micro_batch_size=3, whole=["tabel"])
+    cache = GradientCache(micro_batch_size=3, roles={"tabel": "whole"})
     cache.check()  # nothing was called that could have it
     cache.call(Tower(), ROWS)["features"].sum().backward()
-    with pytest.raises(ValueError, match=r"whole=\['tabel'\]"):
+    with pytest.raises(ValueError, match=r"roles={'tabel': 'whole'}"):
         cache.check()
 
 
@@ -96,7 +97,7 @@ def _train(rank: int) -> dict[str, str]:
     said = {}
     for name in ("prompt", "promt"):
         trainer = make_trainer(
-            InfCLStrategy(micro_batch_size=5, whole=[name]), devices=2, max_steps=2
+            InfCLStrategy(micro_batch_size=5, roles={name: "whole"}), devices=2, max_steps=2
         )
         try:
             trainer.fit(OnOneRank(), loader(48, 12))
@@ -111,4 +112,4 @@ def _train(rank: int) -> dict[str, str]:
 def test_ranks_refuse_a_name_together_or_not_at_all() -> None:
     for said in run_ranks(_train, 2):
         assert said["prompt"] == "2 steps"
-        assert said["promt"].startswith("Passed `InfCLStrategy(whole=['promt'])`.")
+        assert said["promt"].startswith("Passed `InfCLStrategy(roles={'promt': 'whole'})`.")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches
+from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 CPU = torch.device("cpu")
@@ -207,9 +208,8 @@ def test_micro_batches_from_the_host_arrive_whole(prefetch: int, pinned: bool) -
     device = torch.device("cuda", torch.cuda.current_device())
     batches = MicroBatches(
         [batch, "flag"],
-        [True, False],
+        [ROWS, WHOLE],
         batch_size=len(batch),
-        micro_batch_size=100,
         device=device,
         prefetch=prefetch,
     )

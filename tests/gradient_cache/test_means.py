@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_mp import GradientCache
 
 BATCH, WIDTH = 10, 5
+ROLES = {"aux": "mean", "scale": "whole"}
 
 
 class Gated(nn.Module):
@@ -38,7 +39,7 @@ def test_means_and_their_gradients_are_those_of_the_whole_batch(rows: Any) -> No
     plain = tower(x)
     inputs = [x, *tower.parameters()]
     expected = torch.autograd.grad(_loss(plain), inputs)
-    cache = GradientCache(micro_batch_size=rows, means=["aux", "scale"], activation_bytes=2**11)
+    cache = GradientCache(micro_batch_size=rows, roles=ROLES, activation_bytes=2**11)
     out = cache.call(tower, x)
     for value, wanted in (
         (out["aux"]["loss"], plain["aux"]["loss"]),
@@ -55,7 +56,7 @@ def test_means_and_their_gradients_are_those_of_the_whole_batch(rows: Any) -> No
 def test_sums_of_half_means_are_rounded_once() -> None:
     tower, x = Gated().bfloat16(), torch.randn(1024, WIDTH, dtype=torch.bfloat16)
     parts = [tower(part)["aux"]["loss"].double() for part in x.split(4)]
-    out = GradientCache(micro_batch_size=4, means=["loss", "scale"]).call(tower, x)
+    out = GradientCache(micro_batch_size=4, roles={"loss": "mean", "scale": "whole"}).call(tower, x)
     assert out["aux"]["loss"].dtype == torch.bfloat16
     mean = torch.stack(parts).mean().item()
     assert out["aux"]["loss"].detach().item() == pytest.approx(
@@ -65,7 +66,7 @@ def test_sums_of_half_means_are_rounded_once() -> None:
 
 def test_replay_that_gives_another_mean_is_an_error() -> None:
     tower = Gated()
-    cache = GradientCache(micro_batch_size=5, means=["aux", "scale"])
+    cache = GradientCache(micro_batch_size=5, roles=ROLES)
     out = cache.call(tower, torch.randn(BATCH, WIDTH))
     tower.gate.bias.data[0] += 1.0  # which autograd does not see
     with pytest.raises(RuntimeError, match="gave other outputs when it was replayed"):
@@ -73,17 +74,23 @@ def test_replay_that_gives_another_mean_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("means", "message"),
+    ("roles", "message"),
     [
-        ([], r"`aux.loss` of shape \[\] .* declared with `means=\[...\]`"),
-        (["aux", "scale", "features"], r"`features` of shape \[5, 5\] .* one number, as of a mean"),
-        (["aux", "scale", "los"], r"`GradientCache\(means=\['los'\]\)`"),
+        ({}, r"`aux.loss` of shape \[\] .* `roles={'aux.loss': 'mean'}` for a mean over rows"),
+        ({**ROLES, "features": "mean"}, None),
+        ({**ROLES, "aux": "whole"}, r"`aux.loss` .* equal in all micro-batches was expected"),
+        ({**ROLES, "los": "mean"}, r"`GradientCache\(roles={'los': 'mean'}\)`"),
     ],
 )
 def test_numbers_that_are_not_declared_and_names_that_are_none_are_refused(
-    means: list[str], message: str
+    roles: dict[str, str], message: str | None
 ) -> None:
-    model, cache = nn.Module(), GradientCache(micro_batch_size=5, means=means)
-    model.tower = Gated()
+    model, cache = nn.Module(), GradientCache(micro_batch_size=5, roles=roles)
+    model.tower, x = Gated(), torch.randn(BATCH, WIDTH)
+    if message is None:  # a mean may have any shape
+        with cache.serving(model, ["tower"]):
+            mean = model.tower(x)["features"]
+        assert torch.allclose(mean, model.tower.linear(x).view(2, 5, WIDTH).mean(0), atol=1e-6)
+        return
     with pytest.raises(ValueError, match=message), cache.serving(model, ["tower"]):
-        model.tower(torch.randn(BATCH, WIDTH))
+        model.tower(x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.gradient_cache._served import micro_batches
+from lightning_mp.gradient_cache._served import micro_batches, roles
 from lightning_mp.gradient_cache._served.micro_batches import MicroBatches
 from tests.fake_cuda import FakeCuda, RaceError
 from tests.fake_streams import FakeStream
@@ -28,7 +28,11 @@ def gpu() -> Iterator[FakeCuda]:
 
 def make(batch: Tensor, prefetch: int) -> MicroBatches:
     batches = MicroBatches(
-        [batch, "flag"], [True, False], batch_size=len(batch), device=DEVICE, prefetch=prefetch
+        [batch, "flag"],
+        [roles.ROWS, roles.WHOLE],
+        batch_size=len(batch),
+        device=DEVICE,
+        prefetch=prefetch,
     )
     batches.cut(ROWS)
     return batches

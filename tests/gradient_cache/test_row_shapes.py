@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mp import GradientCache
+from lightning_mp.gradient_cache._served.roles import ROWS
 
 BATCH, WIDTH = 12, 6
 
@@ -38,10 +39,10 @@ SCORES = {
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 def test_scores_of_rows_against_each_other_are_refused(score: Any, rows: int) -> None:
     tower, x = Scores(score), torch.randn(BATCH, WIDTH)
-    message = r"`logits` of shape \[2, .* for 2 rows and of \[3, .*leave_out=\['logits'\]"
+    message = r"`logits` of shape \[2, .* for 2 rows and of \[3, .*roles=\{'logits': 'left out'\}"
     with pytest.raises(ValueError, match=message):
         GradientCache(micro_batch_size=rows).call(tower, x)
-    cache = GradientCache(micro_batch_size=rows, leave_out=["logits"])
+    cache = GradientCache(micro_batch_size=rows, roles={"logits": "left out"})
     assert torch.allclose(cache.call(tower, x)["features"], tower.linear(x), atol=1e-6)
 
 
@@ -79,7 +80,7 @@ def test_trial_leaves_generators_buffers_and_the_batch_as_they_were() -> None:
     for is_known in (False, True):
         tower, cache = Noisy(), GradientCache(micro_batch_size=4)
         if is_known:
-            cache._shapes_known.add(("Noisy", id(tower)))
+            cache._known["Noisy", id(tower)][""] = ROWS
         torch.manual_seed(1)
         x = torch.randn(BATCH, WIDTH)
         features = cache.call(tower, x, [str(n) for n in range(BATCH)])
@@ -132,6 +133,8 @@ def test_clip_model_of_transformers_is_refused_as_one_tower() -> None:
     with pytest.raises(ValueError, match=r"`logits_per_(image|text)` of shape \[2, 2\]"):
         GradientCache(micro_batch_size=6).call(model, **batch)
     scores = ["logits_per_image", "logits_per_text"]
-    out = GradientCache(micro_batch_size=6, leave_out=scores).call(model, **batch)
+    out = GradientCache(micro_batch_size=6, roles=dict.fromkeys(scores, "left out")).call(
+        model, **batch
+    )
     assert out.logits_per_image is None
     assert torch.allclose(out.image_embeds, model(**batch).image_embeds, atol=1e-6)

@@ -244,7 +244,7 @@ def test_second_derivatives_are_refused_and_first_ones_with_a_graph_are_right() 
 
 
 def test_cache_and_models_in_it_are_copied_and_pickled() -> None:
-    model, cache = Served(), make_cache(leave_out=["x"])
+    model, cache = Served(), make_cache(roles={"x": "left out"})
     batch = torch.randn(7, 4)
     with _serving(cache, model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]

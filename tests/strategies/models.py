@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.gradient_cache._served.roles import Declared
+from lightning_mp.strategies._inf_cl import loader_batches
 from tests.quiet import QUIET
 
 WIDTH_IN, WIDTH = 12, 24
@@ -96,6 +98,11 @@ def pairs(count: int, seed: int = 3) -> TensorDataset:
 
 def loader(count: int, batch_size: int) -> DataLoader:
     return DataLoader(pairs(count), batch_size=batch_size)
+
+
+def gather_batches(loader: Any, count: int, **roles: str) -> Any:
+    """Gather loader batches on the host, with declared roles of fields."""
+    return loader_batches.gather_batches(loader, count, Declared(roles), pin=False)
 
 
 def make_trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:

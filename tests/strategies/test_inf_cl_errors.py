@@ -127,7 +127,7 @@ def test_help_says_what_the_arguments_of_the_cache_do(strategy: type) -> None:
     for words in (
         "Submodules or methods of the LightningModule",
         "Rows that a tower sees at a time",
-        "Names of arguments that all rows share",
+        "What arguments and outputs of towers are",
         "(type: Union[int, Literal['auto']], default: 256)",
     ):
         assert words in said

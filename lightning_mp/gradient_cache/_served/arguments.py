@@ -1,65 +1,22 @@
 """Which arguments of a tower's call are cut with the batch, and which go whole to every part.
 
-What towers take and return is opened once, into a tree: tuples, dicts, dataclasses, `UserDict`s and
-their kin.
-
 Shapes:
     B: the batch of one call.
 """
 
-import copy
-import dataclasses
 import inspect
-from collections import Counter, UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-__all__ = ["Arguments", "Tree", "is_named", "open_tree", "rows_of"]
+from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role
+from lightning_mp.gradient_cache._served.tree import Tree, is_array, lists_in, open_call, open_tree
 
-
-@dataclasses.dataclass(slots=True)
-class Tree:
-    """A value, and what it is made of if it is a container; a leaf otherwise.
-
-    Args:
-        path: Where it stands, such as `batch.pixel_values` or `images[0]`.
-        value: What it is.
-        parts: What it contains; `None`: it is not opened.
-        close: Makes a container of the same type of other parts.
-    """
-
-    path: str
-    value: Any
-    parts: "list[Tree] | None" = None
-    close: Callable[[list[Any]], Any] = list
-
-    @property
-    def leaves(self) -> "list[Tree]":
-        """What is not opened further, in order."""
-        if self.parts is None:
-            return [self]
-        return [leaf for part in self.parts for leaf in part.leaves]
-
-    def prune(self, is_leaf: "Callable[[Tree], bool]") -> "Tree":
-        """Make leaves of some containers, the outermost first; return the tree itself."""
-        if self.parts is not None and is_leaf(self):
-            self.parts = None
-        for part in self.parts or ():
-            part.prune(is_leaf)
-        return self
-
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Return containers of the same types around other leaves; these stay as they are."""
-        return self._filled(iter(leaves))
-
-    def _filled(self, leaves: Iterator[Any]) -> Any:
-        if self.parts is None:
-            return next(leaves)
-        return self.close([part._filled(leaves) for part in self.parts])
+__all__ = ["Arguments", "EarlierCalls", "described", "rows_of"]
 
 
 class Arguments:
@@ -74,8 +31,8 @@ class Arguments:
         args: Positional arguments.
         kwargs: Keyword arguments.
         constants: Tensors that are not data, such as buffers of the tower.
-        rows: Names of arguments that have one row for each of the batch.
-        whole: Names of arguments that all rows share.
+        declared: The roles that were declared.
+        earlier: What arguments of the tower were in earlier calls.
         expected: The rows that the batch of the step has; they are taken for the batch of the call
             where an argument has as many. `None`: unknown.
 
@@ -90,32 +47,28 @@ class Arguments:
         kwargs: dict[str, Any],
         *,
         constants: Collection[Tensor] = (),
-        rows: Collection[str] = (),
-        whole: Collection[str] = (),
+        declared: Declared | None = None,
+        earlier: "EarlierCalls | None" = None,
         expected: int | None = None,
     ) -> None:
-        names, keywords = _names(signature_of, len(args)), list(kwargs)
-        values = zip([*names, *kwargs], [*args, *kwargs.values()], strict=True)
-        parts = [open_tree(value, name) for name, value in values]
+        tree = open_call(_names(signature_of, len(args)), args, kwargs)
         # By identity, as `==` of tensors compares their values.
         self._constants = {id(tensor) for tensor in constants}
-        self._rows, self._whole = rows, whole
-        self.batch_size = self._find_batch_size(parts, expected) or 0
+        self._declared = declared or Declared({})
+        self._earlier = earlier or EarlierCalls()
+        self._fewest = 1  # rows for each of the batch
+        self.batch_size = self._find_batch_size(tree.parts or [], expected) or 0
 
-        def close(values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            count = len(names)
-            return tuple(values[:count]), dict(zip(keywords, values[count:], strict=True))
-
-        for part in parts:
+        for part in tree.parts or ():
             part.prune(self._has_a_thing_a_row)
-        tree = Tree("", None, parts, close)
         self.rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
         """Returns positional and keyword arguments around other leaves."""
         self.rebuild = tree.rebuild
         self._leaves = tree.leaves
         self.leaves = [leaf.value for leaf in self._leaves]
-        self.is_cut = [self._decide(leaf.path, leaf.value) for leaf in self._leaves]
-        if not self.batch_size or not any(self.is_cut):
+        self.roles = [self._role(leaf.path, leaf.value) for leaf in self._leaves]
+        """What each leaf is."""
+        if not self.batch_size or not any(role.has_rows for role in self.roles):
             raise ValueError(
                 f"Passed no batch, or an empty one, to a tower ({self}). A tower takes at least "
                 "one tensor or list whose first dimension is the batch. Pass the batch as an "
@@ -133,68 +86,84 @@ class Arguments:
 
     def __str__(self) -> str:
         """Return what was taken for what, for messages."""
-        roles: dict[bool, list[str]] = {True: [], False: []}
-        for leaf, is_cut in zip(self._leaves, self.is_cut, strict=True):
-            roles[is_cut].append(f"`{leaf.path}` {_describe(leaf.value)}")
-        parts = [
-            f"{role}: {', '.join(roles[is_cut])}"
-            for role, is_cut in (("taken as rows of the batch", True), ("taken whole", False))
-            if roles[is_cut]
-        ]
+        words: dict[str, list[str]] = {}
+        for leaf, role in zip(self._leaves, self.roles, strict=True):
+            taken = "whole" if role == WHOLE else f"as {role} of the batch"
+            words.setdefault(taken, []).append(f"`{leaf.path}` {described(leaf.value)}")
+        parts = [f"taken {taken}: {', '.join(words[taken])}" for taken in sorted(words)]
         return "; ".join(parts) or "no arguments"
 
     def _find_batch_size(self, parts: list[Tree], expected: int | None) -> int | None:
-        leaves = [leaf for part in parts for leaf in part.leaves]
-        declared = [leaf for leaf in leaves if is_named(leaf.path, self._rows)]
-        data = declared or [
-            leaf
-            for leaf in leaves
-            if not is_named(leaf.path, self._whole) and not self._is_constant(leaf.value)
+        lists = [each for part in parts for each in lists_in(part)]
+        leaves = [leaf for part in parts for leaf in part.leaves if is_array(leaf.value)]
+        found = [(each, self._declared_role(each.path)) for each in [*leaves, *lists]]
+        # Lists first: the tensors in one, as of images of different sizes, have its name, too.
+        declared = [
+            (tree.value, role)
+            for tree, role in [*found[len(leaves) :], *found[: len(leaves)]]
+            if role is not None and role.has_rows
         ]
         # The first tensor decides where nothing else does: towers take their data first.
-        sizes = [len(leaf.value) for leaf in data if _is_array(leaf.value)]
-        lists = [
-            len(each.value)
-            for part in parts
-            for each in _lists_in(part)
-            if bool(declared) == is_named(each.path, self._rows if declared else self._whole)
+        guessed = [
+            len(tree.value)
+            for tree, role in found
+            if role is None and not self._is_constant(tree.value)
         ]
-        if declared and lists:
-            return lists[0]
+        if declared:
+            self._fewest = min(role.each for _, role in declared)
+            value, role = min(declared, key=lambda each: each[1].each)
+            rows: int = len(value) // role.each
+            # Alone in a call, "5 rows" of an image each are just its rows.
+            if rows not in guessed:
+                return rows * self._fewest
+            self._fewest = 1
+            return rows
         # The step's own rows go before the first tensor, which may be a prompt or class weights.
-        if expected is not None and expected in [*sizes, *lists]:
+        if expected is not None and expected in guessed:
             return expected
-        return sizes[0] if sizes else lists[0] if lists else None
+        return guessed[0] if guessed else None
 
     def _has_a_thing_a_row(self, tree: Tree) -> bool:
         """Return whether a list has one element for each row, and is no collection of batches."""
-        if type(tree.value) not in (list, tuple) or len(tree.value) != self.batch_size:
+        role = self._declared_role(tree.path) or ROWS
+        rows = self.batch_size * role.each // self._fewest
+        if type(tree.value) not in (list, tuple) or len(tree.value) != rows:
             return False
         # As many tensors as rows, each with as many rows, are a collection of batches.
         inside = [leaf.value for leaf in tree.leaves]
-        return not any(_is_array(x) and len(x) == self.batch_size for x in inside)
+        return not any(is_array(x) and len(x) == self.batch_size for x in inside)
 
-    def _decide(self, path: str, value: Any) -> bool:
+    def _role(self, path: str, value: Any) -> Role:
         # What was declared goes before all that is guessed.
-        if is_named(path, self._whole):
-            return False
-        if isinstance(value, (list, tuple)):  # a leaf, as it has one thing a row
-            return True
-        if not _is_array(value):
-            return False
-        if is_named(path, self._rows):
-            if value.shape[0] != self.batch_size:
-                raise ValueError(
-                    f"Passed `{path}` of shape {list(value.shape)}, which is declared as rows, to "
-                    f"a tower called with {self.batch_size} rows. Leave it out of `rows`."
-                )
-            return True
-        if self._is_constant(value) or value.shape[0] != self.batch_size:
-            return False
+        role = self._declared_role(path)
+        is_list = isinstance(value, (list, tuple))  # a leaf, as it has one thing a row
+        if not is_list and not is_array(value):
+            return WHOLE
+        if role is not None:
+            return self._checked(path, value, role)
+        if is_list:
+            return ROWS
+        if self._is_constant(value) or not self._earlier.has_rows(path, value, self.batch_size):
+            return WHOLE
         # Whole numbers of one dimension are labels or lengths, one a row.
         if value.ndim == 1 and isinstance(value, Tensor) and value.is_floating_point():
             self._check_vector(path, value)
-        return True
+        return ROWS
+
+    def _declared_role(self, path: str) -> Role | None:
+        return self._declared.role(path, "argument") if self._declared.words else None
+
+    def _checked(self, path: str, value: Any, role: Role) -> Role:
+        """Return a declared role relative to the rows of this call."""
+        if not role.has_rows:
+            return role
+        role = replace(role, each=role.each // self._fewest)
+        if len(value) != role.each * self.batch_size:
+            raise ValueError(
+                f"Passed `{path}`, {described(value)}, which is declared as {str(role)!r}, to a "
+                f"tower called with {self.batch_size} rows. Correct it in `roles`."
+            )
+        return role
 
     def _check_vector(self, path: str, value: Tensor) -> None:
         """Refuse a vector that may be one value a row, or one for every feature."""
@@ -212,7 +181,8 @@ class Arguments:
             raise ValueError(
                 f"Passed `{path}` of shape {list(value.shape)} to a tower, for a batch of as many "
                 "rows. It may be one value a row, which is cut with the batch, or one vector that "
-                f"all rows share. Say which: `rows=[{name!r}]` or `whole=[{name!r}]`."
+                f"all rows share. Say which: `roles={{{name!r}: 'rows'}}` or "
+                f"`roles={{{name!r}: 'whole'}}`."
             )
 
     def _is_constant(self, value: Any) -> bool:
@@ -220,21 +190,41 @@ class Arguments:
         return isinstance(value, nn.Parameter) or id(value) in self._constants
 
 
-def is_named(path: str, names: Collection[str]) -> bool:
-    """Return whether a path, a part that it begins with, or its last part is among `names`."""
-    if not names:
-        return False
-    # `batch.images[0]` is named by itself, `batch.images`, `batch`, and `images`.
-    steps = path.replace("[", ".[").split(".")
-    begins = {".".join(steps[: k + 1]).replace(".[", "[") for k in range(len(steps))}
-    return bool((begins | {steps[-1], *steps}) & set(names))
+class EarlierCalls:
+    """Which lengths an argument had in earlier calls of a tower, and what they were taken for.
+
+    A prompt of 8 rows is whole beside a batch of 12, and stays so beside a last batch of 8.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[str, bool], set[int]] = {}
+
+    def has_rows(self, path: str, value: Any, batch_size: int) -> bool:
+        """Return whether an array has a row for each of the batch.
+
+        Raises:
+            ValueError: It was cut in an earlier call, as it had by chance as many rows.
+        """
+        length = len(value)
+        is_alike = length == batch_size
+        # A length of one is that of what is broadcast.
+        if length > 1 and length in self._lengths.get((path, not is_alike), ()):
+            if is_alike:
+                return False
+            raise ValueError(
+                f"Passed `{path}` of shape {list(value.shape)} to a tower called with {batch_size} "
+                f"rows. In an earlier call with {length} rows it was cut with the batch. Say what "
+                f"it is: `roles={{{path!r}: 'whole'}}`, or 'rows' if it has one for each."
+            )
+        self._lengths.setdefault((path, is_alike), set()).add(length)
+        return is_alike
 
 
 def rows_of(batch: Any) -> int | None:
     """Return the rows of a training step's batch: what most of its tensors or lists begin with."""
     tree = open_tree(batch)
-    sizes = [len(leaf.value) for leaf in tree.leaves if _is_array(leaf.value)]
-    sizes = sizes or [len(each.value) for each in _lists_in(tree) if each.value]
+    sizes = [len(leaf.value) for leaf in tree.leaves if is_array(leaf.value)]
+    sizes = sizes or [len(each.value) for each in lists_in(tree) if each.value]
     # Most, not the first: a batch may carry a prompt or class weights beside its rows.
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
@@ -253,97 +243,10 @@ def _names(signature_of: Callable[..., Any], count: int) -> list[str]:
     return [*positional[:count], *(f"{rest}[{index}]" for index in range(missing))]
 
 
-def _lists_in(tree: Tree) -> list[Tree]:
-    """Return plain lists and tuples that hold no batch of their own."""
-    # No subclasses: a named tuple is a batch of fields, not a list of rows.
-    is_plain = type(tree.value) in (list, tuple)
-    if is_plain and not any(isinstance(x, (list, tuple)) for x in tree.value):
-        return [tree]
-    return [found for part in tree.parts or () for found in _lists_in(part)]
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-
-
-def _describe(value: Any) -> str:
+def described(value: Any) -> str:
+    """Return what a value is, without what is in it."""
     if isinstance(value, (Tensor, np.ndarray)):
         return str(list(value.shape))
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"of type {type(value).__name__}"
-
-
-def open_tree(value: Any, path: str = "") -> Tree:
-    """Take apart what torch's pytrees know, dataclasses, mappings, and subclasses of containers."""
-    opened = _open(value)
-    if opened is None:
-        return Tree(path, value)
-    parts = [
-        open_tree(child, f"{path}{key}" if path else key.lstrip("."))
-        for key, child in zip(opened.keys, opened.children, strict=True)
-    ]
-    return Tree(path, value, parts, opened.close)
-
-
-class _Opened(NamedTuple):
-    keys: list[str]
-    children: list[Any]
-    close: Callable[[list[Any]], Any]
-
-
-def _open(value: Any) -> _Opened | None:
-    kind = type(value)
-    # A named tuple, before pytrees take it: its paths are names rather than numbers.
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _Opened([f".{name}" for name in value._fields], list(value), kind._make)
-    if kind in pytree.SUPPORTED_NODES:  # also Hugging Face's `ModelOutput`s
-        node = pytree.SUPPORTED_NODES[kind]
-        children, context = node.flatten_fn(value)
-        children = list(children)
-        keys = _keys(value, len(children))
-        return _Opened(keys, children, lambda children: node.unflatten_fn(children, context))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # A field without a default may not be set yet.
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        children = [getattr(value, name) for name in names]
-        return _Opened(
-            [f".{name}" for name in names],
-            children,
-            lambda children: _refill(value, names, children),
-        )
-    if isinstance(value, Mapping):
-        return _open_mapping(value)
-    if isinstance(value, (list, tuple)):
-        # A subclass: pytrees know `list` and `tuple` by their exact types.
-        return _Opened(_keys(value, len(value)), list(value), kind)
-    return None
-
-
-def _open_mapping(value: Mapping[Any, Any]) -> _Opened:
-    names = list(value)
-
-    def close(children: list[Any]) -> Any:
-        if not isinstance(value, (dict, UserDict)):
-            # A mapping of an unknown kind may refuse to be written to, so it is made anew.
-            return type(value)(dict(zip(names, children, strict=True)))  # type: ignore[call-arg]
-        copied = copy.copy(value)  # keeps the attributes of a `BatchEncoding`
-        for name, child in zip(names, children, strict=True):
-            copied[name] = child
-        return copied
-
-    return _Opened(_keys(value, len(names)), [value[name] for name in names], close)
-
-
-def _refill(value: Any, names: list[str], children: list[Any]) -> Any:
-    # Not `dataclasses.replace`, which calls the constructor: fields may not be its arguments.
-    copied = copy.copy(value)
-    for name, child in zip(names, children, strict=True):
-        object.__setattr__(copied, name, child)  # also where it is frozen
-    return copied
-
-
-def _keys(value: Any, count: int) -> list[str]:
-    if isinstance(value, Mapping):
-        return [f".{name}" if isinstance(name, str) else f"[{name!r}]" for name in value]
-    return [f"[{index}]" for index in range(count)]

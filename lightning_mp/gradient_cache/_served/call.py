@@ -24,6 +24,7 @@ from lightning_mp.gradient_cache._served.outputs import (
     check_no_tangents,
     rounding_noise,
 )
+from lightning_mp.gradient_cache._served.roles import Declared, Role
 from lightning_mp.gradient_cache._served.row_shapes import check_row_shapes
 from lightning_mp.gradient_cache._served.sharding import (
     agree_on_parts,
@@ -72,6 +73,8 @@ class Call:
         module: Whose buffers and generators it moves.
         sharded: The parts of the tower that `fully_shard` was called for.
         arguments: What it is called with.
+        declared: The roles that were declared.
+        known: Roles of outputs that earlier calls of the tower have shown.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Call:
         module: nn.Module | None,
         sharded: list[Any],
         arguments: Arguments,
+        declared: Declared,
+        known: dict[str, Role],
     ) -> None:
         self._config, self.tower, self.sharded = config, tower, sharded
         self._function, self._module, self._arguments = function, module, arguments
@@ -94,12 +99,12 @@ class Call:
             if torch.is_grad_enabled() and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         self.inputs: list[Tensor] = [leaves[index] for index in self._with_grad]
-        self.outputs = Outputs(tower, arguments, config.leave_out, config.means)
+        self.outputs = Outputs(tower, arguments, declared, known)
         check_no_tangents(tower, tensors)
         device = None if config.device is None else torch.device(config.device)
         self._batches = MicroBatches(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            arguments.is_cut,
+            arguments.roles,
             batch_size=self.batch_size,
             device=device,
             prefetch=config.prefetch,
@@ -169,7 +174,8 @@ class Call:
                     returned = self._function(*args, **kwargs)
                 self._buffers.collect(rows.stop - rows.start)
                 opened = self.outputs.open(returned, rows)
-                self.outputs.add(opened, rows)
+                lengths = self._batches.lengths(rows) if self._batches.is_padded else None
+                self.outputs.add(opened, rows, lengths)
                 sketches = self.outputs.sketches(opened)
                 known = self.trained.note(opened.tensors, inputs)
                 self._parts.append(_Part(rng, known, sketches))
@@ -220,17 +226,15 @@ class Call:
                     with self._autocast:
                         returned = self._function(*args, **kwargs)
                 roots, grads = [], []
-                for tensor, cotangent, sketch in zip(
-                    self.outputs.open(returned, rows).tensors,
-                    cotangents,
-                    part.sketches,
-                    strict=True,
+                opened = self.outputs.open(returned, rows).tensors
+                for index, (tensor, cotangent, sketch) in enumerate(
+                    zip(opened, cotangents, part.sketches, strict=True)
                 ):
                     if cotangent is not None and tensor.requires_grad:
                         differences.append(sketch.difference(tensor))
                         roots.append(tensor)
-                        grads.append(self.outputs.share(cotangent, rows))
-                del args, kwargs, returned
+                        grads.append(self.outputs.share(index, cotangent, rows, tensor))
+                del args, kwargs, returned, opened
                 if not roots:
                     continue
                 # Gradients travel once, when they are complete.
@@ -301,7 +305,11 @@ class Call:
             grad = grads[place]
             if grad is None:
                 grad = grads[place] = torch.zeros_like(whole)
-            if self._arguments.is_cut[index]:
-                grad[rows].copy_(part)
+            role = self._arguments.roles[index]
+            if role.has_rows:
+                share = grad[role.slice(rows)]
+                if share.shape != part.shape:  # of rows cut at the longest
+                    share = share[:, : part.shape[1]]
+                share.copy_(part)
             else:
                 grad.add_(part.to(grad.device))

@@ -2,21 +2,27 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, ParamSpec, overload
 
 import torch
 
+from lightning_mp._arguments import Check
+from lightning_mp.gradient_cache._served.roles import Declared
+
 __all__ = ["CHECKS", "CacheConfig", "takes_config"]
 
 _Parameters = ParamSpec("_Parameters")
 
-CHECKS = {
+CHECKS: dict[str, Check | str] = {
     "micro_batch_size activation_bytes": "[1, inf)",
     "prefetch": "[0, inf)",
     "replay_tolerance": "[0, inf]",
+    "roles": Check(
+        test=lambda roles: Declared(roles) is not None, words="a mapping of names to roles"
+    ),
 }
 """What the arguments must be beside their annotations."""
 
@@ -29,10 +35,7 @@ class CacheConfig:
     activation_bytes: int | None = None
     device: torch.device | str | None = None
     prefetch: int = 2
-    rows: Sequence[str] = ()
-    whole: Sequence[str] = ()
-    leave_out: Sequence[str] = ()
-    means: Sequence[str] = ()
+    roles: Mapping[str, str] | None = None
     replay_tolerance: float | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 

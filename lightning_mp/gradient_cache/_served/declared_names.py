@@ -1,4 +1,4 @@
-"""Names of arguments and outputs that match nothing: misspelt, they change the loss."""
+"""Names of roles that match nothing: misspelt, they change the loss."""
 
 import contextlib
 import inspect
@@ -6,86 +6,80 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lightning_mp._arguments import nearest, refuse_values
-from lightning_mp.gradient_cache._served.arguments import is_named
-from lightning_mp.gradient_cache._served.config import CacheConfig
+from lightning_mp.gradient_cache._served.roles import Declared, Place
+from lightning_mp.gradient_cache._served.tree import is_named
 
 __all__ = ["DeclaredNames"]
 
-
-_OF_OUTPUTS = ("leave_out", "means")
+_WORDS: dict[Place, str] = {
+    "argument": "argument of a tower that was called",
+    "output": "output of a tower that was called",
+    "field": "field of the batch",
+}
 
 
 class DeclaredNames:
-    """Notes what the declared names match, until every tower has been called once.
+    """Notes what the names of declared roles match, until every tower has been called once.
 
     Args:
-        owner: Whose arguments the names are.
-        config: Which has the names.
+        owner: Whose `roles` they are.
+        declared: Which has the names.
     """
 
-    def __init__(self, owner: object, config: CacheConfig) -> None:
+    def __init__(self, owner: object, declared: Declared) -> None:
         self.owner = owner
         self.agree: Callable[[list[bool]], list[bool]] = list
         """Returns which facts hold on any rank, so that ranks raise together."""
-        roles = {name: getattr(config, name) for name in ("rows", "whole", *_OF_OUTPUTS)}
-        self._declared = [(role, name) for role, names in roles.items() for name in names]
-        self.is_open = bool(self._declared)
+        self._declared = declared
+        self.is_open = bool(declared.words)
         """Whether there is a name that may match nothing."""
         self._called: set[str] = set()
         # In the order of the calls, for messages.
-        self._arguments: dict[str, None] = {}
-        self._outputs: dict[str, None] = {}
+        self._paths: dict[Place, dict[str, None]] = {"argument": {}, "output": {}, "field": {}}
 
-    def note(
-        self,
-        tower: str,
-        signature_of: Callable[..., Any],
-        arguments: Iterable[str],
-        outputs: Iterable[str],
-    ) -> None:
-        """Note the paths of what a tower takes and returns."""
+    def note(self, place: Place, paths: Iterable[str]) -> None:
+        """Note the names of what there is in a place."""
+        self._paths[place].update(dict.fromkeys(paths))
+
+    def note_call(self, tower: str, signature_of: Callable[..., Any]) -> None:
+        """Note a tower, and all that it can be called with."""
         self._called.add(tower)
         # Also what this call leaves at its default: a later one may pass it.
         with contextlib.suppress(TypeError, ValueError):  # a function of C has no signature
-            self._arguments.update(dict.fromkeys(inspect.signature(signature_of).parameters))
-        self._arguments.update(dict.fromkeys(arguments))
-        self._outputs.update(dict.fromkeys(outputs))
+            self.note("argument", inspect.signature(signature_of).parameters)
 
     def check(self, towers: Collection[str] = ()) -> None:
         """Refuse names that match nothing, once some towers have been called; then never again.
 
         Raises:
-            ValueError: A name matches no argument, or of outputs none, of any tower.
+            ValueError: A name matches nothing that can have its role.
         """
         if not self.is_open:
             return
-        found = [
-            any(is_named(path, [name]) for path in self._paths(role))
-            for role, name in self._declared
-        ]
+        names = list(self._declared.words)
+        found = [any(is_named(path, [name]) for path in self._known(name)) for name in names]
         facts = self.agree([*found, *(tower in self._called for tower in towers)])
         if not all(facts[len(found) :]) or not self._called:
             return
         self.is_open = False
-        missing = [
-            each for each, is_found in zip(self._declared, facts, strict=False) if not is_found
-        ]
+        missing = [name for name, is_found in zip(names, facts, strict=False) if not is_found]
         if not missing:
             return
-        role, name = missing[0]
-        known = list(self._paths(role))
+        name = missing[0]
+        known = self._known(name)
         near = nearest(name, known)
-        what = "output" if role in _OF_OUTPUTS else "argument"
+        places = " and no ".join(_WORDS[place] for place in self._declared.places(name))
         refuse_values(
             self.owner,
-            f"No {what} of a tower that was called is named {name!r}. "
+            f"No {places} is named {name!r}. "
             + (f"Did you mean {near!r}?" if near else f"The names are {known}."),
-            **{role: [other for its_role, other in missing if its_role == role]},
+            roles={name: self._declared.words[name] for name in missing},
         )
 
     def close(self) -> None:
         """Check no more, as where ranks may end a run at different places."""
         self.is_open = False
 
-    def _paths(self, role: str) -> dict[str, None]:
-        return self._outputs if role in _OF_OUTPUTS else self._arguments
+    def _known(self, name: str) -> list[str]:
+        places = self._declared.places(name)
+        return list(dict.fromkeys(path for place in places for path in self._paths[place]))

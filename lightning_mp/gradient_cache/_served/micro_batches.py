@@ -1,7 +1,7 @@
 """A call's arguments in micro-batches, copied to the device ahead of their use.
 
 Shapes:
-    B: the batch of one call.
+    B: the batch of one call. L: the length that rows of a padded batch have.
 """
 
 import functools
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_mp.gradient_cache._served.roles import Role
 
 __all__ = ["MicroBatches", "WrittenError"]
 
@@ -35,7 +37,7 @@ class MicroBatches:
 
     Args:
         leaves: The leaves of the argument tree.
-        is_cut: Which of them are cut; all others go to each micro-batch as they are.
+        roles: What they are. Those with rows are cut, all others go to each micro-batch whole.
         with_grad: Indices of those that get gradients.
         batch_size: Rows of what is cut.
         device: Where the function runs; `None` leaves everything where it is.
@@ -46,7 +48,7 @@ class MicroBatches:
     def __init__(
         self,
         leaves: Sequence[Any],
-        is_cut: Sequence[bool],
+        roles: Sequence[Role],
         *,
         batch_size: int,
         device: torch.device | None,
@@ -57,23 +59,26 @@ class MicroBatches:
         self._slices = [slice(0, batch_size)]
         self._device = device
         self._prefetch = prefetch
-        self._is_cut = is_cut
+        self._roles = roles
         self._with_grad = with_grad
         # What all micro-batches share is copied once, not with each of them.
         self._leaves = [
-            leaf.to(device) if isinstance(leaf, Tensor) and device and not is_cut else leaf
-            for leaf, is_cut in zip(leaves, self._is_cut, strict=True)
+            leaf.to(device) if isinstance(leaf, Tensor) and device and not role.has_rows else leaf
+            for leaf, role in zip(leaves, roles, strict=True)
         ]
         self._versions = self._count_writes()
         # What is copied to another device is a copy already, so nothing can write to the original.
         self._suspects = {
             index
             for index, leaf in enumerate(self._leaves)
-            if is_cut[index]
+            if roles[index].has_rows
             and isinstance(leaf, Tensor)
             and (device is None or device.type == leaf.device.type)
         }
         self._kept: dict[tuple[int, int], Tensor] = {}
+        self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
+        self.is_padded = bool(self._row_lengths)
+        """Whether masks say how long rows are."""
 
     def cut(self, rows: int, parts: int | None = None) -> None:
         """Cut the batch; until then it is one micro-batch.
@@ -101,7 +106,7 @@ class MicroBatches:
         """Iterate for the first time, and note what the function writes to."""
         for rows, leaves in self:
             # Cloned before the function may write: a replay needs what the call was given.
-            before = {i: self._leaves[i][rows].clone() for i in self._suspects}
+            before = {i: self._rows(i, rows).clone() for i in self._suspects}
             yield rows, leaves
             # Autograd counts what is written in place, also through views.
             now = self._count_writes()
@@ -128,13 +133,17 @@ class MicroBatches:
         """Return copies of the first rows: as many as an iteration has on the device at a time."""
         # Copies, as a function may write to its rows, and a probe must leave no trace.
         count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
-        return [[_copied(x) for x in self._take(slice(0, rows))] for _ in range(count)]
+        # As long as rows of the batch can be, since later ones may be longer.
+        return [
+            [_copied(self._part(i, slice(0, rows), False)) for i in range(len(self._leaves))]
+            for _ in range(count)
+        ]
 
     def repeated(self, count: int) -> list[Any]:
         """Return a batch of copies of the first row."""
         leaves = [
-            _first_row(leaf, count) if is_cut else leaf
-            for leaf, is_cut in zip(self._leaves, self._is_cut, strict=True)
+            _first_row(leaf, role, count) if role.has_rows else leaf
+            for leaf, role in zip(self._leaves, self._roles, strict=True)
         ]
         tensors = [_copied(x) for x in leaves]
         return [x.to(self._device) if isinstance(x, Tensor) else x for x in tensors]
@@ -162,19 +171,35 @@ class MicroBatches:
 
     def _is_on_host(self, index: int) -> bool:
         leaf = self._leaves[index]
-        return self._is_cut[index] and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+        return (
+            self._roles[index].has_rows and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+        )
 
     def _take(self, rows: slice) -> list[Any]:
         return [self._part(index, rows) for index in range(len(self._leaves))]
 
-    def _part(self, index: int, rows: slice) -> Any:
+    def lengths(self, rows: slice) -> dict[int, int]:
+        """Return the lengths of the batch's padded rows, by those that a micro-batch is cut to."""
+        return {_longest_of(of, rows): length for length, of in self._row_lengths.items()}
+
+    def _rows(self, index: int, rows: slice, is_short: bool = True) -> Any:
+        """Return some rows of a leaf, as long as the longest of them if they shall be short."""
+        role = self._roles[index]
+        part = self._leaves[index][rows if role.each == 1 else role.slice(rows)]
+        is_padded = role.padding is not None and isinstance(part, Tensor) and part.ndim > 1
+        if not is_short or not is_padded:
+            return part
+        of = self._row_lengths.get(part.shape[1])
+        return part if of is None else part[:, : _longest_of(of, rows)]
+
+    def _part(self, index: int, rows: slice, is_short: bool = True) -> Any:
         leaf = self._leaves[index]
         if (index, rows.start) in self._kept:
             # A copy of the copy: the function will write to it once more.
             return self._kept[index, rows.start].clone()
-        if not self._is_cut[index]:
+        if not self._roles[index].has_rows:
             return leaf
-        part = leaf[rows]
+        part = self._rows(index, rows, is_short)
         return part.to(self._device) if isinstance(part, Tensor) and self._device else part
 
     def _copied_ahead(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
@@ -196,8 +221,8 @@ class MicroBatches:
             with torch.cuda.stream(copying):
                 for following in slices[started : last + 1]:
                     parts = {
-                        i: self._copy(leaf[following])
-                        for i, leaf in enumerate(self._leaves)
+                        i: self._copy(self._rows(i, following))
+                        for i in range(len(self._leaves))
                         if self._is_on_host(i)
                     }
                     # An event each: to wait for the stream is to wait for the copies ahead, too.
@@ -224,10 +249,43 @@ class MicroBatches:
         ]
 
 
-def _first_row(leaf: Any, count: int) -> Any:
+def _row_lengths(leaves: Sequence[Any], roles: Sequence[Role], rows: int) -> dict[int, list[int]]:
+    """Return for each row of the batch up to where its masks have values, by the masks' length.
+
+    Args:
+        leaves: The arguments of a tower.
+        roles: What they are.
+        rows: Of the batch, B.
+
+    Raises:
+        ValueError: A mask is not of shape (B, L).
+    """
+    masks = [x for x, role in zip(leaves, roles, strict=True) if role.kind == "mask"]
+    lengths: dict[int, Tensor] = {}
+    for mask in masks:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            raise ValueError(
+                "Passed a tower an argument that is declared as 'mask', and is no tensor with a "
+                "number for each token of each row. Declare it as 'rows'."
+            )
+        length = mask.shape[1]
+        ends = torch.arange(1, length + 1, device=mask.device)
+        ends_B = ((mask != 0) * ends).view(rows, -1).amax(1).clamp(min=1)
+        lengths[length] = torch.maximum(lengths.get(length, ends_B), ends_B)
+    # Read once a call, as a GPU is waited for.
+    return {length: ends_B.tolist() for length, ends_B in lengths.items()}
+
+
+def _longest_of(lengths: Sequence[int], rows: slice) -> int:
+    """Return how long the longest of some rows is."""
+    return max(lengths[rows])
+
+
+def _first_row(leaf: Any, role: Role, count: int) -> Any:
+    first = leaf[: role.each]
     if isinstance(leaf, Tensor):
-        return torch.cat([leaf[:1]] * count)
-    return np.repeat(leaf[:1], count, 0) if isinstance(leaf, np.ndarray) else leaf[:1] * count
+        return torch.cat([first] * count)
+    return np.concatenate([first] * count) if isinstance(leaf, np.ndarray) else first * count
 
 
 def _copied(part: Any) -> Any:

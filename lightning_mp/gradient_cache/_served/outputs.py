@@ -5,7 +5,7 @@ Shapes:
 """
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_mp._argument_values import shown
-from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, is_named, open_tree
+from lightning_mp.gradient_cache._served.arguments import Arguments, described
+from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
+from lightning_mp.gradient_cache._served.roles import ROWS, Declared, Role
+from lightning_mp.gradient_cache._served.tree import Tree, open_tree
 
-__all__ = ["Outputs", "Sketch", "check_no_tangents", "difference_error", "rounding_noise"]
+__all__ = ["Outputs", "Sketch", "check_no_tangents", "rounding_noise"]
 
 _DROPPED = object()  # `None` may be a value that a tower returns
 
@@ -24,32 +26,36 @@ _DROPPED = object()  # `None` may be a value that a tower returns
 class Outputs:
     """Collects the outputs of a tower.
 
-    Tensors must have one row for each row of the micro-batch; so may lists without tensors. All
-    else must be the same in every micro-batch.
+    Tensors must have rows for each row of the micro-batch, or a role that says what they are; lists
+    without tensors may have rows. All else must be the same in every micro-batch.
 
     Args:
         tower: The name, for messages.
         arguments: Of the call.
-        leave_out: Names of outputs that are not kept.
-        means: Names of outputs that are one number, a mean over rows.
+        declared: The roles that were declared.
+        known: Roles that earlier calls of the tower have shown, to be added to.
     """
 
     def __init__(
         self,
         tower: str,
         arguments: Arguments,
-        leave_out: Collection[str] = (),
-        means: Collection[str] = (),
+        declared: Declared | None = None,
+        known: dict[str, Role] | None = None,
     ) -> None:
         self._tower = tower
         self._arguments = arguments
-        self._leave_out, self._means = leave_out, means
+        self._declared = declared or Declared({})
+        self._known = {} if known is None else known
+        self._is_first_call = not self._known
         self._tree: Tree | None = None
         self._leaves: list[Tree] = []
         self._wholes: list[Any] = []
         self._dtypes: list[torch.dtype] = []
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
+        self.roles: list[Role] = []
+        """What each of the tensors is."""
         self.needs_grad: list[bool] = []
         """Which of the tensors a gradient reaches."""
 
@@ -73,22 +79,23 @@ class Outputs:
                 f"{type(returned).__name__}. A tower returns tensors, or lists, dicts, dataclasses "
                 "and mappings of them. Return the features themselves."
             )
-        for leaf in kept:
-            if self._means and is_named(leaf.path, self._means):
-                if leaf.value.ndim or not leaf.value.is_floating_point():
-                    self._refuse(leaf.path, leaf.value, "one number, as of a mean, was expected")
-            elif leaf.value.ndim == 0 or len(leaf.value) != count:
-                self._refuse(leaf.path, leaf.value, f"{count} rows were expected")
+        roles = [self._role(leaf.path, leaf.value, count) for leaf in kept]
         tensors = [leaf.value for leaf in kept]
         check_no_tangents(self._tower, tensors)
-        return Opened(tree, leaves, [leaf.path for leaf in kept], tensors)
+        return Opened(tree, leaves, [leaf.path for leaf in kept], tensors, roles)
 
     # With a graph, these copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
-    def add(self, opened: "Opened", rows: slice) -> None:
-        """Copy the outputs of a micro-batch to their rows."""
+    def add(self, opened: "Opened", rows: slice, lengths: Mapping[int, int] | None = None) -> None:
+        """Copy the outputs of a micro-batch to their rows.
+
+        Args:
+            opened: The outputs.
+            rows: Which of the batch they are.
+            lengths: Lengths of the batch's padded rows, by those that the micro-batch was cut to.
+        """
         if self._tree is None:
-            self._begin(opened)
+            self._begin(opened, lengths or {})
         if opened.names != self.names or len(opened.leaves) != len(self._wholes):
             raise ValueError(
                 f"The tower `{self._tower}` returned {opened.names} for one micro-batch and "
@@ -98,24 +105,36 @@ class Outputs:
         # Copied at once: CUDA graphs write the next micro-batch over this one's outputs.
         for index, (output, tensor) in enumerate(zip(self.tensors, opened.tensors, strict=True)):
             self.needs_grad[index] |= tensor.requires_grad
-            if tensor.ndim == 0:
-                output.add_(self.share(tensor.to(output.dtype), rows))
-                continue
+            role = self.roles[index]
+            if opened.roles[index] != role:
+                self._refuse(self.names[index], tensor.shape, f"{role} of the batch were expected")
+            part = output[_rows(role, rows)] if role.has_rows else output
             # `copy_` would spread one value over a row without a word.
-            if tensor.shape[1:] != output.shape[1:]:
-                expected = f"{list(output[rows].shape)} was expected"
-                self._refuse(self.names[index], tensor, expected)
-            output[rows].copy_(tensor)
+            fits = len(tensor) == len(part) if role.has_rows else True
+            is_padded = role.padding is not None and tensor.ndim > 1
+            if is_padded and fits and tensor.shape[1] <= part.shape[1]:
+                part = part[:, : tensor.shape[1]]
+            if not fits or tensor.shape != part.shape:
+                self._refuse(self.names[index], tensor.shape, f"{list(part.shape)} was expected")
+            self._merge_tensor(index, part, tensor, rows)
         for index, leaf in enumerate(opened.leaves):
             if not isinstance(leaf.value, Tensor):  # else it is copied, or left out
                 self._merge(index, leaf, rows)
 
-    def share(self, value: Tensor, rows: slice) -> Tensor:
-        """Return the part of a value for the whole batch, or of its cotangent, that rows have."""
-        if value.ndim:
-            return value[rows]
-        # Of a mean over rows, by their number.
-        return value.mul((rows.stop - rows.start) / self._arguments.batch_size)
+    def share(self, index: int, cotangent: Tensor, rows: slice, like: Tensor) -> Tensor:
+        """Return the part of an output's cotangent that a micro-batch has.
+
+        Args:
+            index: Of the output.
+            cotangent: For the whole batch.
+            rows: Of the micro-batch.
+            like: The output for them.
+        """
+        role = self.roles[index]
+        if role.has_rows:
+            part = cotangent[_rows(role, rows)]
+            return part if part.shape == like.shape else part[:, : like.shape[1]]
+        return cotangent if role.kind == "sum" else cotangent.mul(self._weight(rows))
 
     def finished(self) -> list[Tensor]:
         """Hand over the tensors for the whole batch, in the dtypes of the tower."""
@@ -141,15 +160,13 @@ class Outputs:
         _, leaves = self._open(returned)
         return {leaf.path: list(leaf.value.shape) for leaf in leaves if self._is_kept(leaf)}
 
-    def _begin(self, opened: "Opened") -> None:
+    def _begin(self, opened: "Opened", lengths: Mapping[int, int]) -> None:
         batch_size = self._arguments.batch_size
-        self.names = opened.names
+        self.names, self.roles = opened.names, opened.roles
         # For all rows at once: to join micro-batches in the end would hold them twice.
         self.tensors = [
-            x.new_empty(batch_size, *x.shape[1:])
-            if x.ndim
-            else x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-            for x in opened.tensors
+            _room(x, role, batch_size, lengths)
+            for x, role in zip(opened.tensors, opened.roles, strict=True)
         ]
         self._dtypes = [x.dtype for x in opened.tensors]
         self.needs_grad = [False] * len(self.tensors)
@@ -159,6 +176,24 @@ class Outputs:
         empty = [x.new_empty(0) if isinstance(x, Tensor) else x for x in values]
         is_open = opened.tree.parts is not None
         self._tree, self._leaves = self._open(opened.tree.rebuild(empty) if is_open else empty[0])
+
+    def _merge_tensor(self, index: int, part: Tensor, tensor: Tensor, rows: slice) -> None:
+        kind = self.roles[index].kind
+        if kind == "sum":
+            part.add_(tensor.to(part.dtype))
+        elif kind == "mean":
+            # By the number of rows that it is a mean of.
+            part.add_(tensor.to(part.dtype), alpha=self._weight(rows))
+        elif kind != "whole" or rows.start == 0:
+            part.copy_(tensor)
+        elif self._is_first_call and not torch.equal(part, tensor):
+            # In the first call alone, as the host waits for the answer.
+            expected = "a tensor that is equal in all micro-batches was expected"
+            self._refuse(self.names[index], tensor.shape, expected)
+
+    def _weight(self, rows: slice) -> float:
+        weight: float = (rows.stop - rows.start) / self._arguments.batch_size
+        return weight
 
     def _merge(self, index: int, leaf: Tree, rows: slice) -> None:
         value = leaf.value
@@ -173,10 +208,10 @@ class Outputs:
         # The same object is equal whatever `==` says of it, as of NaN; of arrays it says several.
         elif whole is not value and not bool(np.all(whole == value)):
             raise ValueError(
-                f"The tower `{self._tower}` returned {_name(leaf.path)} of type "
-                f"{type(value).__name__}, which differs between micro-batches: {shown(whole)} and "
-                f"{shown(value)}. Only tensors and lists with one thing a row are put together. "
-                f"Leave it out: `leave_out=[{leaf.path!r}]`."
+                f"The tower `{self._tower}` returned {name_of(leaf.path)} of type "
+                f"{type(value).__name__}, which differs between micro-batches: "
+                f"{described(whole)} and {described(value)}. Only tensors and lists with one thing "
+                f"a row are put together. Leave it out: `roles={{{leaf.path!r}: 'left out'}}`."
             )
 
     def _open(self, returned: Any) -> tuple[Tree, list[Tree]]:
@@ -193,29 +228,46 @@ class Outputs:
         return tree, tree.leaves
 
     def _is_kept(self, leaf: Tree) -> bool:
-        is_left_out = bool(self._leave_out) and is_named(leaf.path, self._leave_out)
-        return isinstance(leaf.value, Tensor) and not is_left_out
+        role = self._declared_role(leaf.path)
+        return isinstance(leaf.value, Tensor) and (role is None or role.kind != "left out")
 
-    def _refuse(self, path: str, tensor: Tensor, expected: str) -> NoReturn:
-        raise ValueError(
-            f"The tower `{self._tower}` returned {_name(path)} of shape {list(tensor.shape)} for a "
-            f"micro-batch, where {expected}. Every tensor that a tower returns must have one row "
-            "for each row of its batch and the same shape in every micro-batch. Of its arguments, "
-            f"{self._arguments}. If that is wrong, declare it by name with `rows=[...]` or "
-            "`whole=[...]`; else compute losses, scales and pairwise scores outside of towers, and "
-            "pad sequences to a fixed length. One number that is a mean over rows, or the same for "
-            "all, is declared with `means=[...]`."
-        )
+    def _declared_role(self, path: str) -> Role | None:
+        return self._declared.role(path, "output") if self._declared.words else None
 
-    def refuse_scores(self, path: str, two: list[int], three: list[int]) -> NoReturn:
-        """Refuse an output by its shapes for two and for three rows."""
-        advice = f"leave it out: `leave_out=[{path!r}]`" if path else "return the features"
-        raise ValueError(
-            f"The tower `{self._tower}` returned {_name(path)} of shape {two} for 2 rows and of "
-            f"{three} for 3 rows. Rows are put together from micro-batches, so the shape of one "
-            "must not follow how many there are. Compute scores of rows against each other "
-            f"outside of towers, from the features, and {advice}."
-        )
+    def _role(self, path: str, tensor: Tensor, count: int) -> Role:
+        """Return what an output for `count` rows is."""
+        role = self._declared_role(path) or self._known.get(path)
+        if role is not None and not role.has_rows:
+            if role.kind != "whole" and not tensor.is_floating_point():
+                self._refuse(path, tensor.shape, f"{role}s of floating-point numbers were expected")
+            return role
+        each = len(tensor) // count if tensor.ndim and not len(tensor) % count else 0
+        if role is None and each:
+            return ROWS if each == 1 else Role("rows", each)
+        if role is None or each != role.each:
+            expected = count * role.each if role is not None else count
+            self._refuse(path, tensor.shape, f"{expected} rows were expected")
+        return role
+
+    def learn_role(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
+        """Note what an output is by its shapes for two rows and for three.
+
+        Raises:
+            ValueError: It has no rows and no other role, or its shape follows their number.
+        """
+        role = self._declared_role(path)
+        if role is not None and not role.has_rows:
+            self._known[path] = role
+            return
+        each = two[0] // 2 if two and three else 0
+        if not each or [two[0], three[0]] != [2 * each, 3 * each]:
+            self._refuse(path, two, "2 rows were expected")
+        if two[1:] != three[1:]:
+            raise ValueError(scores_error(self._tower, path, two, three))
+        self._known[path] = role or Role("rows", each)
+
+    def _refuse(self, path: str, shape: Sequence[int], expected: str) -> NoReturn:
+        raise ValueError(shape_error(self._tower, path, shape, expected, str(self._arguments)))
 
 
 class Opened(NamedTuple):
@@ -225,10 +277,24 @@ class Opened(NamedTuple):
     leaves: list[Tree]
     names: list[str]
     tensors: list[Tensor]
+    roles: list[Role]
 
 
-def _name(path: str) -> str:
-    return f"`{path}`" if path else "a tensor"
+def _rows(role: Role, rows: slice) -> slice:
+    return rows if role.each == 1 else role.slice(rows)
+
+
+def _room(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -> Tensor:
+    """Return memory for an output of the whole batch, of which one of a micro-batch is known."""
+    if role.kind in ("mean", "sum"):
+        return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    if not role.has_rows:
+        return torch.empty_like(like)
+    shape = [rows * role.each, *like.shape[1:]]
+    if role.padding is None or like.ndim < 2:
+        return like.new_empty(shape)
+    shape[1] = lengths.get(shape[1], shape[1])
+    return like.new_full(shape, role.padding)
 
 
 def check_no_tangents(tower: str, values: Iterable[Any]) -> None:
@@ -301,19 +367,6 @@ def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
         # tf32 has 10 bits of mantissa.
         eps = max(eps, 2.0**-10)
     return (8 if eps > torch.finfo(torch.float32).eps else 128) * eps
-
-
-def difference_error(tower: str, difference: float, tolerance: float) -> RuntimeError:
-    """Return the error for a replay that differs, with its likely causes in order."""
-    return RuntimeError(
-        f"The tower `{tower}` gave other outputs when it was replayed for its gradients: they "
-        f"differ by {difference:.1e} of their norm, where {tolerance:.1e} is allowed. Its "
-        "gradients are wrong. Likely causes, in this order: its input was changed in place unseen, "
-        "as through memory shared with numpy or `.data`; it draws from a generator that is no "
-        "attribute of its modules; it keeps state outside of buffers that moves with every call, "
-        "such as a counter; its weights were changed through `.data`. If its kernels are just not "
-        "deterministic, pass a larger `replay_tolerance`, or `inf` to compare nothing."
-    )
 
 
 def _weights(values_mF: Tensor) -> Tensor:

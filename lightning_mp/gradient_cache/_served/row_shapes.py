@@ -18,7 +18,7 @@ __all__ = ["check_row_shapes"]
 
 @torch.no_grad()
 def check_row_shapes(run: Callable[[int], Any], outputs: Outputs) -> None:
-    """Refuse outputs whose rows have a shape that follows the number of rows.
+    """Learn how many rows outputs have for one row, and refuse those whose shape follows them.
 
     Args:
         run: Returns what a tower returns for so many copies of one row, between which nothing
@@ -32,7 +32,5 @@ def check_row_shapes(run: Callable[[int], Any], outputs: Outputs) -> None:
     is_compiling = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if is_compiling else nullcontext():
         two, three = (outputs.shapes(run(rows)) for rows in (2, 3))
-    for path in two.keys() & three.keys():
-        # Those without rows are refused where micro-batches are put together.
-        if two[path][:1] == [2] and three[path][:1] == [3] and two[path][1:] != three[path][1:]:
-            outputs.refuse_scores(path, two[path], three[path])
+    for path in (path for path in two if path in three):
+        outputs.learn_role(path, two[path], three[path])

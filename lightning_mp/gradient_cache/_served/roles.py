@@ -1,0 +1,122 @@
+"""What a tensor means: the role of an argument or output of a tower, or of a field of a batch.
+
+Roles are inferred from shapes where those are sure, and declared by name where they are not:
+
+| role | argument of a tower | output of a tower | field of loader batches |
+|---|---|---|---|
+| `rows` | cut with the batch | put together | joined |
+| `2 rows` | 2 for each row of the batch | 2 for each row | joined, as many for each row |
+| `rows padded with 0` | cut at the longest row | padded to one length | padded to one length |
+| `mask` | says where rows end | as `rows padded with 0` | as `rows padded with 0` |
+| `row numbers of text` | as `rows` | - | joined with an offset |
+| `whole` | shared by all rows | equal in all micro-batches | equal in all loader batches |
+| `mean`, `sum` | - | over micro-batches, a mean by their rows | - |
+| `left out` | - | `None` | - |
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from lightning_mp.gradient_cache._served.tree import is_named
+
+__all__ = ["ROWS", "WHOLE", "Declared", "Role"]
+
+Kind = Literal["rows", "mask", "row numbers", "whole", "mean", "sum", "left out"]
+Place = Literal["argument", "output", "field"]
+
+_OF_PLACE: dict[Place, tuple[Kind, ...]] = {
+    "argument": ("rows", "mask", "row numbers", "whole"),
+    "output": ("rows", "mask", "whole", "mean", "sum", "left out"),
+    "field": ("rows", "mask", "row numbers", "whole"),
+}
+_ROWS = re.compile(r"(?:([1-9]\d*) )?rows(?: padded with (\S+))?")
+_NUMBERS = re.compile(r"row numbers(?: of (\S+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a tensor means.
+
+    Args:
+        kind: As in the table above.
+        each: Rows that it has for each row of the batch.
+        of: The field whose rows are numbered; `""`: the batch itself.
+        padding: What fills rows that are shorter than others; `None`: all have one shape.
+    """
+
+    kind: Kind
+    each: int = 1
+    of: str = ""
+    padding: float | None = None
+    has_rows: bool = field(init=False, compare=False)
+    """Whether the first dimension is rows, which are cut, put together and joined."""
+
+    def __post_init__(self) -> None:
+        """Note what is asked for every micro-batch."""
+        object.__setattr__(self, "has_rows", self.kind in ("rows", "mask", "row numbers"))
+
+    @classmethod
+    def parse(cls, text: str) -> "Role":
+        """Return the role that some words stand for.
+
+        Raises:
+            ValueError: They stand for none.
+        """
+        if found := _ROWS.fullmatch(text):
+            each, padding = found.groups()
+            return cls("rows", int(each or 1), padding=None if padding is None else float(padding))
+        if found := _NUMBERS.fullmatch(text):
+            return cls("row numbers", of=found[1] or "")
+        if text not in get_args(Kind):
+            raise ValueError(
+                f"{text!r} is no role. Roles are 'rows', '2 rows', 'rows padded with 0', 'mask', "
+                "'row numbers', 'row numbers of text', 'whole', 'mean', 'sum' and 'left out'."
+            )
+        return cls(text, padding=0.0 if text == "mask" else None)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Return the words that `parse` takes."""
+        words = f"{self.each} {self.kind}" if self.each > 1 else self.kind
+        if self.of:
+            words += f" of {self.of}"
+        is_padded = self.kind == "rows" and self.padding is not None
+        return f"{words} padded with {self.padding:g}" if is_padded else words
+
+    def slice(self, rows: slice) -> slice:
+        """Return which of its rows belong to some rows of the batch."""
+        return slice(rows.start * self.each, rows.stop * self.each)
+
+
+ROWS, WHOLE = Role("rows"), Role("whole")
+
+
+class Declared:
+    """The roles that were declared, by names.
+
+    Args:
+        roles: Words of roles by names, such as `{"prompt": "whole"}`.
+
+    Raises:
+        ValueError: Words stand for no role.
+    """
+
+    def __init__(self, roles: Mapping[str, str] | None) -> None:
+        self.words = dict(roles or {})
+        self._roles = {name: Role.parse(text) for name, text in self.words.items()}
+
+    def role(self, path: str, place: Place) -> Role | None:
+        """Return the role declared for a path; `None`: nothing is declared for it there."""
+        names = [
+            name
+            for name, role in self._roles.items()
+            if role.kind in _OF_PLACE[place] and is_named(path, [name])
+        ]
+        # `batch.lengths` says more than `batch`.
+        return self._roles[max(names, key=len)] if names else None
+
+    def places(self, name: str) -> list[Place]:
+        """Return where a declared name may be found."""
+        kind = self._roles[name].kind
+        return [place for place, kinds in _OF_PLACE.items() if kind in kinds]

@@ -1,0 +1,130 @@
+"""Where a loader stands in an epoch, so that a run can go on there."""
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+__all__ = ["LoaderOrder", "LoaderState"]
+
+_OF_THE_EPOCH = (SequentialSampler, DistributedSampler)
+# These draw from a generator, of which a checkpoint has the state of one rank.
+_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class LoaderState:
+    """The place of a loader that has a state, as torchdata's `StatefulDataLoader`."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def begin(self) -> Iterator[Any]:
+        """Return an iterator of the loader, from where it stands."""
+        return iter(self._loader)
+
+    def took(self, batches: int) -> None:
+        """Note that batches were taken: the loader counts them itself."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def resume(self, state: dict[str, Any]) -> str:
+        """Have the next iterator go on; return what is said of it."""
+        self._loader.load_state_dict(state)
+        return "it goes on with exactly the next batch, as the loader has loaded its own state"
+
+
+class LoaderOrder:
+    """The place of a loader whose order is known: it skips the indices of batches that were read.
+
+    Args:
+        loader: Of a data set with indices, for which `is_known` holds.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._loader = loader
+        self._batches: Any = loader.batch_sampler
+        self._resumed: tuple[int, list[Tensor]] | None = None
+        self._states: list[Tensor] = []  # of the generators that the order was drawn from
+        self._taken = 0
+
+    @staticmethod
+    def is_known(loader: object) -> bool:
+        """Return whether a loader's order can be drawn once more."""
+        if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+            return False
+        # Exact types: a sampler of the user's may draw from anything.
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        known = (*_OF_THE_EPOCH, *_DRAWN) if is_alone else _OF_THE_EPOCH
+        return type(_drawing_sampler(loader.batch_sampler)) in known
+
+    def took(self, batches: int) -> None:
+        """Note that so many batches were taken."""
+        self._taken += batches
+
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes."""
+        epoch = getattr(self._batches.sampler, "epoch", None)
+        return {"loader_batches": self._taken, "generators": self._states, "epoch": epoch}
+
+    def resume(self, state: dict[str, Any]) -> str:
+        """Have the next iterator draw the same order and go on; return what is said of it."""
+        self._resumed = state["loader_batches"], state["generators"]
+        if state["epoch"] is not None:
+            # Lightning does so later, when workers have been sent the first indices.
+            self._batches.sampler.set_epoch(state["epoch"])
+        return (
+            f"it goes on with exactly the next batch: {state['loader_batches']} loader batches are "
+            "skipped in the order of the sampler, without being read"
+        )
+
+    def begin(self) -> Iterator[Any]:
+        """Return an iterator of the loader that asks this object for indices."""
+        self._taken = 0 if self._resumed is None else self._resumed[0]
+        # The loader refuses to have its sampler set; its iterator keeps what it finds now.
+        attributes = vars(self._loader)
+        attributes["batch_sampler"] = self
+        try:
+            return iter(self._loader)
+        finally:
+            attributes["batch_sampler"] = self._batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        (skipped, states), self._resumed = self._resumed or (0, []), None
+        own = getattr(_drawing_sampler(self._batches), "generator", None)
+        generators = [torch.default_generator, *([own] if own is not None else [])]
+        before = [generator.get_state() for generator in generators]
+        self._states = states or before
+        for generator, state in zip(generators, self._states, strict=True):
+            generator.set_state(state)
+        batches = iter(self._batches)
+        first = list(islice(batches, 1))  # samplers draw their order here
+        if states:
+            # The sampler's own generator goes on from here, as in the run before.
+            torch.default_generator.set_state(before[0])
+        yield from islice(chain(first, batches), skipped, None)
+
+
+def _drawing_sampler(batches: Any) -> Any:
+    """Return what draws the order: Lightning wraps samplers of the user's for its ranks."""
+    sampler = batches.sampler
+    is_wrapped = isinstance(sampler, DistributedSamplerWrapper)
+    return sampler.dataset._sampler if is_wrapped else sampler  # type: ignore[attr-defined]

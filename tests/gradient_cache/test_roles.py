@@ -1,0 +1,192 @@
+"""What arguments and outputs are: declared or shown by two sizes, and kept from call to call."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import GradientCache
+from lightning_mp.gradient_cache._served.arguments import Arguments, EarlierCalls
+from lightning_mp.gradient_cache._served.roles import Role
+
+BATCH, WIDTH = 6, 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["rows", "5 rows", "rows padded with 0", "3 rows padded with -100", "mask", "row numbers"]
+    + ["row numbers of batch.text", "whole", "mean", "sum", "left out"],
+)
+def test_words_of_roles_are_read_and_written(words: str) -> None:
+    assert str(Role.parse(words)) == words
+
+
+@pytest.mark.parametrize("words", ["row", "0 rows", "rows padded with", "wholes", ""])
+def test_other_words_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match=r"roles=\{'x': .* must be a mapping of names to roles"):
+        GradientCache(micro_batch_size=2, roles={"x": words})
+
+
+class Joint(nn.Module):
+    """Takes images with three texts each, and returns what a whole model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.visual, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, text: Tensor, image: Tensor, names: Any = None) -> dict[str, Tensor]:
+        x, y = self.visual(image), self.text(text).tanh()
+        pairs = (x[:, None] * y.view(len(x), -1, WIDTH)).sum(-1)
+        assert names is None or len(names) == len(text)
+        return {"image": x, "text": y, "loss": pairs.square().sum(), "table": self.text.weight.T}
+
+
+def loss_of(out: dict[str, Tensor]) -> Tensor:
+    scores = out["image"] @ out["text"].T @ out["table"].mean().exp()[None, None].expand(18, 18)
+    return scores.logsumexp(1).mean() + 0.1 * out["loss"].square()
+
+
+JOINT = {"text": "3 rows", "names": "3 rows", "loss": "sum", "table": "whole"}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 6, "auto"])
+def test_several_rows_each_sums_and_constants_have_the_gradients_of_the_whole(rows: Any) -> None:
+    tower = Joint().double()
+    image = torch.randn(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    text = torch.randn(3 * BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [image, text, *tower.parameters()]
+    plain = tower(text, image)
+    expected = torch.autograd.grad(loss_of(plain), inputs)
+    cache = GradientCache(micro_batch_size=rows, roles=JOINT, activation_bytes=2**11)
+    out = cache.call(tower, text, image, names=[str(n) for n in range(3 * BATCH)])
+    for name, value in out.items():
+        assert torch.allclose(value, plain[name], rtol=1e-13)
+    for value, wanted in zip(torch.autograd.grad(loss_of(out), inputs), expected, strict=True):
+        # float64 sums in another order.
+        assert torch.allclose(value, wanted, rtol=1e-11, atol=1e-13)
+    assert cache.roles["Joint"] == {
+        "arguments": {"text": "3 rows", "image": "rows", "names": "3 rows"},
+        "outputs": {"image": "rows", "text": "3 rows", "loss": "sum", "table": "whole"},
+    }
+
+
+def test_several_rows_each_are_just_rows_where_they_are_alone() -> None:
+    tower, text = nn.Linear(WIDTH, WIDTH), torch.randn(18, WIDTH)
+    seen: list[int] = []
+    tower.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    cache = GradientCache(micro_batch_size=6, roles={"input": "3 rows"})
+    assert torch.allclose(cache.call(tower, text), tower(text), atol=1e-6)
+    assert seen[2:5] == [6, 6, 6], "after a trial of two and of three rows"
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (
+            {"image": "rows", "text": "2 rows"},
+            r"`text`, \[18, 4\], which is declared as '2 rows'",
+        ),
+        ({**JOINT, "loss": "rows"}, r"`loss` of shape \[\] .* 2 rows were expected"),
+        ({name: JOINT[name] for name in ("text", "loss")}, r"`table` of shape \[4, 4\]"),
+    ],
+)
+def test_wrong_roles_are_refused_by_name(roles: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientCache(micro_batch_size=2, roles=roles).call(
+            Joint(), torch.randn(18, WIDTH), torch.randn(6, WIDTH)
+        )
+
+
+def has_rows(earlier: EarlierCalls, rows: int, mask: Tensor) -> bool:
+    def tower(x: Any, mask: Any) -> None: ...
+
+    arguments = Arguments(tower, (torch.ones(rows, 2), mask), {}, earlier=earlier)
+    return arguments.roles[1].has_rows
+
+
+def test_what_was_whole_stays_whole_beside_a_batch_as_long() -> None:
+    earlier, prompt = EarlierCalls(), torch.ones(8, 2)
+    assert not has_rows(earlier, 12, prompt)
+    assert not has_rows(earlier, 8, prompt), "the last batch of an epoch"
+    assert has_rows(earlier, 12, torch.ones(12, 2))
+    assert not has_rows(earlier, 12, torch.ones(1, 2)), "broadcast"
+    assert has_rows(EarlierCalls(), 8, prompt), "nothing was known before"
+
+
+def test_what_was_cut_by_chance_is_refused_when_it_shows() -> None:
+    earlier, prompt = EarlierCalls(), torch.ones(8, 2)
+    assert has_rows(earlier, 8, prompt)
+    with pytest.raises(ValueError, match=r"`mask` of shape \[8, 2\] .* with 12 rows.*'whole'"):
+        has_rows(earlier, 12, prompt)
+
+
+def test_roles_are_logged_once_a_tower(logged: list[str]) -> None:
+    logging.getLogger("lightning_mp").setLevel(logging.DEBUG)
+    cache, tower = GradientCache(micro_batch_size=2), nn.Linear(WIDTH, WIDTH)
+    for _ in range(2):
+        cache.call(tower, torch.randn(BATCH, WIDTH))
+    (line,) = [each for each in logged if "these roles" in each]
+    assert "`Linear`" in line
+    assert "{'input': 'rows'}" in line
+
+
+class Reads(nn.Module):
+    """A small transformer that returns its tokens, their mean, and how many it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        self.lengths: list[int] = []
+
+    def forward(
+        self, ids: Tensor, attention_mask: Tensor, bias: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        self.lengths.append(ids.shape[1])
+        x = self.embed(ids) if bias is None else self.embed(ids) + bias
+        x = self.layer(x, src_key_padding_mask=attention_mask == 0)
+        mask = attention_mask[..., None].to(x.dtype)
+        return {"tokens": x * mask, "mean": (x * mask).sum(1) / mask.sum(1)}
+
+
+LENGTHS = [3, 2, 7, 5, 1, 4]
+PADDED = {"ids": "rows padded with 0", "attention_mask": "mask", "bias": "rows padded with 0"}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 6])
+@pytest.mark.parametrize("on_left", [False, True])
+def test_rows_are_cut_at_the_longest_of_a_micro_batch(rows: int, on_left: bool) -> None:
+    tower = Reads().double()
+    mask = (torch.arange(9) < torch.tensor(LENGTHS)[:, None]).long()
+    mask = mask.flip(1) if on_left else mask
+    ids = torch.randint(1, 50, (6, 9)) * mask
+    bias = torch.randn(6, 9, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [bias, *tower.parameters()]
+
+    def differentiated(out: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        loss = (out["mean"] @ out["mean"].T).logsumexp(1).sum() + out["tokens"].square().sum()
+        return torch.autograd.grad(loss, inputs)
+
+    plain = tower(ids, mask, bias)
+    expected = differentiated(plain)
+    cache = GradientCache(micro_batch_size=rows, roles={**PADDED, "tokens": "rows padded with 0"})
+    tower.lengths.clear()
+    out = cache.call(tower, ids, mask, bias=bias)
+    parts = [LENGTHS[start : start + rows] for start in range(0, 6, rows)]
+    seen = tower.lengths[-len(parts) :]  # after a trial
+    assert seen == [9 if on_left else max(part) for part in parts]
+    for name, value in out.items():
+        assert value.shape == plain[name].shape
+        assert torch.allclose(value, plain[name], atol=1e-14)
+    for value, wanted in zip(differentiated(out), expected, strict=True):
+        assert torch.allclose(value, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_mask_of_another_shape_is_refused() -> None:
+    cache = GradientCache(micro_batch_size=2, roles=PADDED)
+    with pytest.raises(ValueError, match="declared as 'mask', and is no tensor with a number for"):
+        cache.call(Reads(), torch.ones(4, 3, dtype=torch.long), torch.ones(4, 1, 3))

@@ -1,0 +1,218 @@
+"""Fields of loader batches are joined by what they are, and refused where that cannot be told."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mp import ContrastiveLoss, InfCLStrategy
+from tests.strategies.models import gather_batches
+
+SEVERAL = {"image": "rows", "text": "rows", "positives": "row numbers of text"}
+
+
+def several_texts(counts: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """Return a batch with so many texts an image, numbered by `positives`."""
+    generator = torch.Generator().manual_seed(seed)
+    image, text = (
+        torch.randn(n, 5, dtype=torch.float64, generator=generator)
+        for n in (len(counts), sum(counts))
+    )
+    numbers = iter(range(sum(counts)))
+    rows = [torch.tensor([next(numbers) for _ in range(count)]) for count in counts]
+    positives = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return {"image": image, "text": text, "positives": positives}
+
+
+def loss_of(batch: dict[str, Tensor]) -> float:
+    image, text = (F.normalize(batch[name], dim=1) for name in ("image", "text"))
+    scale = torch.tensor(3.0, dtype=torch.float64)
+    return ContrastiveLoss()(image, text, scale, positives=batch["positives"]).item()
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2, 2], [3, 1, 2, 3], [1, 1, 1, 1]])
+def test_several_texts_an_image_are_joined_with_their_row_numbers(counts: list[int]) -> None:
+    parts = [several_texts(counts, 1), several_texts(counts[::-1], 2)]
+    whole = several_texts([*counts, *counts[::-1]])
+    whole |= {name: torch.cat([part[name] for part in parts]) for name in ("image", "text")}
+    roles = {**SEVERAL, "positives": "rows padded with -1"}  # as wide as the widest loader batch
+    (naive,) = gather_batches(parts, 2, **roles)
+    (joined,) = gather_batches(parts, 2, **SEVERAL)
+    assert torch.equal(joined["positives"], whole["positives"])
+    assert loss_of(joined) == loss_of(whole)
+    assert abs(loss_of(naive) - loss_of(whole)) > 0.01, "numbers that are only joined are others"
+
+
+def test_several_texts_an_image_may_be_declared_as_so_many_rows() -> None:
+    parts = [several_texts([2] * 4, seed) for seed in range(3)]
+    roles = {"text": "2 rows", "positives": "row numbers of text"}
+    first, last = gather_batches(parts, 2, **roles)
+    assert first["text"].shape == (16, 5)
+    assert first["positives"].tolist() == [[2 * row, 2 * row + 1] for row in range(8)]
+    assert last["positives"].tolist() == [[2 * row, 2 * row + 1] for row in range(4)]
+    with pytest.raises(ValueError, match=r"`text`, taken as '3 rows' of a loader batch, with 8"):
+        list(gather_batches(parts, 2, text="3 rows", image="rows"))
+
+
+@pytest.mark.parametrize("texts", [(9, 8), (8, 8)])
+def test_several_texts_that_are_not_declared_are_refused_with_the_declaration(texts: Any) -> None:
+    batches = [{"image": torch.ones(4, 2), "text": torch.rand(n, 3)} for n in texts]
+    shapes = rf"float32 of shape \[{texts[0]}, 3\] and torch.float32 of shape \[{texts[1]}, 3\]"
+    declared = "rows" if texts[0] == 9 else "2 rows"
+    message = rf"`text`, .*{shapes}.*roles={{'image': 'rows', 'text': '{declared}'}}"
+    with pytest.raises(ValueError, match=message) as error:
+        list(gather_batches(batches, 2))
+    assert "tensor(" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("positives", "roles", "message"),
+    [
+        ([0, 4, 2, 3], {"positives": "row numbers"}, "has 4, with numbers that are"),
+        ([0.0, 1.0, 2.0, 3.0], {"positives": "row numbers"}, "not from 0 to 3"),
+        (
+            [0, 1, 2, 3],
+            {"positives": "row numbers of texts"},
+            "no field with rows is named",
+        ),
+    ],
+)
+def test_wrong_row_numbers_are_refused(
+    positives: list[float], roles: dict[str, str], message: str
+) -> None:
+    batch = {"image": torch.ones(4, 2), "positives": torch.tensor(positives)}
+    with pytest.raises(ValueError, match=message):
+        list(gather_batches([batch, batch], 2, **roles))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.asarray, torch.tensor, "int8"])
+def test_row_numbers_of_every_kind_are_shifted(kind: Any) -> None:
+    numbers = torch.arange(100, dtype=torch.int8) if kind == "int8" else kind(list(range(100)))
+    batches = [{"image": torch.ones(100, 2), "positives": numbers}] * 3
+    (whole,) = gather_batches(batches, 3, positives="row numbers")
+    assert [int(x) for x in whole["positives"]] == list(range(300))  # 299 is no int8
+
+
+IDS = {
+    "distinct": (torch.arange(16), True),
+    "of captions": (torch.arange(16) // 5, True),
+    "shuffled": (torch.tensor([3, 1, 0, 2] * 4), True),
+    "indices of the data set": (torch.arange(16) + 100, False),
+    "with gaps": (torch.arange(16) * 2, False),
+    "one class": (torch.zeros(16, dtype=torch.long), False),
+}
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_ids_numbered_within_a_loader_batch_are_refused(case: str) -> None:
+    ids, is_local = IDS[case]
+    batches = [{"image": torch.ones(16, 2), "ids": ids}] * 2
+    if not is_local:
+        (whole,) = gather_batches(batches, 2)
+        assert torch.equal(whole["ids"], torch.cat([ids, ids]))
+        return
+    with pytest.raises(ValueError, match=r"equal ids of two would not.*roles={'ids': 'rows'}"):
+        list(gather_batches(batches, 2))
+    (whole,) = gather_batches(batches, 2, ids="rows")  # classes of the data set
+    assert torch.equal(whole["ids"], torch.cat([ids, ids]))
+
+
+def test_ids_differ_in_later_loader_batches_and_are_those_of_the_data_set() -> None:
+    batches = [{"image": torch.ones(8, 2), "ids": torch.arange(8) + 8 * n} for n in range(4)]
+    (whole,) = gather_batches(batches, 4)
+    assert whole["ids"].tolist() == list(range(32))
+
+
+def test_sequences_of_other_lengths_are_padded_as_declared() -> None:
+    lengths = (3, 5, 2)
+    batches = [
+        {"tokens": torch.full((4, n), n), "attention_mask": torch.ones(4, n, dtype=torch.bool)}
+        for n in lengths
+    ]
+    (whole,) = gather_batches(batches, 3, tokens="rows padded with 9", attention_mask="mask")
+    expected = [[n] * n + [9] * (5 - n) for n in lengths for _ in range(4)]
+    assert whole["tokens"].tolist() == expected
+    assert whole["attention_mask"].sum(1).tolist() == [n for n in lengths for _ in range(4)]
+    assert whole["attention_mask"].dtype == torch.bool
+    with pytest.raises(ValueError, match=r"roles={'tokens': 'rows padded with 0'}"):
+        list(gather_batches(batches, 3, attention_mask="mask"))
+
+
+def test_what_is_whole_in_the_first_loader_batches_stays_whole_in_a_short_one() -> None:
+    classes, prompt = ["cat", "dog"], torch.rand(2, 3)
+    sizes = (4, 4, 2)
+    batches = [{"x": torch.rand(n, 2), "classes": classes, "prompt": prompt} for n in sizes]
+    first, last = gather_batches(batches, 2)
+    for whole in (first, last):
+        assert whole["classes"] == classes
+        assert torch.equal(whole["prompt"], prompt)
+    assert [len(whole["x"]) for whole in (first, last)] == [8, 2]
+    batches[1]["classes"] = ["cat", "cow"]
+    with pytest.raises(ValueError, match="`classes`, which differs .* a list of 2 and a list of 2"):
+        list(gather_batches(batches, 2))
+
+
+def test_field_with_other_rows_than_the_batch_is_refused() -> None:
+    batches = [{"x": torch.rand(4, 2), "y": torch.rand(n, 2), "z": torch.rand(4)} for n in (4, 1)]
+    with pytest.raises(ValueError, match="`y`, taken as 'rows' of a loader batch, with 1 of them"):
+        list(gather_batches(batches, 2))
+
+
+def test_strategy_tells_what_fields_of_a_batch_are() -> None:
+    strategy = InfCLStrategy(roles={**SEVERAL, "prompt": "whole"})
+    batch = {**several_texts([2, 1]), "prompt": torch.ones(2, 3), "names": ["a", "b"], "n": 3}
+    assert strategy.roles_of(batch) == {
+        "batch": {"fields": {**SEVERAL, "prompt": "whole", "names": "rows", "n": "whole"}}
+    }
+
+
+def _batches(positives: Any, count: int = 2) -> list[dict[str, Any]]:
+    return [{"image": torch.ones(8, 2), "extra": {"positives": positives}} for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "positives",
+    [
+        torch.arange(8).flip(0),
+        torch.tensor([[row, -1] for row in range(8)], dtype=torch.int32),
+        np.arange(8),
+        list(range(8)),
+        torch.tensor([[0, 1], *([row, -1] for row in range(2, 9))]),  # nine texts
+    ],
+    ids=["permuted", "padded", "array", "list", "several texts"],
+)
+def test_positives_numbered_within_a_loader_batch_are_refused(positives: Any) -> None:
+    gathered = gather_batches(_batches(positives), 2)
+    with pytest.raises(ValueError, match=r"`extra.positives` .* numbers the rows of each loader"):
+        list(gathered)
+    (alone,) = gather_batches(_batches(positives, 1), 2)  # nothing is joined
+    assert len(alone["image"]) == 8
+
+
+@pytest.mark.parametrize(
+    "positives",
+    [
+        torch.arange(8) % 3,
+        torch.randint(50, 1000, (8, 5)),  # tokens of positive texts
+        torch.rand(8),
+        torch.ones(8, 4, dtype=torch.bool),
+    ],
+)
+def test_other_things_named_positives_are_joined(positives: Tensor) -> None:
+    (whole,) = gather_batches(_batches(positives), 2)
+    assert torch.equal(whole["extra"]["positives"], torch.cat([positives] * 2))
+
+
+def test_row_numbers_under_another_name_are_warned_of_and_joined() -> None:
+    rows = torch.arange(8)
+    with pytest.warns(UserWarning, match=r"`\[1\]` .*If these are labels"):
+        list(gather_batches([(torch.ones(8, 2), rows)] * 2, 2))
+    later = [(torch.ones(8, 2), rows), (torch.ones(8, 2), rows + 8)]  # numbers of the data set
+    (whole,) = gather_batches(later, 2)
+    assert torch.equal(whole[1], torch.arange(16))
+    few = [(torch.ones(2, 2), torch.arange(2))] * 2  # as labels are by chance
+    (whole,) = gather_batches(few, 2)
+    assert whole[1].tolist() == [0, 1, 0, 1]

@@ -1,0 +1,195 @@
+"""A run that was interrupted in an epoch goes on with exactly the next batch."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_mp.strategies import InfCLStrategy
+from tests.processes import run_ranks
+from tests.quiet import parameters_of
+from tests.strategies.models import gather_batches, make_trainer, pairs
+from tests.strategies.test_inf_cl_loader_batches import SeesBatches
+
+OWN_SAMPLER = ("own generator", "drawn")
+COUNT, EPOCHS = 60, 3  # 5 whole batches of 3 loader batches of 4 rows
+
+
+class Stateful(DataLoader):
+    """A loader that counts its batches and can go on from any of them."""
+
+    start = at = 0
+
+    def __iter__(self) -> Any:
+        self.at, start, self.start = 0, self.start, 0
+        for batch in super().__iter__():
+            self.at += 1
+            if self.at > start:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+class Stream(IterableDataset):
+    """Rows without a length, for which Lightning fetches a batch ahead."""
+
+    def __iter__(self) -> Any:
+        return iter(pairs(COUNT))
+
+
+class Reversed(Sampler):
+    """A sampler that nothing is known of."""
+
+    def __iter__(self) -> Any:
+        return iter(range(COUNT - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class SavesEveryStep(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+
+
+def _loader(kind: str) -> DataLoader:
+    data = pairs(COUNT)
+    samplers = {
+        "own generator": lambda: RandomSampler(data, generator=torch.Generator().manual_seed(1)),
+        "subset": lambda: SubsetRandomSampler(range(COUNT)),
+        "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, COUNT + 1), COUNT),
+        "unknown": Reversed,
+    }
+    if kind == "stateful":
+        return Stateful(data, batch_size=4)
+    if kind == "stream":
+        return Stateful(Stream(), batch_size=4)
+    if kind in samplers:
+        return DataLoader(data, batch_size=4, sampler=samplers[kind]())
+    workers = {"num_workers": 1, "persistent_workers": True} if kind == "workers" else {}
+    return DataLoader(data, batch_size=4, shuffle=kind != "in order", **workers)
+
+
+def _fit(kind: str, folder: Path | None, **trainer: Any) -> SeesBatches:
+    """Train, and save in every step; or go on from `ckpt_path`."""
+    pl.seed_everything(3, verbose=False)
+    model = SeesBatches(optimizer=torch.optim.Adam)
+    path = trainer.pop("ckpt_path", None)
+    if folder is not None:
+        trainer["callbacks"] = [SavesEveryStep(folder)]
+    strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=3)
+    # With Lightning's sampler of ranks, torch's own are only there in others.
+    trainer |= {"max_epochs": EPOCHS, "use_distributed_sampler": kind not in OWN_SAMPLER}
+    fitted = make_trainer(strategy, **trainer)
+    fitted.fit(model, _loader(kind), ckpt_path=path)
+    return model
+
+
+def _check(whole: SeesBatches, resumed: SeesBatches, step: int, is_drawn: bool = False) -> None:
+    rest = whole.seen[step:]
+    assert len(resumed.seen) == len(rest)
+    if is_drawn:  # later epochs are drawn from torch's generator, which Lightning restores nowhere
+        left = 5 - step % 5
+        assert all(torch.equal(*two) for two in zip(resumed.seen[:left], rest, strict=False))
+        return
+    assert all(torch.equal(*two) for two in zip(resumed.seen, rest, strict=True))
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "in order", "own generator", "drawn", "subset", "weighted", "workers"]
+)
+def test_plain_loader_goes_on_by_indices(kind: str, tmp_path: Path, logged: list[str]) -> None:
+    whole = _fit(kind, tmp_path)
+    for step in (3, 9):
+        logged.clear()
+        resumed = _fit(kind, None, ckpt_path=tmp_path / f"step={step}.ckpt")
+        (said,) = [line for line in logged if "in the middle of an epoch" in line]
+        assert f"{3 * (step % 5)} loader batches are skipped in the order of the sampler" in said
+        _check(whole, resumed, step, is_drawn=kind in ("drawn", "subset", "weighted"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stateful", "stream"])
+def test_stateful_loader_goes_on_with_the_next_batch(
+    kind: str, tmp_path: Path, logged: list[str]
+) -> None:
+    whole = _fit(kind, tmp_path)
+    for step in (3, 9):
+        logged.clear()
+        resumed = _fit(kind, None, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert any("as the loader has loaded its own state" in line for line in logged)
+        _check(whole, resumed, step)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str]) -> None:
+    whole = _fit("unknown", tmp_path)
+    resumed = _fit("unknown", None, ckpt_path=tmp_path / "step=3.ckpt")
+    assert any("its data begins anew, as the order of the loader" in line for line in logged)
+    assert torch.equal(resumed.seen[0], whole.seen[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "limit", "step"), [("in order", 9, 5), ("stateful", 2, 4)])
+def test_resumed_at_the_end_of_an_epoch_skips_nothing(
+    kind: str, limit: int, step: int, tmp_path: Path, logged: list[str]
+) -> None:
+    whole = _fit(kind, tmp_path, limit_train_batches=limit)
+    path = tmp_path / f"step={step}.ckpt"
+    resumed = _fit(kind, None, limit_train_batches=limit, ckpt_path=path)
+    _check(whole, resumed, step)
+    assert not any("in the middle of an epoch" in line for line in logged)
+
+
+def _fit_on_ranks(rank: int, folder: Path, step: int | None) -> tuple[list[Tensor], Tensor]:
+    if step is None:
+        model = _fit("shuffled", folder, devices=2)
+    else:
+        model = _fit("shuffled", None, devices=2, ckpt_path=folder / f"step={step}.ckpt")
+    return model.seen, parameters_of(model)
+
+
+@pytest.mark.distributed
+def test_each_rank_goes_on_with_its_own_next_batch(tmp_path: Path) -> None:
+    # 30 rows a rank: 3 whole batches an epoch.
+    whole = run_ranks(_fit_on_ranks, 2, tmp_path, None)
+    resumed = run_ranks(_fit_on_ranks, 2, tmp_path, 5)
+    for (batches, weights), (rest, rest_weights) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(*two) for two in zip(batches[5:], rest, strict=True))
+        assert torch.equal(weights, rest_weights)
+    assert not torch.equal(whole[0][0][0], whole[1][0][0])
+
+
+def test_loaders_have_the_states_that_they_can_use() -> None:
+    gathered = gather_batches(_loader("stateful"), 3)
+    batches = iter(gathered)
+    next(batches)
+    assert gathered.state_dict()["loader"] == {"at": 3}
+    unknown = gather_batches(_loader("unknown"), 3)
+    assert not hasattr(unknown, "state_dict")
+    known = gather_batches(_loader("shuffled"), 3)
+    sampler = known.batch_sampler
+    next(iter(known))
+    assert known.state_dict()["loader"]["loader_batches"] == 3
+    assert known.batch_sampler is sampler, "the loader keeps its own"
