@@ -1,4 +1,4 @@
-"""What BalancedAMP makes of a tiny transformer; its loss is in test_parity_of_optimizers.py."""
+"""What BalancedAMP makes of a tiny transformer; its loss is in test_parity_with_fp32.py."""
 
 from typing import Any
 
