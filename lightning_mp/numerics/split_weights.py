@@ -49,14 +49,15 @@ def split_weight(master: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     weight, unit = master.to(half), residual_unit(half)
     plain = weight.float()
-    residual = ((master - plain) / unit).to(half).float()
+    rest = (master - plain).div_(unit).to(half)
+    residual = rest.float()
     # One in 8000 is rounded up to half a step. Both together may then be nearer to the weight's
     # neighbour, which a run resumed from them would compute with: it gets the value below.
-    is_neighbour = (plain + residual * unit).to(half) != weight
+    is_neighbour = plain.add_(residual, alpha=unit).to(half) != weight
     # 0.6 eps is 0.6 to 1.2 steps wherever in its binade a residual lies: rounding makes it one.
-    below = residual * (1 - 0.6 * torch.finfo(half).eps)
-    residual = torch.where(is_neighbour, below, residual)
-    return weight, torch.where(weight.isfinite(), residual, 0).to(half)
+    below = residual.mul_(1 - 0.6 * torch.finfo(half).eps).to(half)
+    # The rest of a finite weight is finite.
+    return weight, torch.where(is_neighbour, below, rest).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def join_weight(weight: Tensor, residual: Tensor) -> Tensor:
     since. It is left out: a weight set to 0 is 0.
     """
     plain = weight.float()
-    both = plain + residual.float() * residual_unit(weight.dtype)
+    both = plain.add(residual.float(), alpha=residual_unit(weight.dtype))
     return torch.where(both.to(weight.dtype) == weight, both, plain)
 
 

@@ -17,7 +17,7 @@ from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import compute_in_fp32, outermost
 from lightning_mp.precision._weights.working_copies import WorkingCopies
 from lightning_mp.precision.loss_scale_config import SCALES, LossScaleConfig
-from lightning_mp.precision.op_policy import OPS, OpPolicy, check_ops
+from lightning_mp.precision.op_policy import OPS, OpPolicy, check_ops, serve_norms
 
 __all__ = ["BalancedAMP", "widen"]
 
@@ -116,6 +116,7 @@ class BalancedAMP(ScaledPrecision):
         if self.weights == "half":
             self._working.attach(module, kept.values())
             self._undo.callback(self._working.release)
+        serve_norms(kept.values(), self._undo)
         # Lightning compiles the steps of a whole module, and unwraps it.
         self._compiled = module if getattr(module, "_compiler_ctx", None) is not None else None
         self._undo.callback(setattr, self, "_compiled", None)
@@ -160,8 +161,8 @@ class BalancedAMP(ScaledPrecision):
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
         with super()._step_of(optimizer):
             yield
-        # Fused optimizers write past the version counters by which copies notice writes.
-        self._working.refresh(self.main_params(optimizer))
+        if self._is_inside:  # of a forward, as in manual optimization; others bring copies up first
+            self._working.refresh(self.main_params(optimizer))
 
     @override
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mp.precision._weights import working_copies
 from lightning_mp.precision._weights.working_copies import WorkingCopies
 
 
@@ -23,3 +24,9 @@ def attached() -> Iterator[Any]:
     yield attach
     for working in made:
         working.release()
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small models of these tests compute as large ones do, with a copy of each weight."""
+    monkeypatch.setattr(working_copies, "_SMALL", 0)

@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
+from lightning_mp.precision._weights import working_copies
 from tests.precision.models import fit, loader
 
 RANKS, STEPS = 2, 8
@@ -23,5 +24,6 @@ def batches(rank: int | None = None) -> DataLoader:
 
 
 def fit_on_ranks(model: Any, plugin: Any, data: Any, strategy: Any = None) -> Any:
+    working_copies._SMALL = 0  # as in the tests of one process, whose fixtures end with it
     options = {"devices": RANKS, "use_distributed_sampler": False}
     return fit(model, plugin, data, strategy=strategy or DDPStrategy(), **options)

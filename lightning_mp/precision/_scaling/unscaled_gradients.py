@@ -22,18 +22,21 @@ class UnscaledGradients:
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self._scaler = scaler
-        self._parameters: set[Tensor] = set()
+        # By `id`, as tensors are hashed in Python, and this is done for each of them in each step.
+        self._unscaled: dict[int, Tensor] = {}
         # What a backward of a scaled loss has left in `p.grad`. Weak, as `zero_grad` frees it.
-        self._scaled: dict[Tensor, weakref.ref[Tensor]] = {}
+        self._scaled: dict[int, weakref.ref[Tensor]] = {}
         # The gradients, and their versions, from before the backward that is running.
-        self._before: dict[Tensor, tuple[weakref.ref[Tensor], int]] | None = None
+        self._before: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
     @contextlib.contextmanager
     def arriving(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Surround the backward of a scaled loss, and note the gradients that it changes."""
         # A plain backward beside it, such as that of a probe, leaves gradients that are not scaled.
         self._before = {
-            p: (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None
+            id(p): (weakref.ref(grad), grad._version)
+            for p in parameters
+            if (grad := p.grad) is not None
         }
         try:
             yield
@@ -42,13 +45,16 @@ class UnscaledGradients:
             self._before = None
 
     def _has_arrived(self, parameter: Tensor) -> bool:
-        if self._before is None or parameter.grad is None:
+        grad = parameter.grad
+        if self._before is None or grad is None:
             return False
-        old, version = self._before.get(parameter, (None, 0))
-        return old is None or old() is not parameter.grad or version != parameter.grad._version
+        old = self._before.get(id(parameter))
+        return old is None or old[0]() is not grad or old[1] != grad._version
 
     def _note(self, parameters: Iterable[Tensor]) -> None:
-        self._scaled.update({p: weakref.ref(p.grad) for p in parameters if p.grad is not None})
+        self._scaled.update(
+            {id(p): weakref.ref(grad) for p in parameters if (grad := p.grad) is not None}
+        )
 
     def has_scaled(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any gradient is that of a scaled loss, also while its backward runs.
@@ -69,15 +75,15 @@ class UnscaledGradients:
             shape []. `None` without loss scale.
         """
         parameters = list(parameters)
-        fresh = [p for p in parameters if p not in self._parameters]
-        before = [p for p in parameters if p in self._parameters]
+        fresh = [p for p in parameters if id(p) not in self._unscaled]
+        before = [p for p in parameters if id(p) in self._unscaled]
         for p in fresh:
-            if p.grad is not None and p.grad.dtype in HALF_DTYPES:
-                p.grad = p.grad.float()
-        # Those without a gradient too: one that a user sets now is not scaled.
-        self._parameters.update(fresh)
-        for p in fresh:
-            self._scaled.pop(p, None)
+            grad = p.grad
+            if grad is not None and grad.dtype in HALF_DTYPES:
+                p.grad = grad.float()
+            # Without a gradient too: one that a user sets now is not scaled.
+            self._unscaled[id(p)] = p
+            self._scaled.pop(id(p), None)
         if self._scaler is None:
             return None
         found_inf = self._scaler.unscale_(_gradients(fresh), device=device)
@@ -89,26 +95,27 @@ class UnscaledGradients:
     def scale_again(self) -> None:
         """Scale what was unscaled and is still there; call it before every backward."""
         # So both add up to what they would without a loss scale.
-        gradients = _gradients(self._parameters)
+        gradients = _gradients(self._unscaled.values())
         if self._scaler is not None and gradients:
             torch._foreach_mul_(gradients, self._scaler.scale)
-            self._note(self._parameters)
-        self._parameters.clear()
+            self._note(self._unscaled.values())
+        self._unscaled.clear()
 
     def follow(self, ratio: float, parameters: Iterable[Tensor]) -> None:
         """Move scaled gradients that wait for a later step to a scale `ratio` times the old one."""
         if ratio == 1:
             return
-        # What is unscaled is in no scale, and must not move with it.
-        gradients = _gradients(set(parameters) - self._parameters)
+        # What is unscaled is in no scale, and must not move with it. A parameter may be of several.
+        waiting = {id(p): p for p in parameters if id(p) not in self._unscaled}
+        gradients = _gradients(waiting.values())
         if gradients:
             torch._foreach_mul_(gradients, ratio)
 
     def clear(self) -> None:
         """Forget the parameters."""
-        self._parameters.clear()
+        self._unscaled.clear()
         self._scaled.clear()
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+    return [grad for p in parameters if (grad := p.grad) is not None]

@@ -20,7 +20,6 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_mp.precision._weights.full_states import FullStates
 from lightning_mp.precision._weights.half_module import is_compiled
 from lightning_mp.precision._weights.ledger import Entry, Ledger
 from lightning_mp.precision._weights.module_users import ModuleUsers
@@ -30,6 +29,11 @@ __all__ = ["WorkingCopies"]
 # They compute with lists of their weights, not with their entries, and autocast casts those; or
 # make weights out of others, where half would round twice.
 _READS_ELSEWHERE = (nn.RNNBase, ParametrizationList, torch.jit.ScriptModule)
+
+# Products alone read their weights, and autocast casts those to the same bits. Up to so many
+# elements that takes less time at every use than to put a copy in and out.
+_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SMALL = 2**16
 
 
 class _Use(torch.autograd.Function):
@@ -79,7 +83,6 @@ class WorkingCopies:
         self._ledger = Ledger() if ledger is None else ledger
         self._replaced: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
         self._compiled: dict[nn.Module, Any] = {}
-        self._in_states = FullStates(self._ledger)
         self._handles: list[Any] = []
         self._kept: set[nn.Module] = set()
         self._users = ModuleUsers()
@@ -90,6 +93,9 @@ class WorkingCopies:
     def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
         return self  # a copy of the model, such as a teacher, computes with copies too
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkingCopies, (self.half,)  # hooks of a pickled model find no copies
+
     # --- the model -------------------------------------------------------------------------------
 
     def attach(self, root: nn.Module, keep: Iterable[nn.Module] = ()) -> None:
@@ -99,12 +105,14 @@ class WorkingCopies:
         if any(is_compiled(module) for module in root.modules()):
             # Dynamo looks for `.grad` in all that it is given, of which torch warns.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that")
+        # Hooks of this kind are marked by an attribute, which methods cannot have.
+        hook = functools.partial(self._write_fp32)
         for module in root.modules():
             if isinstance(module, OptimizedModule):
                 self._replace_forward(module, self._whole)
             elif not self._is_left_alone(module):
                 self._replace_forward(module, self._own)
-                self._handles.append(module.register_state_dict_post_hook(self._in_states))
+                self._handles.append(module.register_state_dict_post_hook(hook))
             if module._compiled_call_impl is not None:
                 self._compiled[module] = module._compiled_call_impl
                 call = functools.partial(self._whole, module, module._compiled_call_impl)
@@ -134,8 +142,9 @@ class WorkingCopies:
         return sum(entry.beside.nbytes for _, entry in self._ledger if entry.beside is not None)
 
     def _is_left_alone(self, module: nn.Module) -> bool:
-        owns = any(p is not None for p in module._parameters.values())
-        return module in self._kept or isinstance(module, _READS_ELSEWHERE) or not owns
+        own = [p for p in module._parameters.values() if p is not None]
+        is_small = type(module) in _CAST_BY_AUTOCAST and all(p.numel() <= _SMALL for p in own)
+        return not own or is_small or module in self._kept or isinstance(module, _READS_ELSEWHERE)
 
     def _replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Replace `forward` on the instance."""
@@ -273,9 +282,22 @@ class WorkingCopies:
         if fitting:
             with torch.inference_mode(False), torch.no_grad():
                 copies = [entry.beside for _, entry in fitting]
-                torch._foreach_copy_(copies, [p.detach() for p, _ in fitting])
+                torch._foreach_copy_(copies, [p for p, _ in fitting])
         for parameter, entry in fitting:
             entry.note(parameter)
+
+    def _write_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Put parameters for copies into a `state_dict` that is read amid a forward."""
+        # As by a thread that saves checkpoints beside the training: 6 of 100 had half weights.
+        own = {prefix + name: state.get(prefix + name) for name in module._parameters}
+        halves = {k: v for k, v in own.items() if isinstance(v, Tensor) and v.dtype == self.half}
+        owners = {
+            e.beside.data_ptr(): p for p, e in self._ledger if halves and e.beside is not None
+        }
+        for key, value in halves.items():
+            owner = owners.get(value.data_ptr())
+            if owner is not None:  # `requires_grad` where variables are asked for
+                state[key] = owner if value.requires_grad else owner.detach()
 
     # --- writes into the copies ------------------------------------------------------------------
 

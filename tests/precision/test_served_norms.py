@@ -1,0 +1,66 @@
+"""Torch's norms ask the op policy themselves: they return what the function mode would."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.precision.op_policy import OpPolicy, serve_norms
+from tests.precision.working_models import HALVES
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm(8),
+    "layer without weights": lambda: nn.LayerNorm(8, elementwise_affine=False),
+    "group": lambda: nn.GroupNorm(2, 6),
+    "rms": lambda: nn.RMSNorm(8, eps=1e-6),
+}
+X = 300 * torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(
+    norm: nn.Module, policy: OpPolicy, half: torch.dtype, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the output, and the gradients of input and weights."""
+    x = X.to(dtype, copy=True).requires_grad_()
+    with policy.context("cpu", half):
+        output = norm(x)
+    output.float().square().sum().backward()
+    gradients = [p.grad for p in norm.parameters()]
+    norm.zero_grad()
+    return [output.detach(), x.grad, *gradients]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "policy",
+    [OpPolicy(), OpPolicy(norm_output="fp32"), OpPolicy(half_ops=["layer_norm"])],
+    ids=["input", "fp32", "moved"],
+)
+def test_a_served_norm_returns_what_the_mode_would(name: str, half: str, policy: OpPolicy) -> None:
+    for dtype in (HALVES[half], torch.float32):
+        norm = NORMS[name]()
+        expected = outputs(norm, policy, HALVES[half], dtype)
+        with contextlib.ExitStack() as undo:
+            serve_norms([norm], undo)
+            results = [
+                outputs(each, policy, HALVES[half], dtype) for each in (norm, copy.deepcopy(norm))
+            ]
+            loaded = pickle.loads(pickle.dumps(norm))
+            results.append(outputs(loaded, policy, HALVES[half], dtype))
+        assert "forward" not in norm.__dict__
+        for result in results:
+            for value, other in zip(result, expected, strict=True):
+                assert value.dtype == other.dtype
+                assert torch.equal(value, other)
+
+
+def test_without_a_policy_a_served_norm_is_torchs() -> None:
+    norm = nn.LayerNorm(8)
+    expected = norm(X)
+    with contextlib.ExitStack() as undo:
+        serve_norms([norm], undo)
+        assert torch.equal(norm(X), expected)
