@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_mp.gradient_cache._served.roles import Declared, Role
 from lightning_mp.strategies._inf_cl.joining import JoinedBatch, field_roles
-from lightning_mp.strategies._inf_cl.loader_order import LoaderOrder, LoaderState
+from lightning_mp.strategies._inf_cl.loader_order import LoaderOrder, LoaderState, sampler_of
 
 __all__ = ["gather_batches", "tell_of_no_state"]
 
@@ -139,6 +139,9 @@ class _Resumable(_Gathered):
         return self._state() if self._before is None else self._before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["epoch"] is not None:
+            # Lightning does so later, when workers have been sent the first indices.
+            sampler_of(self._loader).set_epoch(state["epoch"] + state["is_over"])
         # Lightning saves and loads it after the last batch, too, and begins another epoch with it.
         if not state["is_over"]:
             self._start = state["gathered"]
@@ -146,7 +149,12 @@ class _Resumable(_Gathered):
 
     def _state(self) -> dict[str, Any]:
         is_over = self._gathered >= self._epoch_batches()
-        return {"is_over": is_over, "gathered": self._gathered, "loader": self._place.state()}
+        return {
+            "is_over": is_over,
+            "gathered": self._gathered,
+            "epoch": getattr(sampler_of(self._loader), "epoch", None),
+            "loader": self._place.state(),
+        }
 
     def _begin(self) -> Iterator[Any]:
         self._gathered, self._start = self._start, 0

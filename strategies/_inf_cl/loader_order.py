@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["LoaderOrder", "LoaderState"]
+__all__ = ["LoaderOrder", "LoaderState", "sampler_of"]
 
 _OF_THE_EPOCH = (SequentialSampler, DistributedSampler)
 # These draw from a generator, of which a checkpoint has the state of one rank.
@@ -46,6 +46,14 @@ class LoaderState:
     def resume(self, state: dict[str, Any]) -> str:
         """Have the next iterator go on; return what is said of it."""
         self._loader.load_state_dict(state)
+        sampler = sampler_of(self._loader)
+        drawing = _drawing_sampler(sampler)
+        if drawing is not sampler and type(drawing) not in _OF_THE_EPOCH:
+            return (
+                "the loader has loaded its own state, but its order may be drawn anew, as the "
+                "sampler that Lightning put around it has none. Pass "
+                "`Trainer(use_distributed_sampler=False)` and a sampler of ranks with a state"
+            )
         return "it goes on with exactly the next batch, as the loader has loaded its own state"
 
 
@@ -71,7 +79,7 @@ class LoaderOrder:
         # Exact types: a sampler of the user's may draw from anything.
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         known = (*_OF_THE_EPOCH, *_DRAWN) if is_alone else _OF_THE_EPOCH
-        return type(_drawing_sampler(loader.batch_sampler)) in known
+        return type(_drawing_sampler(loader.batch_sampler.sampler)) in known
 
     def took(self, batches: int) -> None:
         """Note that so many batches were taken."""
@@ -79,15 +87,11 @@ class LoaderOrder:
 
     def state(self) -> dict[str, Any]:
         """Return what `resume` takes."""
-        epoch = getattr(self._batches.sampler, "epoch", None)
-        return {"loader_batches": self._taken, "generators": self._states, "epoch": epoch}
+        return {"loader_batches": self._taken, "generators": self._states}
 
     def resume(self, state: dict[str, Any]) -> str:
         """Have the next iterator draw the same order and go on; return what is said of it."""
         self._resumed = state["loader_batches"], state["generators"]
-        if state["epoch"] is not None:
-            # Lightning does so later, when workers have been sent the first indices.
-            self._batches.sampler.set_epoch(state["epoch"])
         return (
             f"it goes on with exactly the next batch: {state['loader_batches']} loader batches are "
             "skipped in the order of the sampler, without being read"
@@ -109,7 +113,7 @@ class LoaderOrder:
 
     def __iter__(self) -> Iterator[Any]:
         (skipped, states), self._resumed = self._resumed or (0, []), None
-        own = getattr(_drawing_sampler(self._batches), "generator", None)
+        own = getattr(_drawing_sampler(self._batches.sampler), "generator", None)
         generators = [torch.default_generator, *([own] if own is not None else [])]
         before = [generator.get_state() for generator in generators]
         self._states = states or before
@@ -123,8 +127,14 @@ class LoaderOrder:
         yield from islice(chain(first, batches), skipped, None)
 
 
-def _drawing_sampler(batches: Any) -> Any:
+def sampler_of(loader: Any) -> Any:
+    """Return what a loader takes indices from, or `None`."""
+    batches = getattr(loader, "batch_sampler", None)
+    # Lightning puts its own for ranks into the batches, and leaves the loader's as it was.
+    return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+
+
+def _drawing_sampler(sampler: Any) -> Any:
     """Return what draws the order: Lightning wraps samplers of the user's for its ranks."""
-    sampler = batches.sampler
     is_wrapped = isinstance(sampler, DistributedSamplerWrapper)
     return sampler.dataset._sampler if is_wrapped else sampler  # type: ignore[attr-defined]
