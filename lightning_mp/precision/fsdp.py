@@ -104,8 +104,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     r"""Trains with FSDP on half working weights, fp32 shards and fp32 norms.
 
     Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16 as well, reduces gradients in
-    fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm. Passed
-    a scaler it raises, and would otherwise drop it.
+    fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm.
 
     .. math::
         w_{16} = \mathrm{round}(\mathrm{gather}(w_{32})), \quad
@@ -130,13 +129,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     References:
         PyTorch FSDP, https://arxiv.org/abs/2304.11277; Lightning#19803, #19235
 
-    Example::
-
-        Trainer(
-            strategy=FSDPStrategy(auto_wrap_policy={Block}),
-            plugins=FSDPBalancedAMP(half="fp16"),
-            gradient_clip_val=1.0,
-        )
+    Example: `Trainer(strategy=FSDPStrategy(auto_wrap_policy={Block}), plugins=FSDPBalancedAMP())`
     """
 
     _model: nn.Module | None = None

@@ -1,6 +1,5 @@
 """`InfClamp`: keeps an fp16 overflow in a residual stream from becoming NaN in the next norm."""
 
-import copy
 import dataclasses
 import functools
 import math
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
+from lightning_mp.precision._weights.half_module import map_tensors, with_items
 
 __all__ = ["InfClamp"]
 
@@ -74,9 +74,6 @@ class InfClamp:
         Args:
             root: The model; names start below it.
 
-        Returns:
-            This object.
-
         Raises:
             ValueError: The model has no module of a name; the message lists names that are near.
         """
@@ -118,10 +115,7 @@ class InfClamp:
     def counts(self) -> Tensor:
         """Return how many elements were clamped in each module since `attach` or `reset_counts`.
 
-        Costs no host sync where the model is on one device.
-
-        Returns:
-            A copy, in the order of `names`: int64 [modules], on the device of the model.
+        In the order of `names`: int64 [modules], on the device of the model, without a host sync.
         """
         if not self._counters:
             return torch.zeros(0, dtype=torch.int64)
@@ -142,11 +136,7 @@ class InfClamp:
         return {"counts": self.counted()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the counts of another run; those of modules not clamped here are dropped.
-
-        Args:
-            state_dict: What `state_dict` returned. Before `attach`, it is kept until then.
-        """
+        """Go on from the counts of another run, now or after `attach`, of modules clamped here."""
         self._loaded = {} if self._names else dict(state_dict["counts"])
         for name, counter in zip(self._names, self._counters, strict=True):
             counter.value.fill_(state_dict["counts"].get(name, 0))
@@ -191,13 +181,13 @@ class _Clamp:
 
     def clamp_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         clamp = functools.partial(self, is_training=module.training)
-        return _mapped(args, clamp), _mapped(kwargs, clamp)
+        return map_tensors(args, clamp), map_tensors(kwargs, clamp)
 
     def clamp_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         clamp = functools.partial(self, is_training=module.training)
         if self.first_only and isinstance(output, (tuple, list)) and output:
-            return _rebuilt(output, [_mapped(output[0], clamp), *output[1:]])
-        return _mapped(output, clamp)
+            return with_items(output, [map_tensors(output[0], clamp), *output[1:]])
+        return map_tensors(output, clamp)
 
     def __call__(self, tensor: Tensor, *, is_training: bool) -> Tensor:
         if tensor.dtype is not torch.float16:
@@ -251,28 +241,6 @@ def _is_repeated() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the tensors in tuples, lists, dicts and dataclasses, not in place."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return _rebuilt(value, [_mapped(each, change) for each in value])
-    if type(value) is dict:  # which Dynamo does not copy
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if isinstance(value, dict):  # so are the outputs of Hugging Face models
-        changed = copy.copy(value)
-        for key, each in value.items():
-            changed[key] = _mapped(each, change)
-        return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        replaced: Any = copy.copy(value)
-        for field in dataclasses.fields(value):
-            each = _mapped(getattr(value, field.name), change)
-            object.__setattr__(replaced, field.name, each)  # it may be frozen
-        return replaced
-    return value
-
-
 def _mapped_nested(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `change` to the values of a nested tensor of either layout."""
     if tensor.layout is not torch.jagged:
@@ -284,10 +252,6 @@ def _mapped_nested(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor
         jagged.lengths(),
         jagged_dim=jagged._ragged_idx,
     )
-
-
-def _rebuilt(value: Any, items: list[Any]) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _device_of(root: nn.Module) -> torch.device:

@@ -33,9 +33,9 @@ class LossScaleConfig:
     Args:
         init_scale: The scale of the first step. `None` for 2^10 where gradients of weights are
             computed in fp16, which holds |g| < 64 there, else 2^16; within the limits.
-        growth_factor: Multiplies the scale after `growth_interval` good steps; above 1. Powers of
-            two keep every unscaled gradient exact.
-        backoff_factor: Multiplies the scale after an overflowing step; between 0 and 1.
+        growth_factor: Multiplies the scale after `growth_interval` good steps. Powers of two keep
+            every unscaled gradient exact.
+        backoff_factor: Multiplies the scale after an overflowing step.
         growth_interval: Good steps in a row between two growths.
         warmup_interval: The same until the first overflow, while the largest gradient is not yet
             known and the scale can only be too low. `None` for 20 or `growth_interval`, whichever
@@ -84,17 +84,11 @@ class LossScaleConfig:
         loss_scale: "Literal['dynamic'] | float | LossScaleConfig",
         gradients_dtype: torch.dtype = torch.float32,
     ) -> "LossScaleConfig":
-        """Make the configuration that a plugin's `loss_scale` argument stands for.
+        """Make the configuration, without `None`, that a plugin's `loss_scale` stands for.
 
         Args:
             loss_scale: "dynamic"; a positive number for a static scale; or a configuration.
             gradients_dtype: The dtype that a backward computes gradients of weights in.
-
-        Returns:
-            A configuration without `None`.
-
-        Raises:
-            ValueError: If `loss_scale` is something else.
         """
         if loss_scale == "dynamic":
             loss_scale = cls()
@@ -103,16 +97,13 @@ class LossScaleConfig:
         return loss_scale.resolve(gradients_dtype)
 
     def resolve(self, gradients_dtype: torch.dtype = torch.float32) -> "LossScaleConfig":
-        """Return a copy with a number for each `None`.
+        """Return a copy with a number for each `None`, by the dtype that gradients are made in.
 
         fp16 gradients overflow where |g| * scale is above 65504. At 2^16 they hold |g| < 1 and no
         more, and every halving on the way down would cost a skipped step. At 2^10 they hold
         |g| < 64 and still keep |g| > 2.9e-11: of gradients drawn from N(0, 1e-7), 0.02% vanish,
         against 23.4% without a scale. Doubled every 20 good steps up to the first overflow, the
         scale is 2^16 after 120 steps and at the ceiling of 2^24 after 280, for one skipped step.
-
-        Args:
-            gradients_dtype: The dtype that a backward computes gradients of weights in.
         """
         is_half = gradients_dtype == torch.float16
         start, warmup = self.init_scale, self.warmup_interval

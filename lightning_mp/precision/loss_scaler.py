@@ -91,33 +91,31 @@ class LossScaler:
         return self._state.good_steps_in_a_row
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss * scale` in fp32 at least: an fp16 loss of 1 at scale 2^16 would be inf.
+        """Return `loss * scale` in fp32, or float64 for float64: in fp16, 1 * 2^16 would be inf.
 
-        The gradient of an fp16 loss is the scale itself, rounded to fp16. It is inf from 65520 on,
-        so an fp16 loss holds the scale below 2^16. Compute losses in fp32.
-
-        Args:
-            loss: Of any shape and floating-point dtype.
-
-        Returns:
-            The scaled loss: float64 for float64, else fp32.
+        The gradient of an fp16 loss is the scale itself, rounded to fp16, and inf from 65520 on.
+        Compute losses in fp32.
         """
         return loss.to(accumulation_dtype(loss.dtype)) * self.scale
 
     @torch.no_grad()
     def unscale_(
-        self, gradients: Sequence[Tensor], *, device: torch.device | None = None
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        device: torch.device | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Divide gradients by the scale in place, and look for values that are not finite.
 
-        One multi-tensor pass for each device and dtype, without a host sync on one device. fp16 is
-        refused: of N(0, 1e-7), unscaled from 2^16, 23.4% become zero; in fp32 less than 0.001%.
+        One multi-tensor pass for each device and dtype, without a host sync on one device.
 
         Args:
             gradients: fp32 or float64, complex ones of these included, dense or sparse, at the
                 current scale. A DTensor stands for its local shard: reduce what returns with
                 `all_reduce_found_inf`.
             device: Where the result goes; by default to that of the first gradient, else the CPU.
+            scale: Theirs, where it is another: 1 of gradients that are unscaled.
 
         Returns:
             found_inf: fp32 of shape []; 1 if a gradient is NaN or inf after division, else 0.
@@ -125,18 +123,6 @@ class LossScaler:
         Raises:
             ValueError: If a gradient is neither fp32 nor float64.
         """
-        return self._divide_(gradients, self.scale, device)
-
-    @torch.no_grad()
-    def find_inf(
-        self, gradients: Sequence[Tensor], *, device: torch.device | None = None
-    ) -> Tensor:
-        """Look, as `unscale_` does, for what is not finite in gradients that are unscaled."""
-        return self._divide_(gradients, 1.0, device)
-
-    def _divide_(
-        self, gradients: Sequence[Tensor], scale: float, device: torch.device | None
-    ) -> Tensor:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             values = stored_values(local_shard(gradient))
@@ -149,7 +135,8 @@ class LossScaler:
             groups[values.device, values.dtype].append(values)
         places = [place for place, _ in groups] or [torch.device("cpu")]
         target = device or places[0]
-        found = [_divide_group_(tensors, scale).to(target) for tensors in groups.values()]
+        divisor = self.scale if scale is None else scale
+        found = [_divide_group_(tensors, divisor).to(target) for tensors in groups.values()]
         # The zero keeps an optimizer without gradients from an empty stack.
         return torch.stack([torch.zeros((), dtype=torch.float32, device=target), *found]).amax()
 
@@ -160,27 +147,23 @@ class LossScaler:
         named_gradients: _Named | None = None,
         has_gradient: Callable[[], bool] | None = None,
     ) -> bool:
-        """Decide for one optimizer whether it steps, and remember that for `update`.
+        """Return whether an optimizer that is about to step does so, and remember that.
 
-        Costs one host sync. Call it for every optimizer that is about to step.
+        Costs one host sync.
 
         Args:
             found_inf: That of the optimizer's own gradients, agreed over ranks; 0 means step.
-            named_gradients: Returns names and gradients, scaled or not; called only to name the
-                first bad one in the error.
+            named_gradients: Returns names and gradients; called only to name the first bad one.
             has_gradient: Tells whether any value of the gradients is not 0; called only where a
                 growth is due, as steps without a gradient say nothing of the room above.
-
-        Returns:
-            Whether to step: `False` where a gradient is NaN or inf.
 
         Raises:
             FloatingPointError: At the floor, on the `patience`-th skipped step in a row.
         """
         state = self._state
         overflowed = found_inf.item() != 0
-        # Of several optimizers in one step, one that skips makes the step a skipped one, and only
-        # if none has a gradient is the step empty.
+        # One of several optimizers that skips makes the step a skipped one; it is empty only if
+        # none has a gradient.
         state.last_step_skipped = overflowed or (state.recorded and state.last_step_skipped)
         is_empty = has_gradient is not None and self.is_growth_due and not has_gradient()
         state.is_empty = is_empty and (state.is_empty or not state.recorded)
@@ -192,10 +175,9 @@ class LossScaler:
         return not overflowed
 
     def update(self) -> float:
-        """Move the scale, once a training step, by what was recorded since the last update.
+        """Move the scale, once a training step, by what was recorded since the last update, if any.
 
-        A training step counts as skipped if one of its optimizers skipped. Without a record since
-        the last update, nothing happens.
+        A training step counts as skipped if one of its optimizers skipped.
 
         Returns:
             New scale / old scale. Gradients that wait for their optimizer, made in the old scale,
@@ -252,10 +234,7 @@ class LossScaler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on exactly, as plain numbers.
-
-        The configuration is not part of it: that of the resumed run counts.
-        """
+        """Return what a resumed run needs to go on exactly, as plain numbers, by its own config."""
         return asdict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,9 +243,6 @@ class LossScaler:
         A scale outside the limits of the configuration moves to the nearest, such as the 0.0 that
         torch falls to after 166 overflows; a static scale stays. Of a `GradScaler`, the scale and
         the good steps in a row are taken, its factors and interval are not, and warm-up is over.
-
-        Args:
-            state: What `state_dict` returned.
 
         Raises:
             ValueError: If keys are missing, or a value cannot be one of `state_dict`.
@@ -282,8 +258,8 @@ class LossScaler:
             )
         for name in names:
             key, value = name.replace("_growth_tracker", "good_steps_in_a_row"), state[name]
-            kinds = (int, float) if key == "scale" else (type(fresh[key]),)
             # By `type`, as `True` is an integer to `isinstance`.
+            kinds = (int, float) if key == "scale" else (type(fresh[key]),)
             if type(value) not in kinds or not 0 <= value < math.inf:
                 raise ValueError(
                     f"Passed a state with `{name}={value!r}` to `LossScaler.load_state_dict`. It "
@@ -321,11 +297,8 @@ def all_reduce_found_inf(
     Needed where ranks hold different gradients, as with sharded parameters; not under DDP.
 
     Args:
-        found_inf: What `unscale_` returned, where the group's backend can use it; changed in place.
+        found_inf: What `unscale_` returned; changed in place, and returned.
         process_group: The ranks; `None` for all of them.
-
-    Returns:
-        `found_inf`, the largest of the ranks'; as it was where nothing is distributed.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=process_group)

@@ -21,9 +21,9 @@ __all__ = ["ModelParallelBalancedAMP"]
 class ModelParallelBalancedAMP(ShardedBalancedAMP):
     """Trains with `fully_shard` on half working weights, fp32 shards and fp32 norms.
 
-    `ModelParallelStrategy` takes no `precision="16-mixed"`. With a scaler that sees its own shards
-    only, one rank steps where another skips, and from then on weights are of two models. Here all
-    ranks skip, as in `FSDPBalancedAMP`, and clip unscaled gradients by the norm over all ranks.
+    `ModelParallelStrategy` takes no `precision="16-mixed"`: with a scaler that sees its own shards
+    only, one rank steps where another skips. Here all ranks skip, as in `FSDPBalancedAMP`, and clip
+    unscaled gradients by the norm over all ranks.
 
     The model shards itself in `configure_model`, with the policies of this plugin:
 
@@ -52,12 +52,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
     References:
         PyTorch FSDP, https://arxiv.org/abs/2304.11277
 
-    Example::
-
-        Trainer(
-            strategy=ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1),
-            plugins=ModelParallelBalancedAMP(half="fp16"),
-        )
+    Example: `Trainer(strategy=ModelParallelStrategy(), plugins=ModelParallelBalancedAMP())`
     """
 
     @property
@@ -75,9 +70,6 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
             module: The LightningModule, where the paths in `fp32_modules` start.
             mesh: Over which to shard.
             **kwargs: What `fully_shard` takes beside them.
-
-        Raises:
-            ValueError: A name stands for nothing.
         """
         # Without `param_dtype` they are gathered as they rest.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -25,7 +25,7 @@ from lightning_mp.precision._choice.op_tables import (
     follow_changes_of_torch,
     opened_composites,
 )
-from lightning_mp.precision._weights.half_module import cast_tensors, dtypes_of
+from lightning_mp.precision._weights.half_module import cast_castable, dtypes_of
 
 __all__ = ["OPS", "OpPolicy", "check_ops", "serve_norms"]
 
@@ -92,9 +92,6 @@ class OpPolicy:
 
         Args:
             op: Any of its names, also an internal one such as "aten::_log_softmax".
-
-        Raises:
-            ValueError: torch has no such op.
         """
         name = canonical_name(op)
         if name in self.fp32_ops:
@@ -133,9 +130,6 @@ class OpPolicy:
         Args:
             device_type: Where the tensors are, such as "cuda" or "cpu". Others are left alone.
             half_dtype: `torch.float16` or `torch.bfloat16`.
-
-        Raises:
-            ValueError: `half_dtype` is neither.
         """
         if half_dtype not in HALF_DTYPES:
             raise ValueError(
@@ -152,8 +146,7 @@ class OpPolicy:
         """Police only what runs under autocast: for a backward that runs forwards again.
 
         Activation checkpointing restores autocast for the forward that it repeats, but no function
-        mode. Without this context around the backward the repeated ops would have other dtypes,
-        and `torch.utils.checkpoint` raises a `CheckpointError`.
+        mode: without this context the ops would have other dtypes, and torch raises an error.
 
         Args:
             device_type: As for `context`.
@@ -239,13 +232,10 @@ class _PolicyMode(TorchFunctionMode):
             dtypes = dtypes_of((args, kwargs), self._is_castable)
             dtype = reduce(torch.promote_types, dtypes) if dtypes else None
         if dtype is not None and rule.input_only:
-            if args:
-                args = (cast_tensors(first, dtype, self._is_castable), *args[1:])
-            else:
-                kwargs = {**kwargs, "input": cast_tensors(first, dtype, self._is_castable)}
+            cast = cast_castable(first, dtype, self._is_castable)
+            args, kwargs = ((cast, *args[1:]), kwargs) if args else ((), {**kwargs, "input": cast})
         elif dtype is not None:
-            args = cast_tensors(args, dtype, self._is_castable)
-            kwargs = cast_tensors(kwargs, dtype, self._is_castable)
+            args, kwargs = cast_castable((args, kwargs), dtype, self._is_castable)
         # Autocast has its own opinion of some of these functions, and would cast them back.
         output = _call_without_autocast(self.device_type, func, args, kwargs)
         if rule.action == "norm" and isinstance(first, Tensor) and self._is_castable(first):

@@ -160,11 +160,8 @@ class PureFP16(ScaledPrecision):
     def exposed(self, module: nn.Module) -> Iterator[None]:
         """Hand out fp32 weights for reading and writing, and take back what was written.
 
-        Inside, `module.parameters()` are fp32 parameters of 22 bits: take them there, and run no
-        forward. So a teacher follows its student at a rate of 1e-3 or less.
-
-        Args:
-            module: The model, or a part of it.
+        Inside, the `parameters()` of `module`, the model or a part of it, are fp32 parameters of 22
+        bits: run no forward. So a teacher follows its student at a rate of 1e-3 or less.
         """
         with self._weights.exposed(module):
             yield
@@ -250,11 +247,8 @@ def _mean_in_fp32(
     process_group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Widen a bucket, divide, sum and round it once.
-
-    DDP divides by the number of ranks before it sums, in the gradients' dtype: in fp16 that loses
-    the values below 6e-8 W, and each of the sums is rounded. This doubles the bytes on the wire.
-    """
+    """Widen a bucket, divide, sum and round it once, for twice the bytes on the wire."""
+    # DDP divides by the W ranks before it sums, in fp16, which loses the values below 6e-8 W.
     buffer: Tensor = bucket.buffer()
     mean = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
     mean = mean.div(dist.get_world_size(process_group))

@@ -31,9 +31,7 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 
     Each name is "norm" (all normalisation layers; none is fine), that of a class or of a base class
     ("LayerNorm", "MyBlock"), or a dotted path below `root`; one that stands for nothing raises
-    `ValueError`. A look-alike of a norm is told by the name of its class (`T5LayerNorm`), and only
-    if its own parameters are vectors and nothing but norms inside it has others. A shared module
-    stands under its first path.
+    `ValueError`. A shared module stands under its first path.
     """
     chosen = {
         inner for name in names for module in find_modules(root, name) for inner in module.modules()
@@ -60,7 +58,8 @@ def _is_norm(module: nn.Module) -> bool:
     names = [name.lower() for name in class_names(module)]
     if not any(norm in name for norm in _NORM_NAMES for name in names):
         return False
-    # Not by the name alone: an `AdaLayerNorm` has a linear layer, a `LayerNormLSTM` is no norm.
+    # Not by the name alone: an `AdaLayerNorm` has a linear layer, a `LayerNormLSTM` is no norm. Its
+    # own parameters are vectors, and nothing but norms inside has others.
     own = module.parameters(recurse=False)
     vectors = all(is_lazy(p) or sum(size > 1 for size in p.shape) <= 1 for p in own)
     children = [child for child in module.children() if any(True for _ in child.parameters())]

@@ -53,8 +53,8 @@ class ScaledPrecision(Precision, ForLightning):
     """Steps with unscaled fp32 gradients, or skips the step.
 
     Between a backward and its step, `p.grad` is scaled, as in Lightning's `16-mixed`. It is
-    unscaled once, in place and in fp32, before `on_before_optimizer_step`, or by
-    `self.clip_gradients` in manual optimization; the next backward scales what is still there.
+    unscaled once, before `on_before_optimizer_step`, or by `self.clip_gradients` in manual
+    optimization; the next backward scales what is still there.
     """
 
     def __init__(
@@ -295,11 +295,8 @@ class ScaledPrecision(Precision, ForLightning):
     def request_skip(self, is_wanted: Tensor) -> None:
         """Ask, in `on_before_optimizer_step`, that the step to come be skipped.
 
-        It then counts as skipped, but the loss scale does not move for it. Where there is a loss
-        scale, this costs no host sync beside the one that looks for overflows.
-
-        Args:
-            is_wanted: Of shape [], on any device; 0 is for stepping.
+        It then counts as skipped, but the loss scale does not move for it. `is_wanted` is of shape
+        [], on any device, and read beside what tells of overflows, without another host sync.
         """
         self._skip_request = is_wanted
 
@@ -311,12 +308,10 @@ class ScaledPrecision(Precision, ForLightning):
     def _decide(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Return whether to step."""
         request, self._skip_request = self._skip_request, None
-        is_unwanted = self._skipped_on_request = False
         # One copy for both flags: each would be a host sync.
         if request is not None and found_inf is not None:
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
-        if request is not None:
-            is_unwanted = request.item() != 0
+        self._skipped_on_request = False
         if self.scaler is not None and found_inf is not None:
             is_stepping = self.scaler.record(
                 found_inf,
@@ -325,8 +320,8 @@ class ScaledPrecision(Precision, ForLightning):
             )
             if not is_stepping:
                 return False
-        self._skipped_on_request = is_unwanted
-        return not is_unwanted
+        self._skipped_on_request = request is not None and request.item() != 0
+        return not self._skipped_on_request
 
     def _update_scale(self) -> None:
         """Move the loss scale, and with it the gradients that wait for a later step."""

@@ -47,8 +47,7 @@ def hold_schedules(configs: Sequence[Any], is_held: Callable[[], bool]) -> list[
 def hold_global_step(model: "pl.LightningModule") -> None:
     """Take back, ahead of Lightning, the step that it is about to count.
 
-    `global_step` is the number of optimizer steps that were completed. It tells averages of weights
-    when to update and `max_steps` when to stop, and a skipped step does not count.
+    `global_step` tells averages of weights when to update and `max_steps` when to stop.
     """
     loop = model.trainer.fit_loop.epoch_loop
     if model.automatic_optimization:

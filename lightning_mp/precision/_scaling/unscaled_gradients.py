@@ -59,7 +59,7 @@ class UnscaledGradients:
     def has_scaled(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any gradient is that of a scaled loss, also while its backward runs.
 
-        Also one that a user has handed on to fp32 weights beside the model: `master.grad = p.grad`.
+        Or is one that a user has handed on to weights beside the model: `master.grad = p.grad`.
         """
         given = [p for p in parameters if p.grad is not None]
         if self._scaler is None or self._scaler.scale == 1 or not given:
@@ -88,7 +88,7 @@ class UnscaledGradients:
             return None
         found_inf = self._scaler.unscale_(_gradients(fresh), device=device)
         if _gradients(before):  # they may have been changed since
-            bad = self._scaler.find_inf(_gradients(before), device=device)
+            bad = self._scaler.unscale_(_gradients(before), device=device, scale=1.0)
             found_inf = torch.maximum(found_inf, bad)
         return found_inf
 

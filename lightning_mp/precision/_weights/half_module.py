@@ -1,13 +1,14 @@
 """A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
 
 import contextlib
+import copy
+import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.overrides import TorchFunctionMode
@@ -23,22 +24,49 @@ from lightning_mp.precision._choice.op_tables import (
 __all__ = [
     "MixedInputs",
     "cast_at_borders",
+    "cast_castable",
     "cast_floats",
-    "cast_tensors",
     "compute_in_fp32",
     "dtypes_of",
     "is_compiled",
+    "map_tensors",
     "outermost",
+    "with_items",
 ]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to the tensors in sequences, mappings and dataclasses, not in place."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):  # a union of types would take longer, for every leaf
+        return with_items(value, [map_tensors(each, change) for each in value])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) is dict:  # which Dynamo does not copy
+        return {key: map_tensors(each, change) for key, each in value.items()}
+    if isinstance(value, Mapping):  # so are batches and outputs of Hugging Face
+        changed: Any = copy.copy(value)
+        for key, each in value.items():
+            changed[key] = map_tensors(each, change)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            each = map_tensors(getattr(value, field.name), change)
+            object.__setattr__(changed, field.name, each)  # it may be frozen
+        return changed
+    return value
+
+
+def with_items(like: Any, items: list[Any]) -> Any:
+    """Return a sequence of the kind of another."""
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in a nested collection; uint8 stays uint8."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return apply_to_collection(data, Tensor, cast)
+    return map_tensors(data, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
@@ -122,8 +150,7 @@ class MixedInputs(TorchFunctionMode):
                 return self.opened[func](*args, **kwargs)
         dtype = self.wanted.get(name)
         if dtype is not None and len(dtypes_of((args, kwargs), self._is_castable)) == 2:
-            args = cast_tensors(args, dtype, self._is_castable)
-            kwargs = cast_tensors(kwargs, dtype, self._is_castable)
+            args, kwargs = cast_castable((args, kwargs), dtype, self._is_castable)
         return func(*args, **kwargs)
 
     def _is_castable(self, value: Tensor) -> bool:
@@ -145,16 +172,11 @@ def _wanted_dtypes(half: torch.dtype) -> dict[str, torch.dtype]:
     }
 
 
-def cast_tensors(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
-    """Cast those tensors in tuples, lists and dicts that are castable."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype is not dtype and is_castable(value) else value
-    if isinstance(value, (list, tuple)):  # a union of types would take longer, for every leaf
-        cast = [cast_tensors(each, dtype, is_castable) for each in value]
-        return cast if isinstance(value, list) else tuple(cast)
-    if isinstance(value, dict):
-        return {key: cast_tensors(each, dtype, is_castable) for key, each in value.items()}
-    return value
+def cast_castable(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
+    """Cast those tensors that are castable."""
+    return map_tensors(
+        value, lambda x: x.to(dtype) if x.dtype is not dtype and is_castable(x) else x
+    )
 
 
 def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dtype]:

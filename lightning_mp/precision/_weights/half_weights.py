@@ -8,8 +8,8 @@ state, fp32 *stand-ins* take the place of half weights in its groups, and its st
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -78,15 +78,16 @@ class HalfWeights:
 
     def _residual_of(self, parameter: nn.Parameter) -> Tensor | None:
         entry = self._ledger.open(parameter)
-        if entry.beside is not None and entry.beside.device == parameter.device:
-            return cast("Tensor", entry.beside)
-        with torch.inference_mode(False):
-            if entry.beside is None and parameter.requires_grad and self.write_back == "kahan":
-                entry.beside = torch.zeros_like(parameter, requires_grad=False)
-            # A model may be moved after `convert`: residuals are no buffers, and follow it.
-            if entry.beside is not None and entry.beside.device != parameter.device:
-                entry.beside = entry.beside.to(parameter.device)
-        return cast("Tensor | None", entry.beside)
+        residual: Tensor | None = entry.beside
+        if residual is None and parameter.requires_grad and self.write_back == "kahan":
+            with torch.inference_mode(False):
+                residual = torch.zeros_like(parameter, requires_grad=False)
+        # A model may be moved after `convert`: residuals are no buffers, and follow it.
+        if residual is not None and residual.device != parameter.device:
+            with torch.inference_mode(False):
+                residual = residual.to(parameter.device)
+        entry.beside = residual
+        return residual
 
     def _set_residual(self, parameter: nn.Parameter, rest: Tensor) -> None:
         residual = self._residual_of(parameter)
@@ -279,12 +280,8 @@ class HalfWeights:
         # Groups are read anew each time, so parameters may join at any time.
         if isinstance(optimizer, SafeAdamW):
             self._share(optimizer)
-            try:
-                yield
-            finally:
-                self._note(optimizer)
-            return
-        self._swap_in(optimizer)
+        else:
+            self._swap_in(optimizer)
         try:
             for stand_in, parameter in self._stand_ins.items():
                 if parameter.grad is not None:
@@ -294,44 +291,38 @@ class HalfWeights:
             self._round(optimizer)
         finally:
             self._swap_out(optimizer)
-            self._note(optimizer)
-
-    def _note(self, optimizer: Optimizer) -> None:
-        for parameter in parameters_of(optimizer):
-            entry = self._ledger.entries.get(id(parameter))
-            if entry is not None:
-                entry.note(parameter)
+            for parameter in parameters_of(optimizer):
+                if parameter in self._ledger:
+                    self._ledger.open(parameter).note(parameter)
 
     def _share(self, optimizer: Optimizer) -> None:
         """Let a `SafeAdamW` step the residuals kept here, as `write_back` here says."""
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._ledger:
-                    group["write_back"] = self.write_back
-                    residual = self._residual_of(parameter)
-                    # What has never had a gradient has no state at all.
-                    is_used = parameter.grad is not None or parameter in optimizer.state
-                    if residual is not None and is_used:
-                        optimizer.state[parameter]["residual"] = residual
+            for parameter in (p for p in group["params"] if p in self._ledger):
+                group["write_back"] = self.write_back
+                residual = self._residual_of(parameter)
+                # What has never had a gradient has no state at all.
+                if residual is not None and (
+                    parameter.grad is not None or parameter in optimizer.state
+                ):
+                    optimizer.state[parameter]["residual"] = residual
 
     @torch.no_grad()
     def _round(self, optimizer: Optimizer) -> None:
-        """Round the stand-ins of an optimizer into their weights and residuals."""
+        """Round the stand-ins of an optimizer, if any, into their weights and residuals."""
         kept: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, residual, value
         for index, stand_in in enumerate(parameters_of(optimizer)):
             parameter = self._stand_ins.get(stand_in)
-            if parameter is None:
-                continue
-            residual, value = self._residual_of(parameter), stand_in.detach()
-            if residual is not None:
-                kept.append((parameter, residual, value))
-            else:
+            residual = None if parameter is None else self._residual_of(parameter)
+            if parameter is not None and residual is not None:
+                kept.append((parameter, residual, stand_in.detach()))
+            elif parameter is not None:
                 seed = mix_seed(self.writes, index)
-                round_weights([parameter], [], [value], self.write_back, seed)
+                round_weights([parameter], [], [stand_in.detach()], self.write_back, seed)
         if kept:
             weights, residuals, values = map(list, zip(*kept, strict=True))
             round_weights(weights, residuals, values, self.write_back, 0)
-        self.writes += self.write_back == "stochastic"
+        self.writes += self.write_back == "stochastic" and bool(self._stand_ins)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         # After a load that torch refuses, no hook would put the weights back.
@@ -344,27 +335,22 @@ class HalfWeights:
         halves = {p: self._residual_of(p) for p in parameters_of(optimizer) if p in self._ledger}
         pairs = {p.detach(): rest for p, rest in halves.items() if rest is not None}
         joined = iter(join_weights(list(pairs), list(pairs.values())))
-        # In the order of the parameters, as `read` would make them one by one.
-        values = {p: p.float() if rest is None else next(joined) for p, rest in halves.items()}
-        for group in optimizer.param_groups:
-            parameters = group["params"]
-            for index, parameter in enumerate(parameters):
-                if parameter in values:
-                    stand_in = values[parameter].detach().requires_grad_()
-                    self._stand_ins[stand_in] = parameter
-                    parameters[index] = stand_in
-                    _move_state(optimizer, parameter, stand_in)
+        stand_ins: dict[Any, Any] = {}
+        for parameter, rest in halves.items():  # in the order in which they were joined
+            value = parameter.float() if rest is None else next(joined)
+            stand_ins[parameter] = value.detach().requires_grad_()
+        _replace(optimizer, stand_ins)
+        self._stand_ins = {stand_in: parameter for parameter, stand_in in stand_ins.items()}
 
     def _swap_out(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            parameters = group["params"]
-            for index, stand_in in enumerate(parameters):
-                parameter = self._stand_ins.pop(stand_in, None)
-                if parameter is not None:
-                    parameters[index] = parameter
-                    _move_state(optimizer, stand_in, parameter)
+        _replace(optimizer, self._stand_ins)
+        self._stand_ins = {}
 
 
-def _move_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
-    if old in optimizer.state:
-        optimizer.state[new] = optimizer.state.pop(old)
+def _replace(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
+    """Put other tensors, with their states, in the place of some parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [others.get(p, p) for p in group["params"]]
+    for old, new in others.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)

@@ -1,13 +1,14 @@
-"""What precision plugins know of each parameter, and the checks that read it.
+"""What precision plugins know of each parameter, its optimizer and threads, and all checks of it.
 
-They are read at three borders: the step of any optimizer, whoever made it; the start of a training
+They are made at three borders: the step of any optimizer, whoever made it; the start of a training
 or evaluation step; the entry of a module.
 """
 
 import contextlib
 import inspect
+import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 __all__ = [
     "Entry",
     "Ledger",
+    "ModuleUsers",
     "check_callbacks",
     "check_modules",
     "check_optimizer",
@@ -67,10 +69,7 @@ class Entry:
 
 
 class Ledger:
-    """Knows of each parameter what rests beside it, who wrote it last, and who steps it.
-
-    Version counters see neither writes to `p.data` nor fused optimizers.
-    """
+    """Knows of each parameter what rests beside it, who wrote it last, and who steps it."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
@@ -172,6 +171,59 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
     """Yield the parameters of all groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+class ModuleUsers:
+    """Knows which threads compute with a module, and refuses one whose gradients would be lost.
+
+    Copies that a forward without grad puts into a module lead to no parameter, and are there for
+    all threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Threads, and whether they have replaced weights, in the order in which they came.
+        self._users: dict[nn.Module, list[tuple[int, bool]]] = {}
+
+    def enter(self, modules: Sequence[nn.Module], swapping: Container[nn.Module]) -> None:
+        """Note that this thread computes with modules, and replaces the weights of some.
+
+        Raises:
+            RuntimeError: Another thread computes with one of them.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            for module in modules:
+                others = [swaps for other, swaps in self._users.get(module, ()) if other != thread]
+                is_taken = any(others) or (bool(others) and module in swapping)
+                if is_taken and not _is_autograd_thread():
+                    raise RuntimeError(
+                        f"A `{type(module).__name__}` was called in the thread "
+                        f"{threading.current_thread().name!r} while another thread computes with "
+                        "it. `BalancedAMP` puts half weights into a module while it computes, for "
+                        "all threads, and gradients would be lost. Call the model in the training "
+                        "thread alone, give the other thread a `copy.deepcopy` of it, or pass "
+                        "`BalancedAMP(weights='full')`."
+                    )
+            for module in modules:
+                self._users.setdefault(module, []).append((thread, module in swapping))
+
+    def leave(self, modules: Sequence[nn.Module]) -> None:
+        """Note that this thread is done with the modules that it entered last."""
+        thread = threading.get_ident()
+        with self._lock:
+            for module in modules:
+                users = self._users[module]
+                del users[max(i for i, (other, _) in enumerate(users) if other == thread)]
+                if not users:  # else a copy of the model would live as long as the training
+                    del self._users[module]
+
+
+def _is_autograd_thread() -> bool:
+    """Return whether autograd's thread of a device runs this, and who called the backward waits."""
+    # Such a thread runs the forwards of activation checkpointing again. Python has not started it.
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return is_in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 # --- before training starts ----------------------------------------------------------------------

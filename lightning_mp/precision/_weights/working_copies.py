@@ -21,8 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_mp.precision._weights.half_module import is_compiled
-from lightning_mp.precision._weights.ledger import Entry, Ledger
-from lightning_mp.precision._weights.module_users import ModuleUsers
+from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers
 
 __all__ = ["WorkingCopies"]
 
@@ -64,10 +63,10 @@ class _Swapped(NamedTuple):
 class WorkingCopies:
     """Keeps a half copy of each weight, and lets modules compute with it under autocast.
 
-    A copy is made when its module first computes, and brought up to date by `refresh`: all at the
-    start of a step, an optimizer's after it has stepped. In between, version counters tell of
-    writes; they see neither writes to `p.data` nor fused optimizers, which is why they are not
-    enough. Outside of autocast modules compute with their own fp32 weights.
+    A copy is made when its module first computes, and brought up to date by `refresh` at the start
+    of a step, and after an optimizer has stepped inside of one: the version counters that tell of
+    writes in between see neither those to `p.data` nor fused optimizers. Outside of autocast
+    modules compute with their own fp32 weights.
 
     What reads a weight outside of its module's forward sees fp32, as do recurrent layers and
     parameters without dimensions; autocast casts it where an op wants half. A module computes in
@@ -81,14 +80,12 @@ class WorkingCopies:
     def __init__(self, half: torch.dtype, ledger: Ledger | None = None) -> None:
         self.half = half
         self._ledger = Ledger() if ledger is None else ledger
-        self._replaced: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
-        self._compiled: dict[nn.Module, Any] = {}
-        self._handles: list[Any] = []
         self._kept: set[nn.Module] = set()
         self._users = ModuleUsers()
         self._refreshes = 0
         self._is_probing = True
         self._is_attached = False
+        self._undo = contextlib.ExitStack()  # what `release` does
 
     def __deepcopy__(self, memo: dict[int, object]) -> "WorkingCopies":
         return self  # a copy of the model, such as a teacher, computes with copies too
@@ -112,28 +109,16 @@ class WorkingCopies:
                 self._replace_forward(module, self._whole)
             elif not self._is_left_alone(module):
                 self._replace_forward(module, self._own)
-                self._handles.append(module.register_state_dict_post_hook(hook))
-            if module._compiled_call_impl is not None:
-                self._compiled[module] = module._compiled_call_impl
-                call = functools.partial(self._whole, module, module._compiled_call_impl)
-                module._compiled_call_impl = call
+                self._undo.callback(module.register_state_dict_post_hook(hook).remove)
+            call = module._compiled_call_impl
+            if call is not None:
+                self._undo.callback(setattr, module, "_compiled_call_impl", call)
+                module._compiled_call_impl = functools.partial(self._whole, module, call)
 
     def release(self) -> None:
         """Give the modules their own `forward` back, and forget the copies."""
         self._is_attached = False
-        for module, (ours, original) in self._replaced.items():
-            if getattr(module.__dict__.get("forward"), "__func__", None) is not ours:
-                continue  # somebody has wrapped it since; what it wraps does nothing any more
-            del module.__dict__["forward"]
-            if original is not None:
-                module.__dict__["forward"] = original
-        for module, call in self._compiled.items():
-            module._compiled_call_impl = call
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._replaced.clear()
-        self._compiled.clear()
+        self._undo.close()
         self._ledger.entries.clear()
         self._kept.clear()
 
@@ -162,7 +147,15 @@ class WorkingCopies:
 
         forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]  # its signature
         module.__dict__["forward"] = types.MethodType(forward, module)
-        self._replaced[module] = (forward, original)
+
+        def restore() -> None:
+            if getattr(module.__dict__.get("forward"), "__func__", None) is not forward:
+                return  # somebody has wrapped it since; what it wraps does nothing any more
+            del module.__dict__["forward"]
+            if original is not None:
+                module.__dict__["forward"] = original
+
+        self._undo.callback(restore)
 
     # --- while a module computes -----------------------------------------------------------------
 
