@@ -92,7 +92,7 @@ def test_argument_without_a_name_is_refused_by_its_value(name: str) -> None:
         (
             "ContrastiveLoss",
             [],
-            {"hardness": 0.1},
+            {"colour": 0.1},
             "It takes `process_group`, `workspace_bytes`",
         ),
         ("SafeAdamW", [], {}, "`params` is missing. Pass `params=...`."),

@@ -30,6 +30,7 @@ from lightning_mp.contrastive._call.request import (
 )
 from lightning_mp.contrastive._exchange.failures import told_by
 from lightning_mp.contrastive._sums.agreement import agreed_plan, refuse
+from lightning_mp.contrastive._sums.combined import combined_loss
 from lightning_mp.contrastive._sums.prefixes import prefixes_loss
 from lightning_mp.contrastive._sums.sigmoid import sigmoid_loss
 from lightning_mp.contrastive._sums.softmax import softmax_loss
@@ -110,6 +111,8 @@ def _found(plan: Plan) -> Found:
         return prefixes_loss(plan)
     if not request.is_softmax:
         return sigmoid_loss(plan)
+    if request.is_combined:
+        return combined_loss(plan)
     # One positive a row and all rows alike: the sweeps alone make the loss.
     per_row = (request.weights, request.positives, request.negatives)
     is_plain = all(x is None for x in per_row) and not request.label_smoothing
@@ -242,6 +245,18 @@ def _flops(*values: Any, **_: Any) -> int:
             features = (request.image.dtype, request.image.device)
             kept = tiles.kept_values(b, len(widths) * n, *features)
             again = tiles.multiplied_twice(b, n, widths[0], *features, kept)
+    if request.is_combined:
+        return _combined_flops(request, b, len(request.text), n // max(1, len(request.text)))
     guides = 0 if request.guide_image is None else request.guide_image.shape[1]
     of_logits: int = sum(widths) * (again + (1 + sides) * b * n)
     return 2 * (of_logits + guides * (2 if sides else 1) * b * n)
+
+
+def _combined_flops(request: Request, b: int, texts: int, ranks: int) -> int:
+    """Count the products over pairs where directions share a softmax: each part works them out."""
+    sweeps = 2 + sum(request.needs_grad[:2]) if any(request.needs_grad) else 1
+    of_text = b * texts * ranks * (1 + (request.hardness > 0 and request.directions == "both"))
+    of_image = b * b * ranks * (request.within in ("image", "both"))
+    of_text += b * texts * ranks * (request.within in ("text", "both"))
+    width: int = request.image.shape[1]
+    return 2 * sweeps * width * (of_text + of_image)

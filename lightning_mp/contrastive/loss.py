@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.contrastive._call.checks import check_pair_rules, find_problem
+from lightning_mp.contrastive._call.checks import (
+    check_combined_rules,
+    check_pair_rules,
+    find_problem,
+)
 from lightning_mp.contrastive._call.first_inputs import FirstInputs
 from lightning_mp.contrastive._call.request import RULES, PairArguments, Request
 from lightning_mp.contrastive._exchange.failures import CollectiveError
@@ -25,7 +29,9 @@ from lightning_mp.contrastive._tiles.words import (
     Duplicates,
     ExchangeName,
     FalseNegatives,
+    Partition,
     TileDtype,
+    Within,
 )
 from lightning_mp.contrastive.statistics import LossStatistics
 
@@ -40,6 +46,7 @@ __all__ = ["ContrastiveLoss"]
         "process_group": Check(fix="A rank outside of the group needs no loss."),
         "workspace_bytes": Check("[2**20, inf)", fix="Pass bytes, such as `64 * 2**20`."),
         "label_smoothing": "[0, 1]",
+        "hardness": "[0, inf)",
     },
     hints={
         "temperature": "Pass `1 / temperature` as `logit_scale` in the call.",
@@ -50,19 +57,16 @@ class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss over all ranks, exact, without a b x b matrix.
 
     A dense loss holds four logit matrices at its peak: 4.3 GB at b = 16,384 in fp32. This loss
-    takes a workspace of a fixed size, 4 units of `2 b^2 D` FLOPs for 6, and repeats bit for bit.
+    takes a fixed workspace, 4 units of `2 b^2 D` FLOPs for 6, and repeats bit for bit. Value and,
+    after DDP's mean, gradients are those of the global batch.
 
     .. math::
-        L = -\frac{1}{2B} \sum_i \left[ \log \frac{e^{S_{ii}}}{\sum_j e^{S_{ij}}}
-            + \log \frac{e^{S_{ii}}}{\sum_j e^{S_{ji}}} \right],
-        \quad S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T
-
-    Value and, after DDP's mean, gradients are those of the global batch.
+        L = -\frac{1}{2B} \sum_i \left[ \log \frac{e^{S_{ii}}}{\sum_j e^{S_{ij}}} + \log
+            \frac{e^{S_{ii}}}{\sum_j e^{S_{ji}}} \right], \quad S = \mathrm{scale} \; I T^T
 
     Args:
         process_group: Ranks that share the batch; `None` is the default group, if there is one.
-        workspace_bytes: Memory for tiles. `None`: 32 MiB; on CUDA 544 MiB for Triton's tiles,
-            512 MiB for torch's.
+        workspace_bytes: Memory for tiles. `None`: 32 MiB; on CUDA 544 (Triton) or 512 (torch).
         backend: What multiplies tiles: `"torch"` everywhere, `"triton"` from compute capability 8.0
             on, `"auto"` Triton where it runs.
         tile_dtype: What Triton tiles multiply. `"auto"`: 16-bit features as they are, fp32 as
@@ -72,9 +76,12 @@ class ContrastiveLoss(nn.Module):
         directions: `"image_to_text"` counts the first term alone, `"text_to_image"` the second.
         duplicates: What pairs of equal `ids` are: no negatives (`"mask"`), or positives.
         label_smoothing: Part of each target, 0 to 1, spread evenly over the sum.
-        false_negatives: Leave out negatives more similar than the positive less `margin`
-            (`"absolute"`) or less `margin` of its magnitude (`"relative"`), as GISTEmbed does.
+        false_negatives: Leave out negatives more similar than the positive less `margin`, or less
+            `margin` of its magnitude (`"relative"`), as GISTEmbed does.
         margin: See there.
+        partition: `"joint"` puts the directions of a pair into one softmax.
+        within: There, `"image"`, `"text"` or `"both"` makes others of one side negatives, too.
+        hardness: Adds so many times its similarity, without gradient, to each negative of an image.
 
     Shapes:
         image_features: (b, D), normalised. text_features: (n, D), n >= b. logit_scale,
@@ -105,9 +112,22 @@ class ContrastiveLoss(nn.Module):
         label_smoothing: float = 0.0,
         false_negatives: FalseNegatives = "keep",
         margin: float = 0.0,
+        partition: Partition = "each",
+        within: Within = "none",
+        hardness: float = 0.0,
     ) -> None:
         super().__init__()
         check_pair_rules(self, duplicates, label_smoothing, false_negatives, margin)
+        check_combined_rules(
+            self,
+            partition,
+            within,
+            hardness,
+            duplicates,
+            label_smoothing,
+            false_negatives,
+            directions,
+        )
         self.process_group = process_group
         self._first = FirstInputs()
         self.workspace_bytes = workspace_bytes
@@ -120,6 +140,9 @@ class ContrastiveLoss(nn.Module):
         self.label_smoothing = label_smoothing
         self.false_negatives = false_negatives
         self.margin = margin
+        self.partition = partition
+        self.within = within
+        self.hardness = hardness
 
     @overload
     def forward(

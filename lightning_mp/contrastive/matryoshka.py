@@ -14,6 +14,7 @@ from lightning_mp._arguments import Check, explains_arguments, refuse_values
 from lightning_mp.contrastive._call.request import PairArguments, Request
 from lightning_mp.contrastive._sums.agreement import refuse
 from lightning_mp.contrastive.loss import ContrastiveLoss
+from lightning_mp.contrastive.statistics import LossStatistics
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +62,7 @@ class MatryoshkaLoss(nn.Module):
     Raises:
         ValueError: For widths, weights or a `loss` that cannot be used; for features that cannot,
             or are narrower than a width, on all ranks at once.
-        TypeError: For arguments that a call does not take; there are no `statistics`.
+        TypeError: For arguments that a call does not take.
 
     References: Matryoshka representation learning, arXiv:2205.13147; sentence-transformers'
     `MatryoshkaLoss`, https://sbert.net.
@@ -96,8 +97,10 @@ class MatryoshkaLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
+        *,
+        statistics: bool = False,
         **pairs: "Unpack[PairArguments]",
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
         """Return the sum over all prefixes, as `{"contrastive_loss": loss}` if asked for.
 
         Args:
@@ -106,6 +109,7 @@ class MatryoshkaLoss(nn.Module):
             logit_scale: One value.
             logit_bias: One value, or `None`.
             output_dict: Return a dictionary, as open_clip's losses do.
+            statistics: Return `LossStatistics` of the largest width with it.
             pairs: What else the call of the loss takes, such as `ids`.
         """
         unknown = [name for name in pairs if name not in _CALL]
@@ -113,24 +117,30 @@ class MatryoshkaLoss(nn.Module):
             raise TypeError(
                 f"Passed `{unknown[0]}` to a call of `MatryoshkaLoss`. Beside features, scale and "
                 f"bias it takes {', '.join(f'`{name}`' for name in _CALL)}. Leave `{unknown[0]}` "
-                "out; rules belong to its `loss`, and statistics come from a call of that."
+                "out; rules belong to its `loss`."
             )
         inputs = (image_features, text_features, logit_scale, logit_bias)
         # Before anything is cut, so that errors name what was passed.
-        request = Request.of(self.loss, *inputs, owner=type(self).__name__, **pairs)
+        request = Request.of(
+            self.loss, *inputs, owner=type(self).__name__, statistics=statistics, **pairs
+        )
         problem = self.loss.problem(request) or self._width_problem(image_features)
         if problem is not None:
             refuse(problem, request.owner, image_features, self.loss.process_group)
         # Not `isinstance`: subclasses, such as the sigmoid loss, compute something else.
         is_softmax = type(self.loss) is ContrastiveLoss
-        if is_softmax and request.is_plain and request.false_negatives == "keep":
+        found: LossStatistics | None = None
+        is_plain = request.is_plain and request.false_negatives == "keep"
+        # One pass over all widths keeps no maxima of one.
+        if is_softmax and is_plain and not statistics:
             total, _ = self.loss.compute(
                 *inputs, **pairs, widths=self.widths, width_weights=self.weights,
                 normalize=self.normalize, owner=request.owner,
             )  # fmt: skip
         else:
-            total = self._one_by_one(*inputs, pairs)
-        return {"contrastive_loss": total} if output_dict else total
+            total, found = self._one_by_one(*inputs, pairs, statistics)
+        result = {"contrastive_loss": total} if output_dict else total
+        return result if found is None else (result, found)
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows between its brackets."""
@@ -143,9 +153,11 @@ class MatryoshkaLoss(nn.Module):
         scale: Tensor | float,
         bias: Tensor | float | None,
         pairs: Any,
-    ) -> Tensor:
-        """Return the sum of a call for each prefix."""
+        statistics: bool,
+    ) -> tuple[Tensor, LossStatistics | None]:
+        """Return the sum of a call for each prefix, and statistics of the largest."""
         total: Tensor | None = None
+        found: LossStatistics | None = None
         for width, weight in zip(self.widths, self.weights, strict=True):
             features = [x[:, :width] for x in (image_bD, text_nD)]
             options = dict(pairs)
@@ -153,11 +165,15 @@ class MatryoshkaLoss(nn.Module):
                 options["negatives"] = self._cut(options["negatives"], width)
             if self.normalize:
                 features = [F.normalize(x, dim=1) for x in features]
-            part: Tensor = weight * self.loss(*features, scale, bias, **options)
+            if statistics and found is None and width == max(self.widths):
+                loss, found = self.loss(*features, scale, bias, statistics=True, **options)
+            else:
+                loss = self.loss(*features, scale, bias, **options)
+            part: Tensor = weight * loss
             total = part if total is None else total + part
         if total is None:
             raise RuntimeError("`MatryoshkaLoss` has no widths, which its constructor refuses.")
-        return total
+        return total, found
 
     def _width_problem(self, image_bD: Tensor) -> str | None:
         if max(self.widths) <= image_bD.shape[1]:

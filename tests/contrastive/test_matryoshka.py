@@ -264,10 +264,10 @@ def test_what_one_rank_cannot_use_stops_all() -> None:
     assert all(re.search(said, one) for one, (_, said) in zip(second, WRONG.values(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["statistics", "duplicates", "hard_negatives"])
+@pytest.mark.parametrize("name", ["duplicates", "hard_negatives"])
 def test_argument_that_a_call_does_not_take_is_refused(name: str) -> None:
     features = torch.randn(3, 8)
-    options: Any = {name: True}  # of the statistics nothing was said
+    options: Any = {name: True}
     with pytest.raises(TypeError, match=f"Passed `{name}` to a call of `MatryoshkaLoss`.*`ids`"):
         MatryoshkaLoss(widths=[8, 4])(features, features, 1.0, **options)
 
@@ -282,3 +282,17 @@ def test_loss_is_made_from_yaml() -> None:
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     loss = instantiate(parser.parse_object({"loss": config})).loss
     assert (loss.widths, loss.weights, loss.loss.exchange) == ((768, 64), (1.0, 0.5), "ring")
+
+
+@pytest.mark.parametrize("kind", [ContrastiveLoss, SigmoidContrastiveLoss])
+def test_statistics_are_those_of_the_largest_width(kind: Any) -> None:
+    torch.manual_seed(0)
+    image, text = (torch.randn(20, 16, dtype=torch.float64) for _ in range(2))
+    loss_fn = MatryoshkaLoss(loss=kind(), widths=[4, 8], weights=[1.0, 2.0])
+    loss, found = loss_fn(image, text, 5.0, statistics=True)
+    eight = (F.normalize(x[:, :8], dim=1) for x in (image, text))
+    _, expected = kind()(*eight, 5.0, statistics=True)
+    assert found == expected
+    assert loss.item() == pytest.approx(loss_fn(image, text, 5.0).item(), rel=1e-13)
+    both, _ = loss_fn(image, text, 5.0, output_dict=True, statistics=True)
+    assert both["contrastive_loss"].item() == loss.item()

@@ -124,4 +124,4 @@ def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
     for weights, duplicates, loss_class in run_ranks(_messages, 2):
         assert "Called a loss whose class or" in loss_class
         assert "Passed `weights` to `ContrastiveLoss` on ranks [1] of 2 only" in weights
-        assert "label_smoothing or false_negatives or margin differs between ranks" in duplicates
+        assert "margin or partition or within or hardness differs between ranks" in duplicates

@@ -170,7 +170,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_kept_tiles_or_a_locked_tow
 
 def test_default_workspace_is_the_documented_one() -> None:
     assert DEFAULT_WORKSPACE_BYTES == {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
-    said = "`None`: 32 MiB; on CUDA 544 MiB for Triton's tiles, 512 MiB for torch's."
+    said = "`None`: 32 MiB; on CUDA 544 (Triton) or 512 (torch)."
     assert said in " ".join((ContrastiveLoss.__doc__ or "").split())
 
 

@@ -14,7 +14,7 @@ from lightning_mp._arguments import refuse_values
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.numerics.floats import FLOAT_DTYPES
 
-__all__ = ["STATISTICS_PROBLEM", "check_pair_rules", "find_problem"]
+__all__ = ["STATISTICS_PROBLEM", "check_combined_rules", "check_pair_rules", "find_problem"]
 
 STATISTICS_PROBLEM = (
     "Passed `statistics=True` to a loss with several positives of one image or text, with "
@@ -38,6 +38,7 @@ def find_problem(request: Request) -> str | None:
         or (None if request.positives is None else _positives_problem(request))
         or (None if request.negatives is None else _negatives_problem(request))
         or _guides_problem(request)
+        or _combined_problem(request)
         or (STATISTICS_PROBLEM if request.statistics and not _has_pairs(request) else None)
     )
 
@@ -132,6 +133,59 @@ def check_pair_rules(
     if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
         reason = "What is left out cannot be a target. Leave `false_negatives` or the others out."
         refuse_values(owner, reason, **left_out, **targets)
+
+
+def check_combined_rules(
+    owner: object,
+    partition: str,
+    within: str,
+    hardness: float,
+    duplicates: str,
+    label_smoothing: float,
+    false_negatives: str,
+    directions: str,
+) -> None:
+    """Refuse arguments of a constructor that do not go with a softmax of several directions.
+
+    Raises:
+        ValueError: With what to leave out.
+    """
+    if within != "none" and partition != "joint":
+        reason = (
+            "Only a softmax over all directions has a positive for pairs of one side. Pass "
+            "`partition='joint'`, or leave `within` out."
+        )
+        refuse_values(owner, reason, partition=partition, within=within)
+    if hardness and directions == "text_to_image":
+        reason = "Hardness weighs the negatives of images. Leave one of the two out."
+        refuse_values(owner, reason, hardness=hardness, directions=directions)
+    if partition != "joint" and not hardness:
+        return
+    if duplicates != "mask" or label_smoothing or false_negatives != "keep":
+        reason = (
+            "With `partition='joint'` or `hardness` a pair has one positive, which is all of its "
+            "target, and all negatives count. Leave the others out."
+        )
+        refuse_values(
+            owner, reason, partition=partition, hardness=hardness, duplicates=duplicates,
+            label_smoothing=label_smoothing, false_negatives=false_negatives,
+        )  # fmt: skip
+
+
+def _combined_problem(request: Request) -> str | None:
+    names = [name for name in ("weights", "positives", "negatives") if _given(request, name)]
+    names += ["statistics"] if request.statistics else []
+    if not request.is_combined or not names:
+        return None
+    return (
+        f"Passed `{names[0]}` to `{request.owner}` with `partition='joint'` or `hardness`, where "
+        "all pairs weigh the same and have one positive. Leave it out; texts beyond the images' "
+        "own are negatives."
+    )
+
+
+def _given(request: Request, name: str) -> bool:
+    return getattr(request, name) is not None
 
 
 def _ids_problem(request: Request) -> str | None:

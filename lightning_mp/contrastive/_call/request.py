@@ -29,7 +29,9 @@ from lightning_mp.contrastive._tiles.words import (
     Duplicates,
     ExchangeName,
     FalseNegatives,
+    Partition,
     TileDtype,
+    Within,
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, FLOAT_DTYPES
 
@@ -72,8 +74,8 @@ class Request:
     Attributes:
         image, text, scale, bias: What is compared. Scale and bias may be numbers until `flat()`.
         negatives, ids, weights, positives, guide_image, guide_text: What the call says of pairs.
-        directions, duplicates, label_smoothing, false_negatives, margin: What the constructor of
-            `ContrastiveLoss` says of pairs.
+        directions, duplicates, label_smoothing, false_negatives, margin, partition, within,
+            hardness: What the constructor of `ContrastiveLoss` says of pairs.
         is_softmax: Whether the loss is `ContrastiveLoss`; else it is `SigmoidContrastiveLoss`.
         statistics: Whether the call returns `LossStatistics`.
         widths, width_weights, normalize: The prefixes of `MatryoshkaLoss`; none are the features.
@@ -102,6 +104,9 @@ class Request:
     label_smoothing: float = 0.0
     false_negatives: FalseNegatives = "keep"
     margin: float = 0.0
+    partition: Partition = "each"
+    within: Within = "none"
+    hardness: float = 0.0
     is_softmax: bool = True
     statistics: bool = False
     widths: tuple[int, ...] = ()
@@ -218,7 +223,13 @@ class Request:
     def is_plain(self) -> bool:
         """Whether the sweeps alone make the loss: one positive a row, all rows alike."""
         is_given = any(x is not None for x in (self.weights, self.positives, self.negatives))
-        return not is_given and self.duplicates == "mask" and not self.label_smoothing
+        is_one = self.duplicates == "mask" and not self.label_smoothing and not self.is_combined
+        return not is_given and is_one
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether directions share a softmax, or negatives are weighted."""
+        return self.partition == "joint" or bool(self.hardness)
 
     @property
     def checksum(self) -> int:
@@ -249,7 +260,10 @@ DIFFERENTIABLE = 5
 """How many of the first fields may have a gradient."""
 GIVEN = tuple(PairArguments.__annotations__)
 """The arguments of a call that all ranks pass, or none."""
-RULES = ("directions", "duplicates", "label_smoothing", "false_negatives", "margin")
+RULES = (
+    "directions", "duplicates", "label_smoothing", "false_negatives", "margin", "partition",
+    "within", "hardness",
+)  # fmt: skip
 """The arguments of a constructor that say what belongs to what."""
 _COMPARED = (*RULES, "widths", "width_weights", "normalize", "is_softmax")
 _CONSTRUCTED = (*RULES, "backend", "tile_dtype", "workspace_bytes", "autotune", "exchange")

@@ -99,11 +99,12 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
         return plan_of(request, OneRank(len(request.text)), tiles, needs, pairing=pairing)
     by_rank = _gather(_facts(request, needs), request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
-    exchange, tiles = exchange_for(
-        [facts.texts for facts in by_rank], request.image, request.exchange,
-        # The least workspace of all, for all have to cut the same slices.
-        request.tiles, min(facts.budget for facts in by_rank), group,
-    )  # fmt: skip
+    # The least workspace of all, for all have to cut the same slices.
+    shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
+    exchange, tiles = exchange_for([facts.texts for facts in by_rank], request.image, *shared)
+    of_images = None
+    if request.within in ("image", "both"):
+        of_images, _ = exchange_for([facts.images for facts in by_rank], request.image, *shared)
     # What one rank wants, all work out.
     needs = Needs(
         image=any(facts.image_needs for facts in by_rank),
@@ -113,7 +114,7 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     return plan_of(
         request, exchange, tiles, needs, pairing=pairing,
         pairs=sum(facts.images for facts in by_rank),
-        statistics=any(facts.statistics for facts in by_rank),
+        statistics=any(facts.statistics for facts in by_rank), image_exchange=of_images,
     )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ class Plan:
         trains: Whether a backward can follow.
         dtype: Of sums over products.
         state: Of sums over the batch.
+        image_exchange: How the ranks share their images where these are columns, too.
     """
 
     request: Request
@@ -100,6 +101,7 @@ class Plan:
     trains: bool
     dtype: torch.dtype
     state: torch.dtype
+    image_exchange: Exchange
 
     def memory_for_tiles(self, sweeps: int = 1) -> Tensor:
         """Return memory for what gradients of some sweeps need not work out again; may be empty."""
@@ -120,6 +122,7 @@ def plan_of(
     pairs: int | None = None,
     pairing: Pairing | None = None,
     statistics: bool | None = None,
+    image_exchange: Exchange | None = None,
 ) -> Plan:
     """Return the plan of a request: see `Plan`; `pairs` and `statistics` as on one rank."""
     b, directions = len(request.image), request.directions
@@ -134,6 +137,7 @@ def plan_of(
         wanted=wanted, terms=sum(wanted) * pairs,
         sides=(needs.image or (needs.scale and not needs.text), needs.text), trains=any(needs),
         dtype=ACCUMULATION_DTYPES[request.image.dtype], state=state_dtype(request.image.device),
+        image_exchange=image_exchange or OneRank(b),
     )  # fmt: skip
 
 

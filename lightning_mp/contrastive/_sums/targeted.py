@@ -25,7 +25,7 @@ from lightning_mp.contrastive._sums.sweep import Found, Plan, sweep
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
 
-__all__ = ["targeted_loss"]
+__all__ = ["shifted", "targeted_loss"]
 
 
 def targeted_loss(plan: Plan, negatives_need_grad: bool) -> Found:
@@ -54,7 +54,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> Found:
     d_image_bD, d_text_nD, d_scale, d_row_b, d_column_n, *d_negatives = gradients
     of_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
-        row_lse_b, column_lse_n = _shifted(row_neg_b, d_row_b), _shifted(lses[1], d_column_n)
+        row_lse_b, column_lse_n = shifted(row_neg_b, d_row_b), shifted(lses[1], d_column_n)
         (of_sweeps,) = sweep(plan, [Gradients(plan, row_lse_b, Kept(memory))], column_lse_n)
     if d_scale is not None:
         # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
@@ -96,7 +96,7 @@ def _differentiated(
     ]
 
 
-def _shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
+def shifted(lse: Tensor, cotangent: Tensor | None) -> Tensor:
     """Return `lse - log(cotangent)`, infinite where there is no gradient at all."""
     if cotangent is None:
         return lse

@@ -8,7 +8,9 @@ __all__ = [
     "Duplicates",
     "ExchangeName",
     "FalseNegatives",
+    "Partition",
     "TileDtype",
+    "Within",
 ]
 
 Backend = Literal["auto", "triton", "torch"]
@@ -16,4 +18,6 @@ Directions = Literal["both", "image_to_text", "text_to_image"]
 Duplicates = Literal["mask", "multi_positive"]
 ExchangeName = Literal["slices", "ring"]
 FalseNegatives = Literal["keep", "absolute", "relative"]
+Partition = Literal["each", "joint"]
 TileDtype = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+Within = Literal["none", "image", "text", "both"]

@@ -1,0 +1,163 @@
+"""The contrastive loss of several directions in one softmax, and with weighted negatives.
+
+Shapes:
+    B: global batch. b: this rank's images. n: its texts, of which the first b belong to the images.
+    D: feature width. W: ranks. P: log-sum-exps of a pair.
+
+Of pair i, the negatives of each direction have a log-sum-exp `neg_i^p`: texts for its image, images
+for its text, other images for its image, other texts for its text. With c directions that hold the
+positive,
+
+    joint: log(c exp(pos_i) + sum_p exp(neg_i^p)) - pos_i = log(c + sum_p exp(neg_i^p - pos_i)),
+    each:  the mean over p of softplus(neg_i^p - pos_i).
+
+A part is one sweep of rows against columns. What autograd returns for its log-sum-exps, between 0
+and 1, goes into the second sweep, as in `targeted`. Hardness `a` adds `a` times the similarity, as
+a constant, to negatives of the direction from image to text: their exponentials are those of
+the scale `s + a`, and gradients those of `s`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mp.contrastive._sums.products import dots
+from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
+from lightning_mp.contrastive._sums.sweep import Found, Plan, sweep
+from lightning_mp.contrastive._sums.targeted import shifted
+from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
+
+__all__ = ["combined_loss"]
+
+
+class _Part(NamedTuple):
+    """One sweep of rows against columns.
+
+    Args:
+        plan: Of these rows and columns.
+        has_rows: Whether the log-sum-exps of rows count.
+        has_columns: Whether those of columns do.
+        rows_are_images: Else they are the images' own texts.
+        columns_are_images: Else they are all texts.
+    """
+
+    plan: Plan
+    has_rows: bool
+    has_columns: bool
+    rows_are_images: bool = True
+    columns_are_images: bool = False
+
+
+def combined_loss(plan: Plan) -> Found:
+    """Return the loss and its gradients; up to four units of work for each part."""
+    request, state, b = plan.request, plan.state, len(plan.request.image)
+    image_bD, text_bD = request.image, request.text[: len(request.image)]
+    scale = request.scale.to(state).reshape(())
+    parts = _parts(plan)
+    lses: list[tuple[Tensor, Tensor]] = []
+    for part in parts:
+        ((row_neg_b, column_neg_Rn),) = sweep(
+            part.plan, [Negatives(part.plan, _none_kept(plan), None, None)]
+        )
+        lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
+    trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), scale]
+    leaves = [x.detach().requires_grad_(plan.trains) for x in trained]
+    negs = [
+        neg[:b].detach().requires_grad_(plan.trains)
+        for part, pair in zip(parts, lses, strict=True)
+        for neg, counts in zip(pair, (part.has_rows, part.has_columns), strict=True)
+        if counts
+    ]
+    with torch.set_grad_enabled(plan.trains):
+        total = _terms(plan, leaves[0], leaves[1], leaves[2], negs).sum()
+    unit = 1 / plan.pairs
+    if not plan.trains:
+        return Found(plan.exchange.all_reduce(total * unit))
+    d_image_bD, d_own_bD, d_scale, *d_negs = torch.autograd.grad(total, [*leaves, *negs])
+    d_text_nD = torch.cat([d_own_bD, d_own_bD.new_zeros(len(request.text) - b, d_own_bD.shape[1])])
+    remaining = iter(d_negs)
+    for part, pair in zip(parts, lses, strict=True):
+        d_row = next(remaining) if part.has_rows else None
+        d_column = next(remaining) if part.has_columns else None
+        of_rows, of_columns = _gradients(part, *pair, d_row, d_column)
+        if of_rows is not None:
+            d_scale = d_scale + row_dots(part.plan.request.image, of_rows, state).sum()
+            target = d_image_bD if part.rows_are_images else d_text_nD[:b]
+            target.addcmul_(of_rows, scale.to(plan.dtype))
+        if of_columns is not None:
+            target = d_image_bD if part.columns_are_images else d_text_nD
+            target.addcmul_(of_columns, scale.to(plan.dtype))
+    d_scale, loss = plan.exchange.all_reduce(torch.stack([d_scale, total.detach()]) * unit).unbind()
+    factor = unit * plan.exchange.world_size
+    # No views: the outputs of an operator share no memory.
+    return Found(
+        loss.clone(), d_image_bD.mul_(factor), d_text_nD.mul_(factor), d_scale=d_scale.clone()
+    )
+
+
+def _parts(plan: Plan) -> list[_Part]:
+    request, (to_text, to_image) = plan.request, plan.wanted
+    # The scale's gradient is a sum over the rows' ones.
+    plan = dataclasses.replace(plan, sides=(True, plan.needs.text), limits=None)
+    if request.hardness and to_text:
+        harder = dataclasses.replace(request, scale=request.scale + request.hardness)
+        parts = [_Part(dataclasses.replace(plan, request=harder), True, False)]
+        parts += [_Part(plan, False, True)] if to_image else []
+    else:
+        parts = [_Part(plan, to_text, to_image)]
+    b = len(request.image)
+    if request.within in ("image", "both"):
+        ids_n = None if plan.ids_n is None else plan.ids_n[:b]
+        of_images = dataclasses.replace(
+            plan,
+            request=dataclasses.replace(request, text=request.image),
+            exchange=plan.image_exchange,
+            ids_n=ids_n,
+            sides=(True, plan.needs.image),
+        )
+        parts.append(_Part(of_images, True, False, columns_are_images=True))
+    if request.within in ("text", "both"):
+        of_texts = dataclasses.replace(
+            plan, request=dataclasses.replace(request, image=request.text[:b].contiguous())
+        )
+        parts.append(_Part(of_texts, True, False, rows_are_images=False))
+    return parts
+
+
+def _terms(
+    plan: Plan, image_bD: Tensor, text_bD: Tensor, scale: Tensor, negs: Sequence[Tensor]
+) -> Tensor:
+    """Return what each pair adds to the loss, times B."""
+    pos_b = dots(image_bD, text_bD, scale.dtype) * scale
+    # A positive of +inf is an overflow, not a loss of 0.
+    pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
+    margin_Pb = torch.stack(list(negs)) - pos_b
+    if plan.request.partition == "joint":
+        positives_1b = torch.full_like(margin_Pb[:1], math.log(sum(plan.wanted)))
+        # With a finite term, so that rows without negatives have gradients of 0.
+        return torch.cat([positives_1b.detach(), margin_Pb]).logsumexp(0)
+    return torch.logaddexp(margin_Pb, margin_Pb.new_zeros(())).mean(0)
+
+
+def _gradients(
+    part: _Part, row_neg: Tensor, column_neg: Tensor, d_row: Tensor | None, d_column: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the negatives of a part add to its rows' and its columns' gradients."""
+    row_lse_b = torch.full_like(row_neg, torch.inf)
+    column_lse_n = torch.full_like(column_neg, torch.inf)
+    if d_row is not None:
+        row_lse_b = shifted(row_neg, d_row)
+    if d_column is not None:
+        # Texts beyond the images' own have no term.
+        column_lse_n[: len(d_column)] = shifted(column_neg[: len(d_column)], d_column)
+    visitor = Gradients(part.plan, row_lse_b, _none_kept(part.plan))
+    ((of_rows, of_columns),) = sweep(part.plan, [visitor], column_lse_n)
+    return of_rows, of_columns
+
+
+def _none_kept(plan: Plan) -> Kept:
+    return Kept(plan.request.image.new_empty(0, dtype=plan.dtype))
