@@ -7,7 +7,7 @@ Shapes:
 import torch.distributed as dist
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp.contrastive._call.request import GIVEN, RULES, Request
+from lightning_mp.contrastive._call.request import RULES, Request
 from lightning_mp.contrastive._tiles.words import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
@@ -31,7 +31,9 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         S = \mathrm{logit\_scale} \cdot \mathrm{image} \, \mathrm{text}^T + \mathrm{logit\_bias},
 
     where `z_ij` is 1 for a pair and -1 for all others, and B is the global batch size. open_clip
-    returns the part of a rank's own images divided by its own b; the mean over ranks is L.
+    returns the part of a rank's own images divided by its own b; the mean over ranks is L. Texts
+    that `positives` names have `z_ij` of 1, `negatives` of an image alone add terms to its row,
+    and `weights`, brought to a mean of 1, multiply rows.
 
     Args:
         process_group: As in `ContrastiveLoss`, like all that follow.
@@ -77,10 +79,15 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
     def problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
-        for name in GIVEN:
-            if name != "ids" and getattr(request, name) is not None:
+        for name in ("guide_image", "guide_text"):
+            if getattr(request, name) is not None:
                 return (
-                    f"Passed `{name}` to `{request.owner}`, which knows `ids` alone. Leave "
-                    f"`{name}` out, or take `ContrastiveLoss`."
+                    f"Passed `{name}` to `{request.owner}`, which leaves out no false negatives. "
+                    f"Leave `{name}` out, or take `ContrastiveLoss`."
                 )
+        if request.weights is not None and self.backend == "triton":
+            return (
+                f"Passed `weights` to `{request.owner}(backend='triton')`, whose kernels weigh all "
+                "images alike. Pass `backend='auto'`, which takes torch's tiles for weights."
+            )
         return super().problem(request)

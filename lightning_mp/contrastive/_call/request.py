@@ -244,8 +244,11 @@ class Request:
 
     def tiles(self, workspace_bytes: int | None) -> TileBackend:
         """Return what multiplies tiles in a workspace, see `tiles_for`."""
+        # Triton's kernels of the sigmoid weigh all rows alike.
+        is_weighted = self.weights is not None and not self.is_softmax
+        backend = "torch" if is_weighted else self.backend
         return tiles_for(
-            self.image.device, self.image.dtype, self.backend, self.tile_dtype, workspace_bytes,
+            self.image.device, self.image.dtype, backend, self.tile_dtype, workspace_bytes,
             self.autotune,
         )  # fmt: skip
 

@@ -17,6 +17,8 @@ gradients come from one sweep:
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._sums.matches import add_rows
+from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.statistics import Largest, measure
 from lightning_mp.contrastive._sums.sweep import Block, Found, Plan, sweep
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
@@ -31,15 +33,24 @@ def sigmoid_loss(plan: Plan) -> Found:
     bias = scale.new_zeros(()) if request.bias is None else request.bias
     scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
     largest = Largest(plan) if plan.statistics else None
-    pairs = _Pairs(plan, scale, bias, largest)
+    weights_b = _weights(plan)
+    pairs = _Pairs(plan, scale, bias, weights_b, largest)
     found, *maxima = sweep(plan, [pairs, largest] if largest else [pairs])
     totals_2, d_image_bD, d_text_nD = found
-    pos_b = row_dots(image_bD, text_nD[: len(image_bD)], state).mul_(scale).add_(bias)
+    further = _Further(plan, scale, bias, weights_b)
+    further.add(totals_2, d_image_bD, d_text_nD)
+    q = plan.matched
+    pos_b = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale).add_(bias)
     # A positive of +inf is an overflow, not a loss of 0.
     pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
     # Not `1 - sigmoid(pos_b)`, which loses the digits of a converged pair.
     weight_b = torch.sigmoid(-pos_b)
-    loss = torch.logaddexp(-pos_b, pos_b.new_zeros(())).sum()
+    losses_b = torch.logaddexp(-pos_b, pos_b.new_zeros(()))
+    if weights_b is not None:
+        own_b = weights_b[:q]
+        # What weighs nothing may be infinite, and 0 times that is NaN.
+        losses_b, weight_b = ((x * own_b).where(own_b != 0, 0.0) for x in (losses_b, weight_b))
+    loss = losses_b.sum()
     # One tensor, which one collective adds up; `finish` fills the last place.
     sums = torch.stack([totals_2[0] + loss, totals_2[1] - weight_b.sum(), loss.new_zeros(())])
     sums /= plan.pairs
@@ -48,6 +59,8 @@ def sigmoid_loss(plan: Plan) -> Found:
             image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.pairs,
             plan.exchange.world_size, sums[2] if plan.needs.scale else None,
         )  # fmt: skip
+    if d_image_bD is None:  # else the scale's gradient is a sum over that of the images
+        sums[2] += further.d_scale / plan.pairs
     sums = plan.exchange.all_reduce(sums)
     statistics_5 = None
     if maxima:
@@ -56,7 +69,80 @@ def sigmoid_loss(plan: Plan) -> Found:
         # Maxima come without the bias.
         statistics_5 = measure(plan, pos_b - bias, torch.stack([sound_b, sound_b]), maxima[0])
     loss, d_bias, d_scale = (x.clone() for x in sums)  # none may be a view
-    return Found(loss, d_image_bD, d_text_nD, None, d_scale, d_bias, statistics_5)
+    d_negatives_bkD = further.d_negatives(plan.exchange.world_size / plan.pairs)
+    return Found(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
+
+
+def _weights(plan: Plan) -> Tensor | None:
+    """Return what images weigh, with a mean of 1 over all ranks; `None`: all weigh the same."""
+    if plan.request.weights is None:
+        return None
+    weights_b = plan.request.weights.to(plan.state)
+    # To look at them would wait for the device; so the loss says it.
+    weights_b = weights_b.masked_fill(weights_b < 0, torch.nan)
+    total = plan.exchange.all_reduce(weights_b.sum())
+    # Where all weigh nothing, the loss is 0.
+    return weights_b * (plan.pairs / total.masked_fill(total == 0, 1))
+
+
+class _Further:
+    """What stands beside one positive a row and the negatives of all: O(b D) products.
+
+    A further positive was summed as a negative, and `softplus(-x) = softplus(x) - x`: it has the
+    rounding of a logit.
+
+    Args:
+        plan: What all ranks have agreed on.
+        scale: In the state dtype.
+        bias: Likewise.
+        weights_b: What images weigh; `None`: 1 each.
+    """
+
+    def __init__(self, plan: Plan, scale: Tensor, bias: Tensor, weights_b: Tensor | None) -> None:
+        self._plan, self._scale, self._bias = plan, scale, bias
+        self._own_b = scale.new_ones(len(plan.request.image)) if weights_b is None else weights_b
+        self.d_scale = scale.new_zeros(())
+        """What negatives of one image add to the scale's gradient, times B."""
+        self._weights_bk: Tensor | None = None
+
+    def add(self, totals_2: Tensor, d_image_bD: Tensor | None, d_text_nD: Tensor | None) -> None:
+        """Add it to the sums, and to `B dL/dS` times features."""
+        request, pairing, dtype = self._plan.request, self._plan.pairing, self._plan.dtype
+        if pairing is not None:
+            # The own text of an image is left out of the sweep, the others are not.
+            is_further_e = pairing.images_e != pairing.texts_e
+            is_further_e |= pairing.images_e >= pairing.matched
+            images_e, texts_e = pairing.images_e[is_further_e], pairing.texts_e[is_further_e]
+            image_eD, text_eD = request.image[images_e], request.text[texts_e]
+            logits_e = row_dots(image_eD, text_eD, self._scale.dtype) * self._scale + self._bias
+            own_e = self._own_b[images_e]
+            totals_2 -= torch.stack([(own_e * logits_e).sum(), own_e.sum()])
+            weights_e1 = -own_e.to(dtype)[:, None]
+            if d_image_bD is not None:
+                add_rows(d_image_bD, images_e, weights_e1 * text_eD.to(dtype))
+            if d_text_nD is not None:
+                add_rows(d_text_nD, texts_e, weights_e1 * image_eD.to(dtype))
+        if request.negatives is not None and request.negatives.shape[1]:
+            products_bk = dots(request.image.to(dtype), request.negatives, self._scale.dtype)
+            logits_bk = products_bk * self._scale + self._bias
+            own_b1 = self._own_b[:, None]
+            losses_bk = own_b1 * torch.logaddexp(logits_bk, logits_bk.new_zeros(()))
+            self._weights_bk = own_b1 * logits_bk.sigmoid()
+            totals_2 += torch.stack([losses_bk.sum(), self._weights_bk.sum()])
+            self.d_scale += (self._weights_bk * products_bk).sum()
+            if d_image_bD is not None:
+                weights_b1k = self._weights_bk.to(dtype)[:, None]
+                d_image_bD += (weights_b1k @ request.negatives.to(dtype))[:, 0]
+
+    def d_negatives(self, share: float) -> Tensor | None:
+        """Return the gradient of negatives of one image; `share` is what a term counts."""
+        request, dtype = self._plan.request, self._plan.dtype
+        if request.negatives is None or not request.needs_grad[-1]:
+            return None
+        if self._weights_bk is None:  # there are none, k = 0
+            return torch.zeros_like(request.negatives, dtype=dtype)
+        weights_bk1 = (self._weights_bk * self._scale * share).to(dtype)[..., None]
+        return weights_bk1 * request.image.to(dtype)[:, None]
 
 
 class _Pairs:
@@ -66,15 +152,24 @@ class _Pairs:
         plan: What all ranks have agreed on.
         scale: In the state dtype.
         bias: Likewise.
+        weights_b: What rows weigh; `None`: 1 each.
         largest: The maxima to raise, if a rank wants statistics; a visitor after this one.
     """
 
-    def __init__(self, plan: Plan, scale: Tensor, bias: Tensor, largest: Largest | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        scale: Tensor,
+        bias: Tensor,
+        weights_b: Tensor | None,
+        largest: Largest | None,
+    ) -> None:
         image_bD, (use_image, use_text) = plan.request.image, plan.sides
         # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
         self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
         self._text = plan.exchange.home("sum") if use_text else None
         self._scale, self._bias, self._largest = scale, bias, largest
+        self._weights_b = weights_b
         # In the state dtype, as the scale is by now: terms are as many as pairs.
         self._totals_2 = scale.new_zeros(2)
 
@@ -86,8 +181,8 @@ class _Pairs:
         maxima = None if self._largest is None else self._largest.fresh(block.text_mD)
         logits = block.logits(block.plan.request.image, block.text_mD)
         block.plan.tiles.sigmoid_sweep(
-            logits._replace(scale=self._scale), self._bias, self._totals_2, self._image_bD, part_mD,
-            maxima,
+            logits._replace(scale=self._scale, weights_b=self._weights_b), self._bias,
+            self._totals_2, self._image_bD, part_mD, maxima,
         )  # fmt: skip
         if self._text is not None and part_mD is not None:
             self._text.add(part_mD)

@@ -148,6 +148,7 @@ class Logits(NamedTuple):
         kept: Memory that lasts from the first sweep to the second.
         fresh: Whether what the sweep adds to for rows, and for columns, holds nothing yet: it is
             overwritten.
+        weights_b: What rows weigh in `sigmoid_sweep` of torch's tiles; `None`: 1 each.
     """
 
     rows_bD: Tensor
@@ -159,6 +160,7 @@ class Logits(NamedTuple):
     limits: Limits | None = None
     kept: Kept | None = None
     fresh: tuple[bool, bool] = (False, False)
+    weights_b: Tensor | None = None
 
 
 class Prepared(NamedTuple):

@@ -255,10 +255,11 @@ def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
     return by_row_rc, by_column_rc
 
 
-def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `sigmoid(x)` and the sum of `softplus(x)` over the negatives, `x = logit + bias`.
+def sigmoid(tile: Tile, log2_bias: Tensor, weights_b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what the negatives weigh, `w P(x)`, and the sum of `w softplus(x)`; x: logit + bias.
 
-    The logits stand in the first buffer, and are gone after. The bias is in powers of two.
+    P: the sigmoid. Logits stand in the first buffer, and are gone after. The bias is in powers of
+    two; `w` is what a row weighs, 1 where nothing is said.
     """
     x_rc, dtype = tile.logits_rc, tile.spare_rc.dtype
     x_rc.add_(log2_bias.to(dtype)).clamp_(min=_MIN_EXPONENT[dtype])
@@ -266,5 +267,11 @@ def sigmoid(tile: Tile, log2_bias: Tensor) -> tuple[Tensor, Tensor]:
     x_rc.mul_(math.log(2))  # sigmoid(x) = exp2(x) / (1 + exp2(x)) would overflow
     # Above 50, softplus(x) is x: e^-50 is 2e-22.
     # No sigmoid is left of them either: that of -inf is 0.
-    losses = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc).sum()
-    return x_rc.sigmoid_(), losses
+    losses_rc = torch.ops.aten.softplus.out(x_rc, 1, 50, out=tile.spare_rc)
+    x_rc.sigmoid_()
+    if weights_b is not None:
+        weights_r1 = weights_b[tile.rows, None].to(dtype)
+        for values_rc in (x_rc, losses_rc):
+            # What weighs nothing may be infinite, and 0 times that is NaN.
+            values_rc.mul_(weights_r1).masked_fill_(weights_r1 == 0, 0.0)
+    return x_rc, losses_rc.sum()

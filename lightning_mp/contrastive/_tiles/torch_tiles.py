@@ -133,7 +133,7 @@ class TorchTiles(TileBackend):
             if maxima is not None:
                 tile.leave_out(logits_rc, -torch.inf)
                 _raise(maxima, tile, peaks_of(logits_rc))
-            weights_rc, losses = sigmoid(tile, log2_bias)
+            weights_rc, losses = sigmoid(tile, log2_bias, logits.weights_b)
             totals_2.add_(torch.stack([losses, weights_rc.sum()]).to(totals_2.dtype))
             return weights_rc
 
@@ -194,7 +194,7 @@ class TorchTiles(TileBackend):
 
     def _tiles(self, logits: Logits) -> Iterator[Tile]:
         """Yield every tile of the logits, row by row; each overwrites the one before."""
-        rows_bD, columns_mD, scale, diagonal, positive_rows, ids, limits, kept, _ = logits
+        rows_bD, columns_mD, scale, diagonal, positive_rows, ids, limits, kept, *_ = logits
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
         have = slice(0, b) if positive_rows is None else positive_rows
         dtype = ACCUMULATION_DTYPES[rows_bD.dtype]

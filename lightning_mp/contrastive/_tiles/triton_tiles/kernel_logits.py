@@ -88,7 +88,7 @@ class KernelLogits:
         `n c D` products. Rows that have their positives here and others are not put into one
         block, so that kernels know of one diagonal only; nor those that are kept and others.
         """
-        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, _, fresh = self.logits
+        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, _, fresh, _ = self.logits
         most_kept = len(self.kept_rm)
         b, m = len(rows_bD), len(columns_mD)
         for left in range(0, m, shape[1]):
