@@ -17,7 +17,7 @@ from lightning_mp.gradient_cache._served.arguments import described, rows_of
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role
 from lightning_mp.gradient_cache._served.tree import Tree, is_array, is_named, open_tree
 
-__all__ = ["JoinedBatch", "field_roles", "open_batch"]
+__all__ = ["JoinedBatch", "field_roles", "local_ids", "open_batch"]
 
 _ROWS_AN_ID = 8  # at most, where rows are numbered; fewer ids are classes
 _LIKELY_LABELS = 8  # rows; of 8 classes, 8 rows have each once in 1 batch of 400
@@ -300,6 +300,17 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     return is_in_range and (_last(path) == "positives" or is_each_once)
 
 
+def local_ids(batch: Any, declared: Declared) -> str | None:
+    """Return the name of undeclared `ids` that number from 0 on; `None`: there are none."""
+    leaves = [leaf for leaf in open_batch(batch).leaves if _last(leaf.path) == "ids"]
+    found = (
+        leaf.path
+        for leaf in leaves
+        if declared.role(leaf.path, "field") is None and numbers_rows(leaf.path, leaf.value, 0)
+    )
+    return next(found, None)
+
+
 def _lengths(leaves: Sequence[Tree], declared: Declared) -> set[int]:
     """Return how many rows fields of a loader batch have that have one a row."""
     lengths = set()
@@ -334,8 +345,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    # A message holds no values of a data set.
+    # A message holds no values of a data set, but for a number or a flag.
     shape = getattr(value, "shape", ())
     if len(shape):
         return f"{value.dtype} of shape {list(shape)}"
-    return described(value) if isinstance(value, (list, tuple)) else shown(value)
+    return shown(value) if isinstance(value, (bool, int, float)) else described(value)

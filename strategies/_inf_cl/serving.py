@@ -23,7 +23,7 @@ from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, take
 from lightning_mp.gradient_cache._served.roles import Declared
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
-from lightning_mp.strategies._inf_cl.joining import field_roles
+from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
 from lightning_mp.strategies._inf_cl.loader_batches import gather_batches, tell_of_no_state
 
 __all__ = ["ServesTowers"]
@@ -78,6 +78,7 @@ class ServesTowers(ForLightning, _Strategy):
         self._config = config
         self._cache: GradientCache | None = None
         self._micro_batch_sizes: dict[str, int] = {}
+        self._ids_are_known = False  # whether those of the first step were looked at
 
     # Only the setter differs, but a property is overridden as a whole.
     @property
@@ -112,6 +113,8 @@ class ServesTowers(ForLightning, _Strategy):
         assert self.lightning_module is not None
         # Lightning passes the batch first; what follows is its index and that of its loader.
         batch = args[0] if args else next(iter(kwargs.values()), None)
+        if self.world_size > 1 and not self._ids_are_known:
+            self._warn_of_local_ids(batch)
         with self._cache.serving(self.lightning_module, self.towers, batch):
             try:
                 output = super().training_step(*args, **kwargs)
@@ -198,6 +201,19 @@ class ServesTowers(ForLightning, _Strategy):
         on_some = torch.tensor(facts, dtype=torch.int32, device=self.root_device)
         dist.all_reduce(on_some, dist.ReduceOp.MAX)
         return on_some.bool().tolist()
+
+    def _warn_of_local_ids(self, batch: Any) -> None:
+        """Warn of `ids` that every rank numbers from 0 on, as losses compare them over ranks."""
+        self._ids_are_known = True
+        name = local_ids(batch, Declared(self._config.roles))
+        (differs,) = self._on_any_rank([name is None])
+        if not differs:
+            rank_zero_warn(
+                f"`{name}` of the batch numbers from 0 on on every rank. Losses compare ids over "
+                "ranks, so equal ones of two ranks would mean the same thing. Take ids of the data "
+                "set, such as indices of its rows. If they are classes, say so: "
+                f"`roles={{{name!r}: 'rows'}}`."
+            )
 
     def _check_precision(self, plugin: Precision | None) -> None:
         """Refuse a precision that the strategy cannot work with."""

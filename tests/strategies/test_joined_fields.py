@@ -1,5 +1,6 @@
 """Fields of loader batches are joined by what they are, and refused where that cannot be told."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_mp import ContrastiveLoss, InfCLStrategy
-from tests.strategies.models import gather_batches
+from tests.processes import run_ranks
+from tests.strategies.models import TinyCLIP, gather_batches, make_trainer, pairs
 
 SEVERAL = {"image": "rows", "text": "rows", "positives": "row numbers of text"}
 
@@ -155,6 +158,15 @@ def test_what_is_whole_in_the_first_loader_batches_stays_whole_in_a_short_one() 
         list(gather_batches(batches, 2))
 
 
+@pytest.mark.parametrize(
+    "values", [("a secret", "another"), (torch.tensor(1.5), torch.tensor(2.5))]
+)
+def test_messages_hold_no_values_of_the_data_set(values: Any) -> None:
+    with pytest.raises(ValueError, match="`n`, which differs between loader batches") as error:
+        list(gather_batches([{"x": torch.rand(4, 2), "n": value} for value in values], 2))
+    assert not any(word in str(error.value) for word in ("secret", "tensor(", "1.5"))
+
+
 def test_field_with_other_rows_than_the_batch_is_refused() -> None:
     batches = [{"x": torch.rand(4, 2), "y": torch.rand(n, 2), "z": torch.rand(4)} for n in (4, 1)]
     with pytest.raises(ValueError, match="`y`, taken as 'rows' of a loader batch, with 1 of them"):
@@ -216,3 +228,32 @@ def test_row_numbers_under_another_name_are_warned_of_and_joined() -> None:
     few = [(torch.ones(2, 2), torch.arange(2))] * 2  # as labels are by chance
     (whole,) = gather_batches(few, 2)
     assert whole[1].tolist() == [0, 1, 0, 1]
+
+
+class WithIds(TinyCLIP):
+    """Takes dictionaries with ids, which no loss of its uses."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
+        return super().training_step([batch["image"], batch["text"]], batch_idx)
+
+
+def _warnings(rank: int) -> list[int]:
+    counts = []
+    for step, roles in ((1, {}), (100, {}), (1, {"ids": "rows"})):
+        rows = [
+            {"image": image, "text": text, "ids": step * index}
+            for index, (image, text) in enumerate(pairs(8))
+        ]
+        strategy = InfCLStrategy(micro_batch_size=4, roles=roles)
+        # Each rank has the same rows, and so the same numbers.
+        trainer = make_trainer(strategy, devices=2, max_epochs=2, use_distributed_sampler=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(WithIds(dropout=0.0), DataLoader(rows, batch_size=8))
+        counts.append(sum("numbers from 0 on on every rank" in str(w.message) for w in caught))
+    return counts
+
+
+@pytest.mark.distributed
+def test_ids_that_every_rank_numbers_from_0_on_are_warned_of_once() -> None:
+    assert run_ranks(_warnings, 2) == [[1, 0, 0], [0, 0, 0]]
