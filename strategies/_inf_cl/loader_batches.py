@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -171,9 +171,16 @@ class _Resumable(_Gathered):
             self._before = None
 
 
-def tell_of_no_state(loader: object) -> None:
-    """Say that a loader begins its epoch anew, if it cannot go on inside of it."""
-    if type(loader) is _Gathered:
+def tell_of_no_state(loader: object, states: Sequence[Any]) -> None:
+    """Say that a loader begins its epoch anew, if it cannot go on inside of it.
+
+    Args:
+        loader: As `gather_batches` has returned it.
+        states: Of loaders, in the checkpoint that the run goes on from.
+    """
+    if isinstance(loader, _Resumable) and not states:
+        _tell("its data begins anew, as the checkpoint does not say where its loader stood")
+    elif type(loader) is _Gathered:
         _tell(
             "its data begins anew, as the order of the loader cannot be drawn once more. Use "
             "torchdata's `StatefulDataLoader`, or one of torch's samplers"

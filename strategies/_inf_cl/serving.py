@@ -169,7 +169,7 @@ class ServesTowers(ForLightning, _Strategy):
             epoch_batches=lambda: loop.max_batches,
         )
         if loop.restarting and loop.epoch_loop.batch_progress.current.ready:
-            tell_of_no_state(gathered)
+            tell_of_no_state(gathered, loop._combined_loader_states_to_load)
         return gathered
 
     def roles_of(self, batch: Any = None) -> dict[str, dict[str, dict[str, str]]]:

@@ -151,6 +151,20 @@ def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_checkpoint_without_a_state_of_the_loader_is_told(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    whole, path = _fit("in order", tmp_path), tmp_path / "step=3.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    torch.save(checkpoint, path)
+    resumed = _fit("in order", None, ckpt_path=path)
+    assert any("does not say where its loader stood" in line for line in logged)
+    assert torch.equal(resumed.seen[0], whole.seen[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "limit", "step"), [("in order", 9, 5), ("stateful", 2, 4)])
 def test_resumed_at_the_end_of_an_epoch_skips_nothing(
     kind: str, limit: int, step: int, tmp_path: Path, logged: list[str]
