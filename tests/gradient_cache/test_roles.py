@@ -16,8 +16,8 @@ BATCH, WIDTH = 6, 4
 
 @pytest.mark.parametrize(
     "words",
-    ["rows", "5 rows", "rows padded with 0", "3 rows padded with -100", "mask", "row numbers"]
-    + ["row numbers of batch.text", "whole", "mean", "sum", "left out"],
+    ["rows", "5 rows", "rows padded with 0", "3 rows padded with -100", "mask", "mask of 3 rows"]
+    + ["row numbers", "row numbers of batch.text", "whole", "mean", "sum", "left out"],
 )
 def test_words_of_roles_are_read_and_written(words: str) -> None:
     assert str(Role.parse(words)) == words
@@ -184,6 +184,29 @@ def test_rows_are_cut_at_the_longest_of_a_micro_batch(rows: int, on_left: bool) 
         assert torch.allclose(value, plain[name], atol=1e-14)
     for value, wanted in zip(differentiated(out), expected, strict=True):
         assert torch.allclose(value, wanted, rtol=1e-10, atol=1e-12)
+
+
+class Described(nn.Module):
+    """Takes images with two descriptions each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual, self.text = nn.Linear(WIDTH, WIDTH), Reads()
+
+    def forward(self, image: Tensor, ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        return {"image": self.visual(image), "text": self.text(ids, attention_mask)["mean"]}
+
+
+def test_masks_of_several_rows_each_cut_at_the_longest_of_their_image() -> None:
+    tower, image = Described().double(), torch.randn(3, WIDTH, dtype=torch.float64)
+    mask = (torch.arange(9) < torch.tensor(LENGTHS)[:, None]).long()
+    ids = torch.randint(1, 50, (6, 9)) * mask
+    plain = tower(image, ids, mask)
+    roles = {"ids": "2 rows padded with 0", "attention_mask": "mask of 2 rows"}
+    out = GradientCache(micro_batch_size=1, roles=roles).call(tower, image, ids, mask)
+    assert tower.text.lengths[-3:] == [3, 7, 4]
+    for name, value in out.items():
+        assert torch.allclose(value, plain[name], atol=1e-14)
 
 
 def test_mask_of_another_shape_is_refused() -> None:

@@ -7,7 +7,7 @@ Roles are inferred from shapes where those are sure, and declared by name where 
 | `rows` | cut with the batch | put together | joined |
 | `2 rows` | 2 for each row of the batch | 2 for each row | joined, as many for each row |
 | `rows padded with 0` | cut at the longest row | padded to one length | padded to one length |
-| `mask` | says where rows end | as `rows padded with 0` | as `rows padded with 0` |
+| `mask`, `mask of 2 rows` | says where rows end | as `rows padded with 0` | likewise |
 | `row numbers of text` | as `rows` | - | joined with an offset |
 | `whole` | shared by all rows | equal in all micro-batches | equal in all loader batches |
 | `mean`, `sum` | - | over micro-batches, a mean by their rows | - |
@@ -32,6 +32,7 @@ _OF_PLACE: dict[Place, tuple[Kind, ...]] = {
     "field": ("rows", "mask", "row numbers", "whole"),
 }
 _ROWS = re.compile(r"(?:([1-9]\d*) )?rows(?: padded with (\S+))?")
+_MASK = re.compile(r"mask(?: of ([1-9]\d*) rows)?")
 _NUMBERS = re.compile(r"row numbers(?: of (\S+))?")
 
 
@@ -67,6 +68,8 @@ class Role:
         if found := _ROWS.fullmatch(text):
             each, padding = found.groups()
             return cls("rows", int(each or 1), padding=None if padding is None else float(padding))
+        if found := _MASK.fullmatch(text):
+            return cls("mask", int(found[1] or 1), padding=0.0)
         if found := _NUMBERS.fullmatch(text):
             return cls("row numbers", of=found[1] or "")
         if text not in get_args(Kind):
@@ -74,11 +77,13 @@ class Role:
                 f"{text!r} is no role. Roles are 'rows', '2 rows', 'rows padded with 0', 'mask', "
                 "'row numbers', 'row numbers of text', 'whole', 'mean', 'sum' and 'left out'."
             )
-        return cls(text, padding=0.0 if text == "mask" else None)  # type: ignore[arg-type]
+        return cls(text)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """Return the words that `parse` takes."""
-        words = f"{self.each} {self.kind}" if self.each > 1 else self.kind
+        words: str = self.kind
+        if self.each > 1:
+            words = f"mask of {self.each} rows" if words == "mask" else f"{self.each} {words}"
         if self.of:
             words += f" of {self.of}"
         is_padded = self.kind == "rows" and self.padding is not None
