@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 INTERPRETED = $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
 
-.PHONY: help setup test lint types unit interpreted quick sweep floor newest wheel docs demo bench monitors-table clean
+.PHONY: help setup test lint types unit interpreted quick sweep floor newest wheel dist docs demo bench monitors-table clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -70,6 +70,10 @@ newest:  ## Run the quick tests with the newest versions there are
 
 wheel:  ## Install the built wheel where the tree is not, run README and docs with it
 	PYTHON=$(PYTHON) .ci/wheel
+
+dist: $(STAMP)  ## Build the wheel and the source distribution of the last commit in dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
 
 docs: $(DOCS)/.installed  ## Build the documentation in site/; a warning or a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

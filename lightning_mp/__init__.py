@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp import optim as optim
     from lightning_mp import precision as precision
     from lightning_mp import strategies as strategies
+    from lightning_mp._version import __version__ as __version__
     from lightning_mp.callbacks import ActivationRangeMonitor as ActivationRangeMonitor
     from lightning_mp.callbacks import AdamStateMonitor as AdamStateMonitor
     from lightning_mp.callbacks import Alarm as Alarm
@@ -60,9 +61,8 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.strategies import InfCLModelParallelStrategy as InfCLModelParallelStrategy
     from lightning_mp.strategies import InfCLStrategy as InfCLStrategy
 
-__version__ = "0.1.0"
-
 _NAMES_OF = {
+    "_version": ("__version__",),  # reading it takes longer than importing all of this
     "callbacks": (
         "ActivationRangeMonitor",
         "AdamStateMonitor",
@@ -110,7 +110,7 @@ _NAMES_OF = {
     ),
     "strategies": ("InfCLModelParallelStrategy", "InfCLStrategy"),
 }
-__all__ = sorted(name for names in _NAMES_OF.values() for name in names)
+__all__ = sorted(name for names in _NAMES_OF.values() for name in names if name[0] != "_")
 __getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)
 
 # A checkout without symlinks (git on Windows, an unpacked zip) has text files in their place:

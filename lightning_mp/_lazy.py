@@ -31,7 +31,7 @@ def lazy_names(
         return value
 
     def names() -> list[str]:
-        modules = (module for module in names_of if "." not in module)
+        modules = (module for module in names_of if "." not in module and module[0] != "_")
         # What the package itself imports is no name of it.
         own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
         return sorted({*own, *home_of, *modules})
