@@ -26,6 +26,16 @@ class ShardedBalancedAMP(BalancedAMP):
     """What the plugins for sharded parameters share: their model rests in fp32 shards.
 
     The sharding gathers working weights in half, so there are no copies to keep.
+
+    Args:
+        half: `"fp16"` or `"bf16"`.
+        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
+            bf16 has the range of fp32 and takes no loss scale.
+        fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
+            normalisation layers, names of classes, or dotted names.
+        fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
+        half_ops: Names of torch functions to run in half.
+        reduce_dtype: Gradients are averaged in `"fp32"`, or in `"half"` with half the bytes.
     """
 
     def __init__(
@@ -104,22 +114,13 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     r"""Trains with FSDP on half working weights, fp32 shards and fp32 norms.
 
     Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16 as well, reduces gradients in
-    fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm.
+    fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm. The
+    arguments mean what those of `BalancedAMP` do.
 
     .. math::
         w_{16} = \mathrm{round}(\mathrm{gather}(w_{32})), \quad
         g_{32} = \mathrm{scatter}(\mathrm{mean}(\nabla_{w_{16}}(s \cdot L))) / s, \quad
         w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
-
-    Args:
-        half: `"fp16"` or `"bf16"`.
-        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
-            bf16 has the range of fp32 and takes no loss scale.
-        fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
-            normalisation layers, names of classes, or dotted names.
-        fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
-        half_ops: Names of torch functions to run in half.
-        reduce_dtype: FSDP averages gradients in `"fp32"`, or in `"half"` with half the bytes.
 
     Raises:
         ValueError: An argument cannot be used, or a name is unknown.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp._nested import map_tensors, with_items
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
-from lightning_mp.precision._weights.half_module import map_tensors, with_items
 
 __all__ = ["InfClamp"]
 
@@ -148,8 +148,7 @@ class InfClamp:
 class _Counter:
     """A number on the device where it is counted."""
 
-    # A tensor for each module: of an index into a common one, `torch.compile` would build a graph
-    # for each block.
+    # Not an index into a common tensor: `torch.compile` would build a graph for each block.
     def __init__(self, start: int, device: torch.device) -> None:
         self.value = torch.tensor(start, dtype=torch.int64, device=device)
 

@@ -36,8 +36,7 @@ class LossScaler:
     """Scales losses, unscales fp32 gradients, and decides which steps to skip.
 
     Every optimizer of a training step decides by its own gradients, and the scale changes once,
-    when all are done: after a change in between, the gradients of the next optimizer would be
-    unscaled by a scale that they were not made with, to half their size after a growth.
+    when all are done: the gradients of the next optimizer were made with the old one.
 
         scaler.scale_loss(loss).backward()
         for optimizer, gradients in ...:
@@ -180,8 +179,7 @@ class LossScaler:
         A training step counts as skipped if one of its optimizers skipped.
 
         Returns:
-            New scale / old scale. Gradients that wait for their optimizer, made in the old scale,
-            are in the new one when multiplied by it.
+            New scale / old scale: gradients that wait for their optimizer are to be multiplied by.
         """
         state, old_scale = self._state, self.scale
         if state.recorded and state.last_step_skipped:

@@ -23,7 +23,7 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
 
     `ModelParallelStrategy` takes no `precision="16-mixed"`: with a scaler that sees its own shards
     only, one rank steps where another skips. Here all ranks skip, as in `FSDPBalancedAMP`, and clip
-    unscaled gradients by the norm over all ranks.
+    unscaled gradients by the norm over all ranks. Arguments mean what those of `BalancedAMP` do.
 
     The model shards itself in `configure_model`, with the policies of this plugin:
 
@@ -33,16 +33,6 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
             for block in self.network.blocks:
                 fully_shard(block, mesh=mesh, mp_policy=plugin.mp_policy)
             fully_shard(self.network, mesh=mesh, mp_policy=plugin.mp_policy)
-
-    Args:
-        half: `"fp16"` or `"bf16"`.
-        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
-            bf16 has the range of fp32 and takes no loss scale.
-        fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
-            normalisation layers, names of classes, or dotted names.
-        fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
-        half_ops: Names of torch functions to run in half.
-        reduce_dtype: Gradients are averaged in `"fp32"`, or in `"half"` with half the bytes.
 
     Raises:
         ValueError: An argument cannot be used, or a name is unknown.

@@ -25,9 +25,9 @@ from lightning_mp.precision._choice.op_tables import (
     follow_changes_of_torch,
     opened_composites,
 )
-from lightning_mp.precision._weights.half_module import cast_castable, dtypes_of
+from lightning_mp.precision._weights.half_module import cast_castable, dtypes_of, replace_forward
 
-__all__ = ["OPS", "OpPolicy", "check_ops", "serve_norms"]
+__all__ = ["OPS", "MixedInputs", "OpPolicy", "check_ops", "serve_norms"]
 
 _CASTABLE = (*HALF_DTYPES, torch.float32)  # never float64, float8 or complex
 
@@ -65,8 +65,8 @@ class OpPolicy:
 
     Args:
         fp32_ops: Ops to run in fp32, whatever class they are of, under any of their names:
-            "gelu", "torch.nn.functional.gelu", "torch.Tensor.exp", "torch.linalg.norm",
-            "aten::bmm". One name covers function, tensor method, operator and `nn.functional`.
+            "gelu", "torch.Tensor.exp", "torch.linalg.norm", "aten::bmm". One name covers function,
+            tensor method, operator and `nn.functional`.
         half_ops: Ops to run in half, in the same way.
         norm_output: What dtype `layer_norm`, `rms_norm` and `group_norm` return. "input": that of
             their input, so that a residual stream in half stays in half (the paper's "fp32
@@ -133,8 +133,8 @@ class OpPolicy:
         """
         if half_dtype not in HALF_DTYPES:
             raise ValueError(
-                f"Passed `half_dtype={half_dtype!r}`. It must be torch.float16 or "
-                "torch.bfloat16. For fp32, use no context."
+                f"Passed `half_dtype={half_dtype!r}`. It must be torch.float16 or torch.bfloat16. "
+                "For fp32, use no context."
             )
         # No cache: it would hand out weights of before a step that is taken inside, as of a GAN.
         autocast = torch.autocast(device_type, dtype=half_dtype, cache_enabled=False)
@@ -216,14 +216,14 @@ class _PolicyMode(TorchFunctionMode):
             # torch turns a mode off while it answers: the ops inside must meet it again.
             with self:
                 return opened(*args, **kwargs)
-        is_on = torch.is_autocast_enabled(self.device_type) and not self.muted
-        if not is_on or _is_explicit(rule, args, kwargs):
-            return func(*args, **kwargs)
         return self._cast_and_call(rule, func, args, kwargs)
 
     def _cast_and_call(
         self, rule: _Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        is_on = torch.is_autocast_enabled(self.device_type) and not self.muted
+        if not is_on or _is_explicit(rule, args, kwargs):
+            return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         dtype: torch.dtype | None = torch.float32
         if rule.action == "half":
@@ -257,6 +257,48 @@ class _PolicyMode(TorchFunctionMode):
         return value.dtype in _CASTABLE and value.device.type == self.device_type
 
 
+class MixedInputs(_PolicyMode):
+    """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
+
+    Buffers stay in fp32, what is added to an fp32 table is fp32 too, and a product with half
+    weights refuses that. Here the inputs of products, attention, recurrent cells and norms become
+    half, and those of the functions that autocast promotes, such as `grid_sample`, become fp32.
+    """
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__("", _rules_of_mixed_inputs())
+        self.half = half
+        follow_changes_of_torch()
+
+    def _cast_and_call(
+        self, rule: _Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if len(dtypes_of((args, kwargs), self._is_castable)) == 2:
+            dtype = self.half if rule.action == "half" else torch.float32
+            args, kwargs = cast_castable((args, kwargs), dtype, self._is_castable)
+        return func(*args, **kwargs)
+
+    def _is_castable(self, value: Tensor) -> bool:
+        return value.dtype in (self.half, torch.float32)
+
+
+@lru_cache(maxsize=1)
+def _rules_of_mixed_inputs() -> dict[str, _Rule]:
+    # What torch's own transformers call in evaluation.
+    kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+    rules = _rules_of_composites() | dict.fromkeys(kernels, _Rule("half"))
+    for group in GROUPS:
+        if group.op_class in ("half", "norm", "promote"):
+            rule = _Rule("promote" if group.op_class == "promote" else "half")
+            rules |= {each.__name__: rule for op in group.ops for each in callables_of(op)}
+    return rules
+
+
+def _rules_of_composites() -> dict[str, _Rule]:
+    rule = _Rule("open", opened=opened_composites())
+    return {original.__name__: rule for original in opened_composites()}
+
+
 _NORMS = {nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "rms_norm"}
 
 
@@ -275,8 +317,7 @@ def serve_norms(modules: Iterable[nn.Module], undo: ExitStack) -> None:
 
     for module in modules:
         if type(module) in _NORMS and "forward" not in module.__dict__:
-            module.forward = types.MethodType(forward, module)
-            undo.callback(module.__dict__.pop, "forward", None)
+            replace_forward(module, forward, undo)
 
 
 def _is_explicit(rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -322,9 +363,7 @@ def _rules(policy: OpPolicy, device_type: str) -> dict[str, _Rule]:
     if not actions:
         return {}
     # Dynamo cannot trace this method as a function, for its `super()`, but knows it as a method.
-    rules = {"unflatten": _Rule("method")}
-    for original in opened_composites():
-        rules[original.__name__] = _Rule("open", opened=opened_composites())
+    rules = {"unflatten": _Rule("method"), **_rules_of_composites()}
     for op, op_class in actions.items():
         action = "fp32" if op_class == "norm" and not stored_as_input else op_class
         if action == "given":

@@ -19,7 +19,6 @@ from lightning_mp._arguments import explains_arguments
 from lightning_mp.precision._choice.module_selection import select_modules
 from lightning_mp.precision._scaling.scaled_precision import Closure, ScaledPrecision
 from lightning_mp.precision._weights.half_module import (
-    MixedInputs,
     cast_at_borders,
     cast_floats,
     is_compiled,
@@ -28,6 +27,7 @@ from lightning_mp.precision._weights.half_module import (
 from lightning_mp.precision._weights.half_weights import HalfWeights
 from lightning_mp.precision._weights.ledger import check_callbacks, check_modules, check_steps_alone
 from lightning_mp.precision.loss_scale_config import SCALES, LossScaleConfig
+from lightning_mp.precision.op_policy import MixedInputs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -114,11 +114,11 @@ class PureFP16(ScaledPrecision):
         lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
         made = {inner for each in lists for inner in each.modules()}
         kept = {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
-        trainer = getattr(module, "_trainer", None)
+        trainer: Any = module._trainer
         # Evaluation changes no weight: what could not train may still be tested.
-        is_trained = trainer is not None and trainer.state.fn == "fit"
+        is_trained = trainer.state.fn == "fit"
         check_modules(module, kept, is_trained=is_trained)
-        if trainer is not None and is_trained:
+        if is_trained:
             check_callbacks(trainer.callbacks)
         self._kept = kept
         self._weights.convert(module, kept)

@@ -241,7 +241,7 @@ def test_training_ends_at_the_loss_of_fp32(name: str, setting: str) -> None:
 
 # How much of the loss at the start is left at the end in fp32, at most: by far more is it lowered
 # than rounding may change it by.
-LEFT = {"small clip": 0.85, "t5": 0.85, "demo": 0.95, "gpt, accumulated": 0.98}
+LEFT = {"small clip": 0.85, "t5": 0.85, "demo": 0.95, "gpt, accumulated": 0.99}
 LEFT |= {f"gpt, {kind}": 0.9 for kind in GPT if kind != "accumulated"}
 
 

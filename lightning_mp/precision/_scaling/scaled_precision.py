@@ -103,8 +103,7 @@ class ScaledPrecision(Precision, ForLightning):
         if getattr(module, "_trainer", None) is None:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}` to something that is no `lightning.pytorch` "
-                "Trainer, such as `Fabric(plugins=...)`. It needs the hooks of a Trainer's "
-                "training step. Pass it to `Trainer(plugins=...)`."
+                "Trainer, such as `Fabric(plugins=...)`. Pass it to `Trainer(plugins=...)`."
             )
         self._first = next(module.parameters(), None)
         return module
@@ -187,13 +186,13 @@ class ScaledPrecision(Precision, ForLightning):
     @override
     @contextlib.contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        # At its end, so that several optimizers that step in one batch meet one loss scale.
         is_inner, self._in_step = self._in_step, True  # `InfCLStrategy` replays towers in a step
         try:
             with super().train_step_context():
                 yield
         finally:
             self._in_step = is_inner
+        # At the end, so that several optimizers that step in one batch meet one loss scale.
         if self._stepped_manually and not is_inner:
             self._stepped_manually = False
             self._update_scale()

@@ -24,8 +24,8 @@ class UnscaledGradients:
         self._scaler = scaler
         # By `id`, as tensors are hashed in Python, and this is done for each of them in each step.
         self._unscaled: dict[int, Tensor] = {}
-        # What a backward of a scaled loss has left in `p.grad`. Weak, as `zero_grad` frees it.
-        self._scaled: dict[int, weakref.ref[Tensor]] = {}
+        # The gradients that backwards of scaled losses have left. Weak, as `zero_grad` frees them.
+        self._scaled: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # The gradients, and their versions, from before the backward that is running.
         self._before: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
@@ -41,7 +41,7 @@ class UnscaledGradients:
         try:
             yield
         finally:
-            self._note(p for p in parameters if self._has_arrived(p))
+            self._note(_gradients(p for p in parameters if self._has_arrived(p)))
             self._before = None
 
     def _has_arrived(self, parameter: Tensor) -> bool:
@@ -51,21 +51,17 @@ class UnscaledGradients:
         old = self._before.get(id(parameter))
         return old is None or old[0]() is not grad or old[1] != grad._version
 
-    def _note(self, parameters: Iterable[Tensor]) -> None:
-        self._scaled.update(
-            {id(p): weakref.ref(grad) for p in parameters if (grad := p.grad) is not None}
-        )
+    def _note(self, gradients: Iterable[Tensor]) -> None:
+        self._scaled.update({id(grad): grad for grad in gradients})
 
     def has_scaled(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any gradient is that of a scaled loss, also while its backward runs.
 
         Or is one that a user has handed on to weights beside the model: `master.grad = p.grad`.
         """
-        given = [p for p in parameters if p.grad is not None]
-        if self._scaler is None or self._scaler.scale == 1 or not given:
+        if self._scaler is None or self._scaler.scale == 1:
             return False
-        scaled = {id(grad) for grad in (noted() for noted in self._scaled.values())}
-        return any(self._has_arrived(p) or id(p.grad) in scaled for p in given)
+        return any(self._has_arrived(p) or id(p.grad) in self._scaled for p in parameters)
 
     def unscale(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
         """Widen and unscale the gradients of parameters, those that are not yet.
@@ -79,11 +75,11 @@ class UnscaledGradients:
         before = [p for p in parameters if id(p) in self._unscaled]
         for p in fresh:
             grad = p.grad
+            self._scaled.pop(id(grad), None)
             if grad is not None and grad.dtype in HALF_DTYPES:
                 p.grad = grad.float()
             # Without a gradient too: one that a user sets now is not scaled.
             self._unscaled[id(p)] = p
-            self._scaled.pop(id(p), None)
         if self._scaler is None:
             return None
         found_inf = self._scaler.unscale_(_gradients(fresh), device=device)
@@ -98,7 +94,7 @@ class UnscaledGradients:
         gradients = _gradients(self._unscaled.values())
         if self._scaler is not None and gradients:
             torch._foreach_mul_(gradients, self._scaler.scale)
-            self._note(self._unscaled.values())
+            self._note(gradients)
         self._unscaled.clear()
 
     def follow(self, ratio: float, parameters: Iterable[Tensor]) -> None:

@@ -1,67 +1,27 @@
 """A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
 
 import contextlib
-import copy
-import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from lightning_mp.precision._choice.op_tables import (
-    GROUPS,
-    callables_of,
-    follow_changes_of_torch,
-    opened_composites,
-)
+from lightning_mp._nested import map_tensors
 
 __all__ = [
-    "MixedInputs",
     "cast_at_borders",
     "cast_castable",
     "cast_floats",
     "compute_in_fp32",
     "dtypes_of",
     "is_compiled",
-    "map_tensors",
     "outermost",
-    "with_items",
+    "replace_forward",
 ]
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the tensors in sequences, mappings and dataclasses, not in place."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):  # a union of types would take longer, for every leaf
-        return with_items(value, [map_tensors(each, change) for each in value])
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if type(value) is dict:  # which Dynamo does not copy
-        return {key: map_tensors(each, change) for key, each in value.items()}
-    if isinstance(value, Mapping):  # so are batches and outputs of Hugging Face
-        changed: Any = copy.copy(value)
-        for key, each in value.items():
-            changed[key] = map_tensors(each, change)
-        return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            each = map_tensors(getattr(value, field.name), change)
-            object.__setattr__(changed, field.name, each)  # it may be frozen
-        return changed
-    return value
-
-
-def with_items(like: Any, items: list[Any]) -> Any:
-    """Return a sequence of the kind of another."""
-    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
@@ -79,8 +39,24 @@ def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) ->
     for module in modules:
         if "forward" not in module.__dict__:
             # No hooks: `torch.compile` takes the region without autocast into its graph.
-            module.forward = types.MethodType(_forward_in_fp32, module)
-            undo.callback(module.__dict__.pop, "forward", None)
+            replace_forward(module, _forward_in_fp32, undo)
+
+
+def replace_forward(
+    module: nn.Module, forward: Callable[..., Any], undo: contextlib.ExitStack
+) -> None:
+    """Replace `forward` on a module itself, until `undo`; a copy of the module has it too."""
+    original = module.__dict__.get("forward")
+    module.__dict__["forward"] = types.MethodType(forward, module)
+
+    def restore() -> None:
+        if getattr(module.__dict__.get("forward"), "__func__", None) is not forward:
+            return  # somebody has wrapped it since
+        del module.__dict__["forward"]
+        if original is not None:
+            module.__dict__["forward"] = original
+
+    undo.callback(restore)
 
 
 def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -118,58 +94,6 @@ def cast_at_borders(
     for module in modules:
         undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         undo.callback(module.register_forward_hook(leave).remove)
-
-
-class MixedInputs(TorchFunctionMode):
-    """Gives one dtype to the inputs of functions that take no mixture of fp32 and half.
-
-    Buffers stay in fp32, what is added to an fp32 table is fp32 too, and a product with half
-    weights refuses that. Here the inputs of products, attention, recurrent cells and norms become
-    half, and those of the functions that autocast promotes, such as `grid_sample`, become fp32.
-    """
-
-    def __init__(self, half: torch.dtype) -> None:
-        super().__init__()
-        self.half = half
-        self.wanted = _wanted_dtypes(half)
-        self.opened = opened_composites()
-        self.names_opened = frozenset(function.__name__ for function in self.opened)
-        follow_changes_of_torch()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        name = getattr(func, "__name__", "")  # as in `op_policy`: Dynamo traces this
-        if name in self.names_opened and func in self.opened:
-            with self:
-                return self.opened[func](*args, **kwargs)
-        dtype = self.wanted.get(name)
-        if dtype is not None and len(dtypes_of((args, kwargs), self._is_castable)) == 2:
-            args, kwargs = cast_castable((args, kwargs), dtype, self._is_castable)
-        return func(*args, **kwargs)
-
-    def _is_castable(self, value: Tensor) -> bool:
-        return value.dtype in (self.half, torch.float32)
-
-
-@lru_cache(maxsize=2)
-def _wanted_dtypes(half: torch.dtype) -> dict[str, torch.dtype]:
-    """Return what mixed inputs become, by the names of functions."""
-    # What torch's own transformers call in evaluation.
-    kernels = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
-    of_class = {"half": half, "norm": half, "promote": torch.float32}
-    return dict.fromkeys(kernels, half) | {
-        function.__name__: of_class[group.op_class]
-        for group in GROUPS
-        if group.op_class in of_class
-        for op in group.ops
-        for function in callables_of(op)
-    }
 
 
 def cast_castable(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:

@@ -30,9 +30,9 @@ WriteBack = Literal["kahan", "stochastic", "nearest"]
 class HalfWeights:
     """Turns a model's weights into half, and keeps what they lack of their fp32 values.
 
-    A weight in fp16 moves by 2^-11 of itself at least: updates below half of that vanish, and
-    training stops with no sign of it. With `write_back="kahan"` a residual beside every weight, in
-    half, takes them; without one weights are rounded at random (`"stochastic"`) or to `"nearest"`.
+    A weight in fp16 moves by 2^-11 of itself at least: updates below half of that vanish. With
+    `write_back="kahan"` a residual beside every weight, in half, takes them; without one weights
+    are rounded at random (`"stochastic"`) or to `"nearest"`.
 
     What is written through `exposed`, `load_state_dict` or the tensors of `state_dict` keeps all
     bits. Other writes win to half a step, and are warned of: a residual with which a weight would
@@ -59,8 +59,7 @@ class HalfWeights:
         return parameter in self._ledger
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HalfWeights":
-        # A copy of the model, such as an average, brings its hooks, and is a plain half model.
-        return self
+        return self  # a copy of the model, such as an average, is a plain half model
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight in fp32, with its residual: a new tensor."""

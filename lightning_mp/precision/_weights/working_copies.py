@@ -20,7 +20,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_mp.precision._weights.half_module import is_compiled
+from lightning_mp.precision._weights.half_module import is_compiled, replace_forward
 from lightning_mp.precision._weights.ledger import Entry, Ledger, ModuleUsers
 
 __all__ = ["WorkingCopies"]
@@ -146,16 +146,7 @@ class WorkingCopies:
             return run(module, call, *args, **kwargs)
 
         forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]  # its signature
-        module.__dict__["forward"] = types.MethodType(forward, module)
-
-        def restore() -> None:
-            if getattr(module.__dict__.get("forward"), "__func__", None) is not forward:
-                return  # somebody has wrapped it since; what it wraps does nothing any more
-            del module.__dict__["forward"]
-            if original is not None:
-                module.__dict__["forward"] = original
-
-        self._undo.callback(restore)
+        replace_forward(module, forward, self._undo)
 
     # --- while a module computes -----------------------------------------------------------------
 
@@ -284,13 +275,11 @@ class WorkingCopies:
         # As by a thread that saves checkpoints beside the training: 6 of 100 had half weights.
         own = {prefix + name: state.get(prefix + name) for name in module._parameters}
         halves = {k: v for k, v in own.items() if isinstance(v, Tensor) and v.dtype == self.half}
-        owners = {
-            e.beside.data_ptr(): p for p, e in self._ledger if halves and e.beside is not None
-        }
-        for key, value in halves.items():
-            owner = owners.get(value.data_ptr())
-            if owner is not None:  # `requires_grad` where variables are asked for
-                state[key] = owner if value.requires_grad else owner.detach()
+        for parameter, entry in self._ledger if halves else ():
+            for key, value in halves.items():
+                if entry.beside is not None and entry.beside.data_ptr() == value.data_ptr():
+                    # `requires_grad` where variables are asked for.
+                    state[key] = parameter if value.requires_grad else parameter.detach()
 
     # --- writes into the copies ------------------------------------------------------------------
 
