@@ -1,13 +1,14 @@
-"""Tensors in the nested inputs and outputs of modules."""
+"""Tensors in the nested inputs and outputs of modules, and in nested tensors."""
 
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["map_tensors", "with_items"]
+__all__ = ["map_tensors", "map_values", "with_items"]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -37,3 +38,16 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def with_items(like: Any, items: list[Any]) -> Any:
     """Return a sequence of the kind of another."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+def map_values(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to the values of a nested tensor of either layout."""
+    if tensor.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor([change(each) for each in tensor.unbind()])
+    jagged: Any = tensor
+    return torch.nested.nested_tensor_from_jagged(
+        change(jagged.values()),
+        jagged.offsets(),
+        jagged.lengths(),
+        jagged_dim=jagged._ragged_idx,
+    )

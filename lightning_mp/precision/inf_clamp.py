@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp._nested import map_tensors, with_items
+from lightning_mp._nested import map_tensors, map_values, with_items
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
@@ -142,9 +142,6 @@ class InfClamp:
             counter.value.fill_(state_dict["counts"].get(name, 0))
 
 
-# --- hooks ---------------------------------------------------------------------------------------
-
-
 class _Counter:
     """A number on the device where it is counted."""
 
@@ -192,7 +189,7 @@ class _Clamp:
         if tensor.dtype is not torch.float16:
             return tensor
         if tensor.is_nested:
-            return _mapped_nested(tensor, functools.partial(self, is_training=is_training))
+            return map_values(tensor, functools.partial(self, is_training=is_training))
         if tensor.layout is not torch.strided:
             return tensor
         top = self.top if is_training else _MAX
@@ -238,19 +235,6 @@ def _top_before(dropout: float) -> float:
 def _is_repeated() -> bool:
     """Tell whether a backward is running, which repeats forwards that were counted before."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _mapped_nested(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `change` to the values of a nested tensor of either layout."""
-    if tensor.layout is not torch.jagged:
-        return torch.nested.as_nested_tensor([change(each) for each in tensor.unbind()])
-    jagged: Any = tensor
-    return torch.nested.nested_tensor_from_jagged(
-        change(jagged.values()),
-        jagged.offsets(),
-        jagged.lengths(),
-        jagged_dim=jagged._ragged_idx,
-    )
 
 
 def _device_of(root: nn.Module) -> torch.device:

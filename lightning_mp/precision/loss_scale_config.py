@@ -26,9 +26,9 @@ SCALES = "[2**-126, 2**126]"
 class LossScaleConfig:
     """How the loss scale starts, moves and gives up.
 
-    torch's `GradScaler` has no floor: 17 overflowing steps in a row take its scale from 2^16 below
-    1, 166 to 0.0, and on the way, at 2^-128, it starts to write inf into weights as if nothing had
-    happened. The defaults here are its rule with a floor of 1 and a ceiling of 2^24.
+    torch's `GradScaler` has no floor: 166 overflowing steps in a row take its scale to 0.0, and on
+    the way, at 2^-128, it starts to write inf into weights as if nothing had happened. The defaults
+    here are its rule with a floor of 1 and a ceiling of 2^24.
 
     Args:
         init_scale: The scale of the first step. `None` for 2^10 where gradients of weights are
@@ -44,9 +44,8 @@ class LossScaleConfig:
         max_scale: The ceiling.
         hysteresis: Overflowing steps that it takes to lower the scale. The first `hysteresis - 1`
             of them after the start or after a growth are skipped at an unchanged scale; every later
-            one lowers it, until the next growth refills the allowance. They need not be adjacent
-            and good steps do not refill, as in Megatron, which like DeepSpeed uses 2. At the
-            ceiling, `growth_interval` good steps refill all the same.
+            one lowers it, until the next growth refills the allowance. Good steps alone do not, as
+            in Megatron, which like DeepSpeed uses 2; at the ceiling, `growth_interval` of them do.
         patience: Skipped steps in a row at the floor until `FloatingPointError`: there no lower
             scale is left to cure them.
         dynamic: `False` keeps `init_scale` for good, whatever the limits: overflowing steps are

@@ -53,8 +53,8 @@ class OpPolicy:
     """Decides which ops run in half and which in fp32, the same way on every device.
 
     The lists are those of CUDA's autocast. On the CPU plain autocast leaves softmax, sums and norms
-    in fp16, where the sum of 100,000 ones is infinite, and it takes no changes. The context made
-    here casts what autocast does not in a `torch.overrides.TorchFunctionMode`.
+    in fp16, where the sum of 100,000 ones is infinite. What autocast does not cast, the context
+    made here does, in a `torch.overrides.TorchFunctionMode`.
 
     Classes of ops (arXiv:1710.03740): *half* (matrix products, convolutions, attention, recurrent
     cells), *fp32* (losses, exp, log, pow and the like, reductions, distances), *norm* (computed in
@@ -69,9 +69,8 @@ class OpPolicy:
             tensor method, operator and `nn.functional`.
         half_ops: Ops to run in half, in the same way.
         norm_output: What dtype `layer_norm`, `rms_norm` and `group_norm` return. "input": that of
-            their input, so that a residual stream in half stays in half (the paper's "fp32
-            compute with half storage"). "fp32": as CUDA's autocast does; without moved ops, CUDA
-            then runs with plain autocast and no function mode.
+            their input, so that a residual stream in half stays in half. "fp32": as CUDA's autocast
+            does; without moved ops, CUDA then runs with plain autocast and no function mode.
 
     Raises:
         ValueError: torch has no such op, or one op is to run in both.

@@ -40,9 +40,8 @@ class PureFP16(ScaledPrecision):
     r"""Trains in fp16 throughout: weights, activations, gradients; no fp32 copy of the weights.
 
     Lightning's `precision="16-true"` makes every weight non-finite in three steps of Adam: its
-    states are in fp16, where `eps=1e-8` is 0, and there is no loss scale. Here any plain torch
-    optimizer steps in fp32, with fp32 states and weights of 22 bits: a half residual beside each
-    weight keeps what rounding takes from it.
+    states are in fp16, where `eps=1e-8` is 0. Here any plain torch optimizer steps in fp32, with
+    fp32 states and weights of 22 bits: a half residual keeps what rounding takes from a weight.
 
     .. math::
         m_{32} = w_{16} + 2^{-11} r_{16}, \quad

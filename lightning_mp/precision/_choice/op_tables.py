@@ -165,10 +165,7 @@ _PREFIXES = (
 
 
 def canonical_name(name: str) -> str:
-    """Return the one name that stands for all spellings of an op.
-
-    As for "softmax", "torch.nn.functional.softmax", "torch.Tensor.softmax" or "aten::softmax.int".
-    """
+    """Return the one name of an op, which "torch.special.softmax" and "aten::softmax.int" share."""
     known = _index()
     short = _resolve(name, known)
     if short in known:
@@ -183,10 +180,7 @@ def canonical_name(name: str) -> str:
 
 
 def callables_of(name: str) -> tuple[Callable[..., Any], ...]:
-    """Return all functions and methods with this canonical name, in the order found.
-
-    Among them are the overloads of `torch.ops.aten`; none if this version of torch lacks the op.
-    """
+    """Return the functions, methods and overloads of `torch.ops.aten` with this canonical name."""
     found = dict.fromkeys(_index().get(name, ()))
     packet = getattr(torch.ops.aten, name, None)
     if packet is not None:

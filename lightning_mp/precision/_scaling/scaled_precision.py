@@ -38,8 +38,6 @@ _KEYS = (
     *("MixedPrecision", "FSDPPrecision"),
     *("BalancedAMP", "PureFP16", "FSDPBalancedAMP", "ModelParallelBalancedAMP"),
 )
-
-
 # Of cuBLAS, which may split a long sum of half products and add the parts in half: in fp16 a part
 # above 65504 is inf, and every part is rounded to 11 bits (arXiv:1710.03740, section 3.3).
 _SUMS_IN_HALF = [f"allow_{half}_reduced_precision_reduction" for half in HALVES]

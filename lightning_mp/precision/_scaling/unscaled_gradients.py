@@ -14,11 +14,7 @@ __all__ = ["UnscaledGradients"]
 
 
 class UnscaledGradients:
-    """Unscales gradients in place and in fp32, and scales them again for a further backward.
-
-    A backward adds scaled gradients, a step wants them unscaled, and in between a user may clip,
-    edit or keep them.
-    """
+    """Unscales gradients in fp32, for a step or a user, and scales them for a further backward."""
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self._scaler = scaler

@@ -33,8 +33,7 @@ def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) ->
     """Let modules, none of them inside another, compute in fp32 amid autocast, until `undo`.
 
     Weights in fp32 alone do not help a layer whose output overflows: autocast casts them at every
-    use, and a linear layer that makes 70000 makes inf. What comes out is fp32, as is the residual
-    stream of most models under autocast. Copies of a module compute in fp32 too.
+    use. What comes out is fp32, as is the residual stream of most models under autocast.
     """
     for module in modules:
         if "forward" not in module.__dict__:

@@ -159,8 +159,7 @@ class HalfWeights:
 
     def _loses_writes(self, parameter: nn.Parameter) -> bool:
         """Return whether a write into a weight is the first to be warned of."""
-        # One write is right to half a step; many may each be lost. A logit scale is clamped in many
-        # a step, and seldom changed by that.
+        # One write is right to half a step; many may each be lost. A logit scale is often clamped.
         is_repeated = parameter in self._written and parameter.dim() > 0 and not self._has_warned
         self._written.add(parameter)
         self._has_warned |= is_repeated
@@ -187,8 +186,7 @@ class HalfWeights:
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
         """Put fp32 parameters in the place of half weights, and take back their values."""
-        # The half weights stay as they are: DDP's hooks hang on them, and would be lost if their
-        # dtype changed.
+        # The half weights stay: DDP's hooks on them would be lost if their dtype changed.
         shown = {
             parameter: nn.Parameter(self.read(parameter), parameter.requires_grad)
             for parameter in module.parameters()

@@ -69,8 +69,7 @@ class WorkingCopies:
     modules compute with their own fp32 weights.
 
     What reads a weight outside of its module's forward sees fp32, as do recurrent layers and
-    parameters without dimensions; autocast casts it where an op wants half. A module computes in
-    one thread at a time, as its weights are replaced for all of them.
+    parameters without dimensions. A module computes in one thread at a time.
 
     A write into a weight by its module's forward, such as clamping or a codebook, goes through to
     the parameter; a module that writes past autograd's version counter (`weight.data.clamp_()`) is
