@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import json
 import os
 import pickle
 import re
@@ -207,6 +208,8 @@ def _recall(request: Any, kept: Path, launch: Callable[[Any], None]) -> Compiled
     target = _target(_arch_of(request))
     names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
     options = {name: found[name] for name in names}
+    # The hook names four options, and hands on the others as text.
+    options["maxnreg"] = json.loads(found["specialization_data"])["options"]["maxnreg"]
     key = (triton_key(), source.hash(), target, options, Path(__file__).read_text())
     path = kept / f"{hashlib.sha256(repr(key).encode()).hexdigest()}"
     if not path.exists():
