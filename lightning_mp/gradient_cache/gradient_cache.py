@@ -22,7 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp._arguments import Check, explains_arguments
-from lightning_mp.gradient_cache._served.arguments import Arguments, EarlierCalls, rows_of
+from lightning_mp.gradient_cache._served.arguments import (
+    Arguments,
+    EarlierCalls,
+    open_tree,
+    rows_of,
+)
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach
 from lightning_mp.gradient_cache._served.call import Call, Replayed
@@ -33,7 +38,6 @@ from lightning_mp.gradient_cache._served.refusals import difference_error
 from lightning_mp.gradient_cache._served.roles import Declared, Role
 from lightning_mp.gradient_cache._served.sharding import set_reduction
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower, sharded_modules
-from lightning_mp.gradient_cache._served.tree import open_tree
 from lightning_mp.numerics.async_readback import AsyncReadback
 
 __all__ = ["GradientCache"]

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_mp._argument_values import shown
-from lightning_mp.gradient_cache._served.arguments import described, rows_of
-from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role
-from lightning_mp.gradient_cache._served.tree import Tree, is_array, is_named, open_tree
+from lightning_mp.gradient_cache._served.arguments import (
+    Tree,
+    described,
+    is_array,
+    open_tree,
+    rows_of,
+)
+from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role, is_named
 
 __all__ = ["JoinedBatch", "field_roles", "local_ids", "open_batch"]
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -29,7 +30,7 @@ from lightning_mp.strategies._inf_cl.loader_batches import gather_batches, tell_
 __all__ = ["ServesTowers"]
 
 if TYPE_CHECKING:  # what it is mixed into
-    from lightning.pytorch.strategies import ParallelStrategy as _Strategy
+    _Strategy = ParallelStrategy
 else:
     _Strategy = object
 
@@ -80,13 +81,8 @@ class ServesTowers(ForLightning, _Strategy):
         self._micro_batch_sizes: dict[str, int] = {}
         self._ids_are_known = False  # whether those of the first step were looked at
 
-    # Only the setter differs, but a property is overridden as a whole.
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    # Only the setter differs.
+    @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined]
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # Called by the constructor, and by that of the Trainer with its own.
         self._check_precision(precision_plugin)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, rows_of
-from lightning_mp.gradient_cache._served.roles import Declared
-from lightning_mp.gradient_cache._served.tree import is_named, open_tree
+from lightning_mp.gradient_cache._served.arguments import Arguments, open_tree, rows_of
+from lightning_mp.gradient_cache._served.roles import Declared, is_named
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lightning_mp._arguments import nearest, refuse_values
-from lightning_mp.gradient_cache._served.roles import Declared, Place
-from lightning_mp.gradient_cache._served.tree import is_named
+from lightning_mp.gradient_cache._served.roles import Declared, Place, is_named
 
 __all__ = ["DeclaredNames"]
 

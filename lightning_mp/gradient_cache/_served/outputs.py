@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_mp.gradient_cache._served.arguments import Arguments, described
+from lightning_mp.gradient_cache._served.arguments import Arguments, Tree, described, open_tree
 from lightning_mp.gradient_cache._served.refusals import name_of, scores_error, shape_error
 from lightning_mp.gradient_cache._served.roles import ROWS, Declared, Role
-from lightning_mp.gradient_cache._served.tree import Tree, open_tree
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents", "rounding_noise"]
 

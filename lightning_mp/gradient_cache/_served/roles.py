@@ -15,13 +15,11 @@ Roles are inferred from shapes where those are sure, and declared by name where 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from lightning_mp.gradient_cache._served.tree import is_named
-
-__all__ = ["ROWS", "WHOLE", "Declared", "Role"]
+__all__ = ["ROWS", "WHOLE", "Declared", "Role", "is_named"]
 
 Kind = Literal["rows", "mask", "row numbers", "whole", "mean", "sum", "left out"]
 Place = Literal["argument", "output", "field"]
@@ -125,3 +123,13 @@ class Declared:
         """Return where a declared name may be found."""
         kind = self._roles[name].kind
         return [place for place, kinds in _OF_PLACE.items() if kind in kinds]
+
+
+def is_named(path: str, names: Collection[str]) -> bool:
+    """Return whether a path, a part that it begins with, or its last part is among `names`."""
+    if not names:
+        return False
+    # `batch.images[0]` is named by itself, `batch.images`, `batch`, and `images`.
+    steps = path.replace("[", ".[").split(".")
+    begins = {".".join(steps[: k + 1]).replace(".[", "[") for k in range(len(steps))}
+    return bool((begins | {steps[-1], *steps}) & set(names))
