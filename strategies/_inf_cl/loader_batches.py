@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_mp.gradient_cache._served.roles import Declared, Role
 from lightning_mp.strategies._inf_cl.joining import JoinedBatch, field_roles
-from lightning_mp.strategies._inf_cl.loader_order import LoaderOrder, LoaderState, sampler_of
+from lightning_mp.strategies._inf_cl.loader_order import LoaderOrder, LoaderState, Place, sampler_of
 
-__all__ = ["gather_batches", "tell_of_no_state"]
+__all__ = ["drop_states", "gather_batches", "tell_of_no_state"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,22 +39,35 @@ def gather_batches(
         epoch_batches: Returns how many gathered batches a step loop takes in an epoch.
     """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        place: LoaderState | LoaderOrder = LoaderState(loader)
-    elif LoaderOrder.is_known(loader):
-        place = LoaderOrder(loader)
+        place: Place = LoaderState(loader)
     else:
-        # Not one class with all methods: Lightning would ask every loader for a state.
-        return _Gathered(loader, count, declared, pin)
-    return _Resumable(loader, count, declared, pin, place, epoch_batches)
+        place = LoaderOrder(loader) if LoaderOrder.is_known(loader) else Place(loader)
+    return _Gathered(loader, count, declared, pin, place, epoch_batches)
 
 
 class _Gathered:
-    # What it has itself; all else is the loader's.
-    _OWN: tuple[str, ...] = ("_loader", "_count", "_declared", "_pin", "_roles")
+    """Goes on between two batches of an epoch, from a state that Lightning saves and loads."""
 
-    def __init__(self, loader: Any, count: int, declared: Declared, pin: bool) -> None:
+    # What it has itself; all else is the loader's.
+    _OWN = (
+        *("_loader", "_count", "_declared", "_pin", "_roles"),
+        *("_place", "_epoch_batches", "_gathered", "_start", "_before"),
+    )
+
+    def __init__(
+        self,
+        loader: Any,
+        count: int,
+        declared: Declared,
+        pin: bool,
+        place: Place,
+        epoch_batches: Callable[[], float],
+    ) -> None:
         self._loader, self._count, self._declared, self._pin = loader, count, declared, pin
         self._roles: dict[str, Role] = {}  # of fields, known from the first loader batch on
+        self._place, self._epoch_batches = place, epoch_batches
+        self._gathered = self._start = 0  # batches of the epoch
+        self._before: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         batches: int = len(self._loader)
@@ -75,9 +88,6 @@ class _Gathered:
         else:
             # Set here alone, it would not reach the loader's own iterator.
             setattr(self._loader, name, value)
-
-    def _begin(self) -> Iterator[Any]:
-        return iter(self._loader)
 
     def _gather(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -105,47 +115,23 @@ class _Gathered:
             _log.debug("The fields of loader batches have these roles: %s", words)
         return JoinedBatch(first, self._count, self._roles, self._declared, self._pin)
 
-    def _note_begin(self) -> None:
-        """Note that a whole batch is begun."""
-
-    def _note_end(self, taken: int) -> None:
-        """Note that it was gathered, of so many loader batches."""
-
-    def _drops_last(self) -> bool:
-        return bool(getattr(self._loader, "drop_last", False))
-
-
-# Lightning asks by `isinstance` of a protocol, which from Python 3.12 on sees no `__getattr__`.
-class _Resumable(_Gathered):
-    """Goes on between two batches of an epoch, from a state that Lightning saves and loads."""
-
-    _OWN = (*_Gathered._OWN, "_place", "_epoch_batches", "_gathered", "_start", "_before")
-
-    def __init__(
-        self,
-        loader: Any,
-        count: int,
-        declared: Declared,
-        pin: bool,
-        place: LoaderState | LoaderOrder,
-        epoch_batches: Callable[[], float],
-    ) -> None:
-        super().__init__(loader, count, declared, pin)
-        self._place, self._epoch_batches = place, epoch_batches
-        self._gathered = self._start = 0  # batches of the epoch
-        self._before: dict[str, Any] | None = None
-
+    # Lightning asks by `isinstance` of a protocol, which from Python 3.12 on sees no `__getattr__`.
     def state_dict(self) -> dict[str, Any]:
         return self._state() if self._before is None else self._before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["epoch"] is not None:
+        sampler = sampler_of(self._loader)
+        if state["epoch"] is not None and hasattr(sampler, "set_epoch"):
             # Lightning does so later, when workers have been sent the first indices.
-            sampler_of(self._loader).set_epoch(state["epoch"] + state["is_over"])
+            sampler.set_epoch(state["epoch"] + state["is_over"])
         # Lightning saves and loads it after the last batch, too, and begins another epoch with it.
-        if not state["is_over"]:
-            self._start = state["gathered"]
+        if state["is_over"]:
+            return
+        self._start = state["gathered"]
+        if state["place"] == type(self._place).__name__:
             _tell(self._place.resume(state["loader"]))
+        else:
+            _tell("its data begins anew, as the checkpoint is of another kind of loader or sampler")
 
     def _state(self) -> dict[str, Any]:
         is_over = self._gathered >= self._epoch_batches()
@@ -153,6 +139,7 @@ class _Resumable(_Gathered):
             "is_over": is_over,
             "gathered": self._gathered,
             "epoch": getattr(sampler_of(self._loader), "epoch", None),
+            "place": type(self._place).__name__,
             "loader": self._place.state(),
         }
 
@@ -170,20 +157,25 @@ class _Resumable(_Gathered):
         if not taken:  # nothing is ahead at the end
             self._before = None
 
+    def _drops_last(self) -> bool:
+        return bool(getattr(self._loader, "drop_last", False))
 
-def tell_of_no_state(loader: object, states: Sequence[Any]) -> None:
-    """Say that a loader begins its epoch anew, if it cannot go on inside of it.
 
-    Args:
-        loader: As `gather_batches` has returned it.
-        states: Of loaders, in the checkpoint that the run goes on from.
-    """
-    if isinstance(loader, _Resumable) and not states:
-        _tell("its data begins anew, as the checkpoint does not say where its loader stood")
-    elif type(loader) is _Gathered:
+def tell_of_no_state() -> None:
+    """Say that a loader begins its epoch anew, as nothing was saved of it."""
+    _tell("its data begins anew, as the checkpoint does not say where its loader stood")
+
+
+def drop_states(checkpoint: dict[str, Any]) -> None:
+    """Take the places of gathered loaders out of a checkpoint, for loaders that have none."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    states = loop.pop("combined_loader", [])
+    own = [state for state in states if "gathered" in state]
+    loop["combined_loader"] = [state for state in states if "gathered" not in state]
+    if any(not state["is_over"] for state in own):
         _tell(
-            "its data begins anew, as the order of the loader cannot be drawn once more. Use "
-            "torchdata's `StatefulDataLoader`, or one of torch's samplers"
+            "its data begins anew, as the checkpoint is of a run with another "
+            "`loader_batches_per_step`"
         )
 
 

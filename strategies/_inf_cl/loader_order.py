@@ -17,16 +17,17 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from typing_extensions import override
 
-__all__ = ["LoaderOrder", "LoaderState", "sampler_of"]
+__all__ = ["LoaderOrder", "LoaderState", "Place", "sampler_of"]
 
 _OF_THE_EPOCH = (SequentialSampler, DistributedSampler)
 # These draw from a generator, of which a checkpoint has the state of one rank.
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class LoaderState:
-    """The place of a loader that has a state, as torchdata's `StatefulDataLoader`."""
+class Place:
+    """The place of a loader in an epoch; as it is here, of one whose order is unknown."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -36,15 +37,30 @@ class LoaderState:
         return iter(self._loader)
 
     def took(self, batches: int) -> None:
-        """Note that batches were taken: the loader counts them itself."""
+        """Note that so many batches were taken."""
 
     def state(self) -> dict[str, Any]:
         """Return what `resume` takes."""
+        return {}
+
+    def resume(self, state: dict[str, Any]) -> str:
+        """Have the next iterator go on, if it can; return what is said of it."""
+        return (
+            "its data begins anew, as the order of the loader cannot be drawn once more. Use "
+            "torchdata's `StatefulDataLoader`, or one of torch's samplers"
+        )
+
+
+class LoaderState(Place):
+    """The place of a loader that has a state, as torchdata's `StatefulDataLoader`."""
+
+    @override
+    def state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._loader.state_dict()
         return state
 
+    @override
     def resume(self, state: dict[str, Any]) -> str:
-        """Have the next iterator go on; return what is said of it."""
         self._loader.load_state_dict(state)
         sampler = sampler_of(self._loader)
         drawing = _drawing_sampler(sampler)
@@ -57,7 +73,7 @@ class LoaderState:
         return "it goes on with exactly the next batch, as the loader has loaded its own state"
 
 
-class LoaderOrder:
+class LoaderOrder(Place):
     """The place of a loader whose order is known: it skips the indices of batches that were read.
 
     Args:
@@ -65,9 +81,10 @@ class LoaderOrder:
     """
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._batches: Any = loader.batch_sampler
         self._resumed: tuple[int, list[Tensor]] | None = None
+        self._rest: Iterator[Any] | None = None  # of an epoch that was begun before
         self._states: list[Tensor] = []  # of the generators that the order was drawn from
         self._taken = 0
 
@@ -81,25 +98,30 @@ class LoaderOrder:
         known = (*_OF_THE_EPOCH, *_DRAWN) if is_alone else _OF_THE_EPOCH
         return type(_drawing_sampler(loader.batch_sampler.sampler)) in known
 
+    @override
     def took(self, batches: int) -> None:
-        """Note that so many batches were taken."""
         self._taken += batches
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Return what `resume` takes."""
         return {"loader_batches": self._taken, "generators": self._states}
 
+    @override
     def resume(self, state: dict[str, Any]) -> str:
-        """Have the next iterator draw the same order and go on; return what is said of it."""
         self._resumed = state["loader_batches"], state["generators"]
         return (
             f"it goes on with exactly the next batch: {state['loader_batches']} loader batches are "
             "skipped in the order of the sampler, without being read"
         )
 
+    @override
     def begin(self) -> Iterator[Any]:
-        """Return an iterator of the loader that asks this object for indices."""
         self._taken = 0 if self._resumed is None else self._resumed[0]
+        if self._resumed is not None:
+            batches = self._in_order(*self._resumed)
+            # Drawn now: Lightning sets the sampler's epoch before it asks for a batch, and counts
+            # an epoch that `max_steps` has cut short as a whole one.
+            self._rest, self._resumed = chain(list(islice(batches, 1)), batches), None
         # The loader refuses to have its sampler set; its iterator keeps what it finds now.
         attributes = vars(self._loader)
         attributes["batch_sampler"] = self
@@ -112,7 +134,11 @@ class LoaderOrder:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        (skipped, states), self._resumed = self._resumed or (0, []), None
+        # Only when a batch is asked for: an iterator with workers asks for two of these.
+        rest, self._rest = self._rest, None
+        yield from self._in_order(0, []) if rest is None else rest
+
+    def _in_order(self, skipped: int, states: list[Tensor]) -> Iterator[Any]:
         own = getattr(_drawing_sampler(self._batches.sampler), "generator", None)
         generators = [torch.default_generator, *([own] if own is not None else [])]
         before = [generator.get_state() for generator in generators]

@@ -25,7 +25,11 @@ from lightning_mp.gradient_cache._served.roles import Declared
 from lightning_mp.gradient_cache._served.towers import Tower, find_tower
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
-from lightning_mp.strategies._inf_cl.loader_batches import gather_batches, tell_of_no_state
+from lightning_mp.strategies._inf_cl.loader_batches import (
+    drop_states,
+    gather_batches,
+    tell_of_no_state,
+)
 
 __all__ = ["ServesTowers"]
 
@@ -142,6 +146,8 @@ class ServesTowers(ForLightning, _Strategy):
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self.loader_batches_per_step == 1:
+            drop_states(checkpoint)
         self._micro_batch_sizes = dict(checkpoint.get(_KEY, {}))
         if self._cache is not None:
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
@@ -164,8 +170,9 @@ class ServesTowers(ForLightning, _Strategy):
             pin=pin,
             epoch_batches=lambda: loop.max_batches,
         )
-        if loop.restarting and loop.epoch_loop.batch_progress.current.ready:
-            tell_of_no_state(gathered, loop._combined_loader_states_to_load)
+        is_within = loop.restarting and loop.epoch_loop.batch_progress.current.ready
+        if is_within and not loop._combined_loader_states_to_load:
+            tell_of_no_state()
         return gathered
 
     def roles_of(self, batch: Any = None) -> dict[str, dict[str, dict[str, str]]]:

@@ -88,18 +88,20 @@ def _loader(kind: str) -> DataLoader:
     return DataLoader(data, batch_size=4, shuffle=kind != "in order", **workers)
 
 
-def _fit(kind: str, folder: Path | None, **trainer: Any) -> SeesBatches:
-    """Train, and save in every step; or go on from `ckpt_path`."""
+def _fit(kind: str, folder: Path | None, joined: int = 3, **trainer: Any) -> SeesBatches:
+    """Train, and save in every step and at the end; or go on from `ckpt_path`."""
     pl.seed_everything(3, verbose=False)
     model = SeesBatches(optimizer=torch.optim.Adam)
     path = trainer.pop("ckpt_path", None)
     if folder is not None:
         trainer["callbacks"] = [SavesEveryStep(folder)]
-    strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=3)
+    strategy = InfCLStrategy(micro_batch_size=3, loader_batches_per_step=joined)
     # With Lightning's sampler of ranks, torch's own are only there in others.
     trainer |= {"max_epochs": EPOCHS, "use_distributed_sampler": kind not in OWN_SAMPLER}
     fitted = make_trainer(strategy, **trainer)
     fitted.fit(model, _loader(kind), ckpt_path=path)
+    if folder is not None:
+        fitted.save_checkpoint(folder / "end.ckpt")
     return model
 
 
@@ -148,6 +150,43 @@ def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str
     resumed = _fit("unknown", None, ckpt_path=tmp_path / "step=3.ckpt")
     assert any("its data begins anew, as the order of the loader" in line for line in logged)
     assert torch.equal(resumed.seen[0], whole.seen[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (("shuffled", 3), ("unknown", 3), "is of another kind of loader"),
+        (("unknown", 3), ("shuffled", 3), "is of another kind of loader"),
+        (("stateful", 3), ("shuffled", 3), "is of another kind of loader"),
+        (("shuffled", 3), ("stateful", 3), "is of another kind of loader"),
+        (("shuffled", 3), ("shuffled", 1), "is of a run with another `loader_batches_per_step`"),
+        (("shuffled", 1), ("shuffled", 3), "does not say where its loader stood"),
+    ],
+)
+def test_checkpoint_of_another_loader_begins_anew_and_says_so(
+    before: tuple[str, int],
+    after: tuple[str, int],
+    reason: str,
+    tmp_path: Path,
+    logged: list[str],
+) -> None:
+    _fit(before[0], tmp_path, before[1])
+    resumed = _fit(after[0], None, after[1], ckpt_path=tmp_path / "step=3.ckpt")
+    (said,) = [line for line in logged if "in the middle of an epoch" in line]
+    assert reason in said
+    assert resumed.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shuffled", "workers"])
+def test_epoch_that_max_steps_cut_short_goes_on(kind: str, tmp_path: Path) -> None:
+    whole = _fit(kind, None)
+    _fit(kind, tmp_path, max_steps=3)
+    # Lightning counts the epoch as a whole one, and goes on with the number of the next.
+    resumed = _fit(kind, None, max_steps=5, ckpt_path=tmp_path / "end.ckpt")
+    assert all(torch.equal(*two) for two in zip(resumed.seen, whole.seen[3:5], strict=True))
 
 
 @pytest.mark.slow
@@ -201,7 +240,8 @@ def test_loaders_have_the_states_that_they_can_use() -> None:
     next(batches)
     assert gathered.state_dict()["loader"] == {"at": 3}
     unknown = gather_batches(_loader("unknown"), 3)
-    assert not hasattr(unknown, "state_dict")
+    next(iter(unknown))
+    assert unknown.state_dict()["loader"] == {}
     known = gather_batches(_loader("shuffled"), 3)
     sampler = known.batch_sampler
     next(iter(known))
