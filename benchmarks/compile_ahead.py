@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from benchmarks._launches import absent_device
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.softmax import softmax_loss
 from lightning_mp.contrastive._sums.sweep import Needs, OneRank, plan_of
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
-from lightning_mp.contrastive._tiles.triton_tiles.configs import _ARCHS
+from lightning_mp.contrastive._tiles.triton_tiles.configs import table_arch
 from lightning_mp.numerics.row_dots import fused_row_dots
 from lightning_mp.numerics.stats_kernels import fused_stats
 from lightning_mp.optim.safe_adamw import SafeAdamW
@@ -43,18 +42,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # small that one of the twins will do.
 ROWS = 8192
 WIDTHS = 512, 768, 1024
-# Triton remembers kernels by the number of the device: those are of one that is new.
-_NUMBERS = itertools.count(-1, -1)
-
-
-def absent_device(arch: int) -> Any:
-    """Return Triton's driver, as far as finding a kernel needs one."""
-    number = next(_NUMBERS)
-    return SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", arch, warp_size=32),
-        get_current_device=lambda: number,
-        get_current_stream=lambda device: 0,
-    )
 
 
 @contextmanager
@@ -80,7 +67,7 @@ def pretend(arch: int) -> Iterator[list[bool]]:
 
 def sweeps(arch: int) -> None:
     """Launch losses of one process and their backwards, for the dtypes and widths of the suite."""
-    tiles = TritonTiles(arch=_ARCHS.get(divmod(arch, 10), 80))
+    tiles = TritonTiles(arch=table_arch(divmod(arch, 10)))
     losses = ("both", True, True), ("image_to_text", True, False), ("text_to_image", False, True)
     for dtype, width, loss in itertools.product((BF16, FP16, FP32), WIDTHS, losses):
         directions, *sides = loss

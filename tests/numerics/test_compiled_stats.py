@@ -5,18 +5,16 @@ What the launcher would have Triton compile is compiled here for A100 and H100.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_mp.numerics.stats_kernels import fused_stats
-from tests.contrastive.triton_tiles.compiling import Chip, Compiled, compiler
+from tests.contrastive.triton_tiles.compiling import Compiled, compiler
+from tests.contrastive.triton_tiles.kernel_checks import CHIPS
 
 pytestmark = pytest.mark.slow
 
-CHIPS = {80: Chip(167_936, 166_912), 90: Chip(233_472, 232_448)}
 # The formats differ in how values are widened, the architectures in little.
 FORMATS = {80: (torch.float32, torch.bfloat16), 90: (torch.float32, torch.float16)}
 # Programs of 128 threads, each with 16 bytes or more on their way from memory: 10 KiB a
@@ -28,22 +26,18 @@ Compile = Callable[["Request"], Compiled]
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel, as `compiling` wants it: its name, and an architecture as of a tile shape."""
+    """One kernel, as `compiling` wants it."""
 
     kernel: str
     arch: int
     dtype: torch.dtype = torch.float32
 
-    @property
-    def config(self) -> Any:
-        return SimpleNamespace(arch=self.arch)
-
     def __str__(self) -> str:
         return f"sm{self.arch}-{self.kernel}-{self.dtype}".replace("torch.", "")
 
 
-STATS = [Request("stats_kernel", arch, dtype) for arch in CHIPS for dtype in FORMATS[arch]]
-MERGES = [Request("merge_stats_kernel", arch) for arch in CHIPS]
+STATS = [Request("stats_kernel", arch, dtype) for arch in FORMATS for dtype in FORMATS[arch]]
+MERGES = [Request("merge_stats_kernel", arch) for arch in FORMATS]
 
 
 def _launch(request: Request) -> None:

@@ -22,6 +22,8 @@ __all__ = [
     "fastest",
     "find_configs",
     "find_kept_configs",
+    "find_limited_config",
+    "table_arch",
 ]
 
 Kernel = Literal["lse", "softmax", "softmax_wide"]
@@ -125,6 +127,21 @@ def find_kept_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[TileCo
     return lse, dataclasses.replace(wide, tile=(64, 64, wide.tile[2]), warps=4)
 
 
+def find_limited_config(
+    arch: int, dtype: torch.dtype, width: int, *, has_ids: bool, has_guides: bool
+) -> TileConfig:
+    """Return the shape of tiles whose log-sum-exps leave out what is too similar.
+
+    Limits take registers: tiles of 128 x 256 spill with them on all chips, and on 9.0 those of
+    128 x 128 with ids as well. Guides have a second product, so the row that keeps the least in
+    registers, the last one, is theirs.
+    """
+    wide = find_configs("softmax_wide", arch, dtype, width)[-1 if has_guides else 0]
+    if arch == 90 and has_ids:
+        return dataclasses.replace(wide, tile=(128, 64, wide.tile[2]), warps=8)
+    return wide
+
+
 def arch_of(device: torch.device) -> int:
     """Return the architecture whose rows serve a device: its own, or 80 for all that have none.
 
@@ -133,7 +150,12 @@ def arch_of(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return _FIRST_ARCH  # Triton's interpreter
-    return _ARCHS.get(torch.cuda.get_device_capability(device), _FIRST_ARCH)
+    return table_arch(torch.cuda.get_device_capability(device))
+
+
+def table_arch(capability: tuple[int, int]) -> int:
+    """Return the architecture whose rows serve a compute capability."""
+    return _ARCHS.get(capability, _FIRST_ARCH)
 
 
 def fastest(

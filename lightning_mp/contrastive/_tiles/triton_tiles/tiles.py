@@ -28,6 +28,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     fastest,
     find_configs,
     find_kept_configs,
+    find_limited_config,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.kernel_logits import (
     KernelLogits,
@@ -128,8 +129,15 @@ class TritonTiles(TileBackend):
                 # With maxima or ids some shapes that are timed against the first would spill.
                 is_bare = maxima is None and logits.ids is None
                 config = self._choose("lse", cut, try_out if is_bare else None)
-            else:  # 128 x 256 tiles with limits spill, and guides have a second product
-                config = self._choose("softmax_wide", cut, is_last=cut.guides is not None)
+            else:
+                arch, width = self._arch(row_lse_b.device), logits.rows_bD.shape[1]
+                config = find_limited_config(
+                    arch,
+                    cut.precision.operand,
+                    width,
+                    has_ids=logits.ids is not None,
+                    has_guides=cut.guides is not None,
+                )
             # No block of logits is ever written here: only what tiles leave of it.
             bytes_per_value = lse_bytes_per_value(config, with_maxima=maxima is not None)
             for block in cut.blocks(self._block(cut, bytes_per_value)):
@@ -263,18 +271,16 @@ class TritonTiles(TileBackend):
         cut: KernelLogits,
         try_out: Callable[[Block, TileConfig], object] | None = None,
         most: Sequence[int] = (),
-        *,
-        is_last: bool = False,
     ) -> TileConfig:
         """Return the row of the table to use: the first, or the fastest where that is asked for.
 
         `try_out` launches the kernel on a block of `most` rows and columns; without it nothing is
-        timed. `is_last` takes the last row, which keeps the least in registers.
+        timed.
         """
         width, device = cut.logits.rows_bD.shape[1], cut.logits.rows_bD.device
         configs = find_configs(kernel, self._arch(device), cut.precision.operand, width)
         if not self.autotune or try_out is None or len(configs) == 1:
-            return configs[-1 if is_last else 0]
+            return configs[0]
         key = (kernel, cut.precision, width, device)
         if key not in self._tuned:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,0 +1,196 @@
+"""All that launchers ask Triton for, compiled for GPUs that are not there.
+
+A spilled register, a product beside the tensor cores or a program too many for a multiprocessor
+shows in no test of numbers. `make test` compiles what losses launch by default, and on 8.0 and 9.0
+what keeps the most in registers; `make sweep` compiles the cross product of all options.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks._launches import Launch, fake_gpu, launches_in
+from benchmarks._machine_code import Compiled, Compiler
+from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._tiles.triton_tiles import tiles
+from lightning_mp.contrastive._tiles.triton_tiles.configs import all_configs, find_configs
+from tests.contrastive.triton_tiles.compiling import kernels_of
+from tests.contrastive.triton_tiles.every_launch import (
+    ARCHS,
+    BF16,
+    ONE_BLOCK,
+    call,
+    default_launches,
+    every_launch,
+    fullest_launches,
+)
+from tests.contrastive.triton_tiles.kernel_checks import CHIPS, problems_of
+
+pytestmark = pytest.mark.slow
+
+ROWS = all_configs()
+
+
+@pytest.fixture(scope="module")
+def compiled(pytestconfig: pytest.Config) -> Iterator[Compiler]:
+    with kernels_of(pytestconfig) as compile_:
+        yield compile_
+
+
+def check(launches: list[Launch], compiled: Compiler) -> None:
+    found = {str(launch): problems_of(launch, compiled(launch)) for launch in launches}
+    assert {name: problems for name, problems in found.items() if problems} == {}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_of_default_losses_are_as_they_must_be(arch: int, compiled: Compiler) -> None:
+    launches = default_launches(arch)
+    assert {"prepare_kernel", "lse_kernel", "merge_kernel", "terms_kernel", "softmax_kernel"} <= {
+        launch.kernel for launch in launches
+    }
+    check(launches, compiled)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_with_most_in_registers_are_as_they_must_be(arch: int, compiled: Compiler) -> None:
+    launches = fullest_launches(arch)
+    for argument in ("row_ids", "row_maxima", "row_limits", "row_guides", "kept", "weights_low"):
+        named = [x for x in launches if argument in x.source.fn.arg_names]
+        assert any(x.has(argument) for x in named), argument
+    check(launches, compiled)
+
+
+@functools.cache
+def _every_launch(arch: int) -> tuple[Launch, ...]:
+    return tuple(every_launch(arch))
+
+
+KERNELS = (
+    "adamw", "factors", "finish", "lse", "merge", "merge_stats", "prepare", "probe", "rms",
+    "row_dots", "sigmoid", "softmax", "stats", "terms",
+)  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", ARCHS, scope="module")
+def test_every_kernel_is_as_it_must_be(arch: int, kernel: str, compiled: Compiler) -> None:
+    launches = [x for x in _every_launch(arch) if x.kernel == f"{kernel}_kernel"]
+    assert launches
+    check(launches, compiled)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_kernel_is_left_out(arch: int) -> None:
+    assert {launch.kernel for launch in _every_launch(arch)} == {f"{x}_kernel" for x in KERNELS}
+
+
+def _of_reason(row: object, launches: list[Launch]) -> Iterator[Launch]:
+    options = ("row_ids", "row_limits", "row_guides", "kept", "row_maxima")
+    for launch in launches:
+        is_bare = launch.multiplies and not any(
+            launch.has(name) for name in options if name in launch.source.fn.arg_names
+        )
+        if is_bare and launch.is_row(row) and launch.kernel != "sigmoid_kernel":
+            yield launch
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_reasons_of_rows_are_true(arch: int, compiled: Compiler) -> None:
+    """What the reasons say of shared memory and of programs at a time."""
+    checked = 0
+    launches = default_launches(arch)
+    for row in ROWS:
+        if row.arch != arch or "bfloat16" not in row.dtypes:
+            continue
+        for launch in _of_reason(row, launches):
+            if launch.kernel.startswith("lse") != (row.kernel == "lse"):
+                continue
+            kernel = compiled(launch)
+            for kibibytes in re.findall(r"(\d+) KiB", row.reason):
+                # Barriers take some bytes more.
+                assert kernel.shared_bytes // 1024 == int(kibibytes), (launch, row.reason)
+                checked += 1
+            if "two programs" in row.reason:
+                assert CHIPS[arch].programs(kernel) >= 2
+                checked += 1
+    assert checked or arch not in (80, 90)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if "FLOP for each byte" in row.reason],
+    ids=lambda row: f"{row.kernel}-{row.tile}",
+)
+def test_arithmetic_intensity_is_that_of_the_reason(row: tiles.TileConfig) -> None:
+    (m, n, _), size = row.tile, getattr(torch, row.dtypes[0]).itemsize
+    (flop,) = re.findall(r"(\d+) FLOP for each byte", row.reason)
+    assert int(2 * m * n / (m + n) / size) == int(flop)
+
+
+def test_merge_knows_the_logarithm_of_two_in_float64(compiled: Compiler) -> None:
+    (merge,) = (x for x in default_launches(90) if x.kernel == "merge_kernel")
+    kernel = compiled(merge)
+    constants = re.findall(r"constant dense<(0\.69\d*)> : tensor<\w+xf(\d+)>", kernel.ttir)
+    assert {(float(value), bits) for value, bits in constants} == {(math.log(2), "64")}
+    assert kernel.count("DADD") > 0
+
+
+def _with_row(arch: int, kernel: str, **changes: object) -> list[Launch]:
+    """Return what is launched where the first row of a kernel is changed."""
+
+    def find(name: str, *key: object) -> tuple[tiles.TileConfig, ...]:
+        first, *others = find_configs(name, *key)  # type: ignore[arg-type]
+        changed = dataclasses.replace(first, **changes) if name == kernel else first
+        return (changed, *others)
+
+    with (
+        mock.patch.object(tiles, "find_configs", find),
+        launches_in(arch) as found,
+        fake_gpu(arch),
+    ):
+        call(ContrastiveLoss(**ONE_BLOCK), 8192, 768, BF16)
+    is_wide = kernel == "softmax_wide"
+    return [
+        x
+        for x in found.values()
+        if x.tile == changes["tile"] and x.constants.get("WIDE", False) == is_wide
+    ]
+
+
+def test_tile_that_is_too_large_is_seen_to_spill(compiled: Compiler) -> None:
+    # The reason of its row says that nothing larger goes without spilling.
+    (launch,) = _with_row(90, "softmax_wide", tile=(128, 256, 64))
+    assert any("registers did not hold" in words for words in problems_of(launch, compiled(launch)))
+
+
+@pytest.mark.sweep
+def test_products_that_are_serialized_are_seen(compiled: Compiler) -> None:
+    (launch,) = _with_row(90, "lse", tile=(256, 256, 16), stages=2)
+    complaints = compiled(launch).complaints
+    assert any("wgmma.mma_async instructions are serialized" in each for each in complaints)
+
+
+@pytest.mark.sweep
+def test_sums_over_wide_tiles_take_as_many_shuffles_as_their_row_says(compiled: Compiler) -> None:
+    (reason,) = (row.reason for row in ROWS if "the shuffles" in row.reason)
+    low, high = re.findall(r"128 x 256 needs ([\d.]+) to ([\d.]+) times the shuffles", reason)[0]
+    tall, wide = (_with_row(90, "lse", tile=tile)[0] for tile in ((256, 128, 64), (128, 256, 64)))
+    more = compiled(wide).count("SHFL") / compiled(tall).count("SHFL")
+    assert float(low) <= more <= float(high)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "programs"),
+    [(255, 32_784, 1), (128, 115_712, 2), (129, 115_712, 1), (128, 115_713, 1), (128, 232_449, 0)],
+)
+def test_programs_at_a_time_are_counted(registers: int, shared_bytes: int, programs: int) -> None:
+    kernel = Compiled(registers, 256, 0, shared_bytes, (), (), (), "")
+    assert CHIPS[90].programs(kernel) == programs
