@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
         InstabilityWarning,
     )
     from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
+    from lightning_mp.callbacks.precision_preflight import PrecisionPreflight
     from lightning_mp.callbacks.spike_guard import SpikeGuard
     from lightning_mp.callbacks.tensor_collector import TensorCollector
 
@@ -38,6 +39,7 @@ __all__ = [
     "InstabilityWarning",
     "LossScaleMonitor",
     "NonFiniteLocator",
+    "PrecisionPreflight",
     "SpikeGuard",
     "TensorCollector",
 ]
@@ -50,6 +52,7 @@ _NAMES_OF = {
     "loss_scale_monitor": ("LossScaleMonitor",),
     "monitor": ("Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"),
     "non_finite_locator": ("NonFiniteLocator",),
+    "precision_preflight": ("PrecisionPreflight",),
     "spike_guard": ("SpikeGuard",),
     "tensor_collector": ("TensorCollector",),
 }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks import InstabilityWarning as InstabilityWarning
     from lightning_mp.callbacks import LossScaleMonitor as LossScaleMonitor
     from lightning_mp.callbacks import NonFiniteLocator as NonFiniteLocator
+    from lightning_mp.callbacks import PrecisionPreflight as PrecisionPreflight
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks import TensorCollector as TensorCollector
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
@@ -74,6 +75,7 @@ _NAMES_OF = {
         "InstabilityWarning",
         "LossScaleMonitor",
         "NonFiniteLocator",
+        "PrecisionPreflight",
         "SpikeGuard",
         "TensorCollector",
     ),

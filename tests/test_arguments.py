@@ -35,6 +35,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "ModelParallelBalancedAMP": ([], "reduce_dtyp", "reduce_dtype"),
     "NonFiniteLocator": ([], "max_replay", "max_replays"),
     "OpPolicy": ([], "fp32_op", "fp32_ops"),
+    "PrecisionPreflight": ([], "step", "steps"),
     "PureFP16": ([], "writeback", "write_back"),
     "SafeAdamW": ([PARAMETERS], "weight_decya", "weight_decay"),
     "SigLipLoss": ([], "chunk_siz", "chunk_size"),

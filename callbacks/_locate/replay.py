@@ -29,7 +29,7 @@ from lightning_mp.numerics.floats import VALUE_DTYPES, accumulation_dtype
 from lightning_mp.numerics.replay_state import BufferState, RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 
-__all__ = ["Record", "gather_objects", "replay", "search"]
+__all__ = ["Record", "gather_objects", "replay", "search", "undisturbed"]
 
 _LOWERINGS = 6  # by 4 each, of a loss scale that is tried
 _NEAR = 2**-6  # two roundings to bf16, where compiled code runs eagerly
@@ -201,7 +201,7 @@ def replay(trainer: pl.Trainer, record: Record, scale: float | None, optimizer_s
         return loss.detach()
 
     with ExitStack() as stack:
-        stack.enter_context(_undisturbed(trainer, record.batch))
+        stack.enter_context(undisturbed(trainer, record.batch))
         if not module.automatic_optimization:
             _hold_steps(stack, trainer, backward, optimizer_steps)
         # A backward that DDP takes for its own would all-reduce gradients of this replay.
@@ -239,7 +239,7 @@ def _training_step(trainer: pl.Trainer, record: Record) -> Any:
 
 
 @contextmanager
-def _undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
+def undisturbed(trainer: pl.Trainer, batch: Any) -> Iterator[None]:
     """Put back what a step changes beside its result."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     # Each state is noted here, and put back in the opposite order when the stack is left.

@@ -38,6 +38,7 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
     return [
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
+        *_preflights(trainer),
         *(["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]),
         ["Accumulation", "none" if batches == 1 else f"{batches} batches a step"],
         ["Clipping", f"{clip_val:g} by {getattr(how, 'value', how)}" if clip_val else "none"],
@@ -49,6 +50,17 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
             f"lightning {lightning.__version__}, Python {platform.python_version()}",
         ],
     ]
+
+
+def _preflights(trainer: pl.Trainer) -> list[list[str]]:
+    """Return the verdicts of `PrecisionPreflight`, whose text begins with it."""
+    texts = [getattr(each, "text", "") for each in trainer.callbacks if _is_preflight(each)]  # type: ignore[attr-defined]
+    return [["PrecisionPreflight", text.partition("\n")[0] or "nothing measured"] for text in texts]
+
+
+def _is_preflight(callback: object) -> bool:
+    # By its name: the page of a run without one need not load it.
+    return type(callback).__name__ == "PrecisionPreflight"
 
 
 def _settings(plugin: object) -> str:

@@ -30,6 +30,17 @@ USAGE = {
     "skip_sync": "`SpikeGuard(action='skip')` reads one flag a step from the device, because "
     "`{optimizer}` cannot skip there. Pass `fused=True` to the optimizer if it has that, or train "
     "with `BalancedAMP`, to save this host sync.",
+    "preflight_manual": "`PrecisionPreflight` looks at nothing, as `training_step` takes its steps "
+    "itself (manual optimization). Leave it out.",
+    "preflight_sharded": "`PrecisionPreflight` looks at nothing, as the parameters are sharded. "
+    "Run `lightning-mp preflight` on one device.",
+    "preflight_fp32": "`PrecisionPreflight` looks at nothing, as `precision={precision!r}` "
+    "computes nothing in half. Pass `plugins=BalancedAMP()`.",
+    "preflight_failed": "`PrecisionPreflight` could not run the step: {name}: {text}. Training "
+    "goes on.",
+    "preflight_rows": "`PrecisionPreflight` looks at nothing, as it compares halves of a batch. "
+    "Pass batches of two rows or more.",
+    "preflight_no_loss": "No loss was returned by `training_step`.",
     # --- while training --------------------------------------------------------------------------
     "kept_on_disk": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
     "bytes each on disk, {total:,} bytes in all.",

@@ -7,6 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lightning_mp.doctor.command import doctor
+from lightning_mp.doctor.preflight import preflight
 from lightning_mp.plan.command import plan
 
 __all__ = ["COMMANDS", "command_parser", "run_command", "summary"]
@@ -30,7 +31,7 @@ def report(run_dir: str) -> None:
 # A new command is a function with types and a docstring, and its name here. What it needs beyond
 # the standard library it imports itself, so that `--help` and the others start at once.
 COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (report, plan, doctor)
+    command.__name__: command for command in (report, plan, doctor, preflight)
 }
 
 

@@ -102,12 +102,19 @@ class _StopsAfterSetUp(Callback):
         raise _SetUpError
 
 
-def start(config: str, inspect: Callable[[StartedRun], None]) -> StartedRun:
+def start(
+    config: str,
+    inspect: Callable[[StartedRun], None] = lambda run: None,
+    callback: Callback | None = None,
+    **trainer: Any,
+) -> StartedRun:
     """Make model, data and Trainer of a config file, and set them up without a batch.
 
     Args:
         config: The YAML file.
         inspect: Called once: when all is set up, or when the set-up was refused.
+        callback: The only callback of the run, which stops it later; `None` stops it there.
+        trainer: Arguments of the Trainer in place of those of the config.
 
     Raises:
         OSError: The file cannot be read.
@@ -131,7 +138,7 @@ def start(config: str, inspect: Callable[[StartedRun], None]) -> StartedRun:
             logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _set_up(run, inspect)
+            _set_up(run, callback or _StopsAfterSetUp(run, inspect), trainer)
             if run.error is not None:
                 inspect(run)
     finally:
@@ -140,9 +147,9 @@ def start(config: str, inspect: Callable[[StartedRun], None]) -> StartedRun:
     return run
 
 
-def _set_up(run: StartedRun, inspect: Callable[[StartedRun], None]) -> None:
+def _set_up(run: StartedRun, callback: Callback, trainer: dict[str, Any]) -> None:
     arguments = {key: value for key, value in run.settings.items() if key not in _OF_FIT}
-    arguments["trainer"] = {**run.trainer_settings, **_on_this_machine(run)}
+    arguments["trainer"] = {**run.trainer_settings, **_on_this_machine(run), **trainer}
     try:
         cli = LightningMPCLI(
             args=arguments,  # type: ignore[arg-type]
@@ -155,7 +162,7 @@ def _set_up(run: StartedRun, inspect: Callable[[StartedRun], None]) -> None:
         return
     run.trainer, run.model = cli.trainer, cli.model
     run.callbacks = [each for each in cli.trainer.callbacks if isinstance(each, Callback)]  # type: ignore[attr-defined]
-    cli.trainer.callbacks[:] = [_StopsAfterSetUp(run, inspect)]  # type: ignore[attr-defined]
+    cli.trainer.callbacks[:] = [callback]  # type: ignore[attr-defined]
     cli.trainer.loggers = []
     try:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)

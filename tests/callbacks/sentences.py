@@ -134,7 +134,8 @@ USES: dict[str, Any] = {
         "logger": "MLFlowLogger",
         "alert": "a URL",
     },
-    **{"error": OSError("no space left")},
+    **{"error": OSError("no space left"), "precision": "32-true", "name": "KeyError"},
+    "text": "'scores'",
 }
 
 

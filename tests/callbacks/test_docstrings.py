@@ -17,7 +17,7 @@ BASE = {"Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"}
 def test_docstring_has_an_example_that_can_be_made_every_argument_and_a_page(name: str) -> None:
     cls: Any = getattr(callbacks, name)
     text = inspect.getdoc(cls) or ""
-    assert re.match(r"(Warns|Writes|Replays) .+\.\n\n", text)
+    assert re.match(r"(Warns|Writes|Replays|Compares) .+\.\n\n", text)
     described = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
     arguments = re.findall(r"^    (\w+): .", described, re.MULTILINE)
     assert arguments == [*inspect.signature(cls).parameters]

@@ -1,0 +1,261 @@
+"""Plant weaknesses in models of transformers with random weights, and see what the preflight says.
+
+    python benchmarks/preflight.py
+
+For each model and weakness: whether the module is named first, the error relative to the gradient
+noise before and after the printed settings, and the same for the model as it is. `--models` and
+`--plugin` choose some of it.
+"""
+
+# ruff: noqa: D102
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_mp
+from lightning_mp import PrecisionPreflight
+
+STEPS = 2
+ROWS = 8
+TOKENS = 24
+
+
+class Cancellation(nn.Module):
+    """Adds and takes away 300."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 300.0) - 300.0
+
+
+class HandWrittenNorm(nn.Module):
+    """Squares values near 1000."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 1000.0 * (x + 0.5)
+        return x + 0.1 * y / (y * y).mean(-1, keepdim=True).sqrt()
+
+
+class LargeValues(nn.Module):
+    """Passes values of 1e6 on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e6) * 1e-6
+
+
+class TinyGradients(nn.Module):
+    """Makes gradients 1e-8 times as large, and large again behind itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e-4 * 1e-4) * 1e4 * 1e4
+
+
+WEAK: dict[str, Callable[[], nn.Module]] = {
+    "values of 1e6": LargeValues,
+    "tiny gradients": TinyGradients,
+    "cancellation": Cancellation,
+    "hand-written norm": HandWrittenNorm,
+}
+
+
+def gpt2() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a model, the path of the layer to plant behind, and a batch."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=3, n_head=4, n_embd=64, vocab_size=100, n_positions=64, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, 100, (ROWS, TOKENS))
+    return GPT2LMHeadModel(config), "transformer.h.1.mlp.c_fc", {"input_ids": ids, "labels": ids}
+
+
+def t5() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a T5."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=64, d_ff=128, d_kv=16, num_layers=2, num_heads=4, vocab_size=100,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, 100, (ROWS, TOKENS))
+    path = "encoder.block.1.layer.1.DenseReluDense.wi"
+    return T5ForConditionalGeneration(config), path, {"input_ids": ids, "labels": ids.flip(1)}
+
+
+def vit() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a ViT."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
+        image_size=32, patch_size=8, num_labels=10,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.randint(0, 10, (ROWS,))}
+    model = ViTForImageClassification(config)
+    return model, _linear_in(model, "1", "intermediate", "fc1"), batch
+
+
+def whisper() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a Whisper."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100,
+        num_mel_bins=16, max_source_positions=32, max_target_positions=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=[],
+        begin_suppress_tokens=[],
+    )  # fmt: skip
+    labels = torch.randint(3, 100, (ROWS, 16))
+    batch = {"input_features": torch.randn(ROWS, 16, 64), "labels": labels}
+    return WhisperForConditionalGeneration(config), "model.encoder.layers.1.fc1", batch
+
+
+class CNN(nn.Module):
+    """A convolutional network with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [(3, 16), (16, 32), (32, 32)]
+        self.body = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU())
+                for i, o in layers
+            )
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.body(pixel_values).mean((2, 3)))
+        return {"loss": nn.functional.cross_entropy(scores, labels)}
+
+
+def cnn() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a CNN."""
+    batch = {"pixel_values": torch.randn(ROWS, 3, 16, 16), "labels": torch.randint(0, 10, (ROWS,))}
+    return CNN(), "body.1.1", batch
+
+
+def _linear_in(model: nn.Module, *parts: str) -> str:
+    """Return the path of the first linear layer whose path has the first part and another one."""
+    layer, *names = parts
+    return next(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and layer in path.split(".")
+        and any(name in path for name in names)
+    )
+
+
+MODELS = {"GPT-2": gpt2, "T5": t5, "ViT": vit, "Whisper": whisper, "CNN": cnn}
+
+
+class Task(pl.LightningModule):
+    """Trains a model with a weakness planted behind one of its layers.
+
+    Args:
+        name: Of the model.
+        weak: Of the weakness; `None` for the model as it is.
+    """
+
+    def __init__(self, name: str, weak: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, path, self.batch = MODELS[name]()
+        self.planted = None
+        if weak is not None:
+            parent, _, last = path.rpartition(".")
+            owner = self.model.get_submodule(parent)
+            layer = getattr(owner, last)
+            setattr(owner, last, nn.Sequential(layer, WEAK[weak]()))
+            if hasattr(layer, "weight"):
+                owner.get_submodule(last).weight = layer.weight  # T5 asks for its dtype
+            self.planted = f"model.{path}.1"
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader([self.batch] * 4, batch_size=None)
+
+
+def look(task: Task, plugin: Any) -> PrecisionPreflight:
+    """Run the preflight."""
+    callback = PrecisionPreflight(steps=STEPS, stops=True)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=STEPS, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
+        plugins=plugin,
+    )  # fmt: skip
+    trainer.fit(task)
+    if callback.result is None:
+        raise SystemExit(f"{callback.failure}")
+    return callback
+
+
+def row(name: str, weak: str | None, kind: str, half: str) -> tuple[str, bool]:
+    """Return a line of the table, and whether it is as it must be."""
+    start = time.perf_counter()
+    plugin = getattr(lightning_mp, kind)
+    found = look(Task(name, weak), plugin(half=half))
+    result, task = found.result, Task(name, weak)
+    if weak is None:
+        seconds = time.perf_counter() - start
+        verdict = "clean" if result.is_clean else "an alarm"
+        text = f"| {name} | | | {result.ratio:.2%} | {verdict} | {seconds:.0f} s |"
+        return text, result.is_clean
+    is_first = result.modules[0].path == task.planted
+    after = "-"
+    is_cured = False
+    if found.settings:
+        arguments = yaml.safe_load(found.settings)["trainer"]["plugins"][0]["init_args"]
+        cured = look(Task(name, weak), plugin(**arguments)).result
+        after, is_cured = f"{cured.ratio:.2%}", cured.is_clean
+    seconds = time.perf_counter() - start
+    named = "yes" if is_first else f"no: {result.modules[0].path}"
+    before = f"{result.ratio:.0%}" if result.ratio < 1e6 else "not finite"
+    return f"| {name} | {weak} | {named} | {before} | {after} | {seconds:.0f} s |", (
+        is_first and is_cured
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=[*MODELS])
+    parser.add_argument("--plugin", choices=["BalancedAMP", "PureFP16"], default="BalancedAMP")
+    parser.add_argument("--half", choices=["fp16", "bf16"], default="fp16")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    print("| model | planted | named first | of the noise | with the settings | time |")
+    print("|---|---|---|---|---|---|")
+    right = []
+    for name in args.models:
+        for weak in (None, *WEAK):
+            line, is_right = row(name, weak, args.plugin, args.half)
+            right.append(is_right)
+            print(line, flush=True)
+    print(f"\n{sum(right)} of {len(right)} as they must be.")
+
+
+if __name__ == "__main__":
+    main()

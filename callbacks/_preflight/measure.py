@@ -1,0 +1,295 @@
+"""What half precision adds, module by module, and which modules in fp32 mend it.
+
+The yardstick is gradient noise: of each parameter, the error of its gradient in half against that
+in fp32, relative to the difference between the gradients of the two halves of the batch. An error
+far below the noise does not matter to training.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.callbacks._preflight.runs import Run, Runs
+from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
+from lightning_mp.numerics.floats import HALF_DTYPES
+
+__all__ = ["MATTERS", "ModuleError", "Preflight", "measure", "search"]
+
+MATTERS = 0.05
+"""The share of the gradient noise from which on an error matters."""
+
+_STAGNANT = 0.2
+_NEGLIGIBLE = 1e-5  # a gradient next to that of the other parameters
+_TRIED = 8  # modules, by their own errors
+_MOST = 4  # modules that are taken into fp32
+_LARGEST = 65504.0
+_SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}  # normal numbers
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """What half does to one module.
+
+    Args:
+        path: The module.
+        kind: Its class.
+        output: The relative error of its output by itself, fed what it is fed in half.
+        gradient: The relative error of its gradients for inputs and parameters by itself.
+        handed: The relative error of its output in the run, with what others handed in.
+        largest: The largest magnitude of its output in fp32.
+        underflow: The largest share of zeros in a gradient that are none in fp32.
+        subnormal: The largest share of subnormal numbers in a gradient, at the loss scale.
+    """
+
+    path: str
+    kind: str
+    output: float
+    gradient: float
+    handed: float
+    largest: float
+    underflow: float
+    subnormal: float
+
+    @property
+    def own(self) -> float:
+        """The larger of both errors that it makes by itself."""
+        return max(self.output, self.gradient)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the steps that were looked at have shown.
+
+    Args:
+        half: The dtype.
+        losses: In fp32, and in half.
+        ratio: The largest error of a parameter's gradient relative to its noise.
+        worst: The name of that parameter.
+        modules: By their own errors, the largest first.
+        fp32_modules: Modules whose computation in fp32 mends it.
+        mended: The ratio with these.
+        in_bf16: The ratio under autocast to bf16, where it was tried.
+        stagnant: The share of half weights that an update of the learning rate leaves as they are.
+        notes: What could not be measured.
+    """
+
+    half: torch.dtype
+    losses: tuple[float, float]
+    ratio: float
+    worst: str
+    modules: tuple[ModuleError, ...]
+    fp32_modules: tuple[str, ...] = ()
+    mended: float | None = None
+    in_bf16: float | None = None
+    stagnant: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    limit = MATTERS
+    stagnates = _STAGNANT
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing that matters was found."""
+        return self.ratio < MATTERS and self.stagnant < _STAGNANT
+
+    def merged(self, other: "Preflight") -> "Preflight":
+        """Return the worse of two steps, with the largest numbers of each module."""
+        worse, less = (self, other) if self.ratio >= other.ratio else (other, self)
+        by_path = {each.path: each for each in less.modules}
+        modules = [
+            each if each.path not in by_path or each.own >= by_path[each.path].own
+            else by_path[each.path]
+            for each in worse.modules
+        ]  # fmt: skip
+        return replace(worse, modules=_ranked(modules), stagnant=max(self.stagnant, other.stagnant))
+
+
+def measure(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
+    """Return what half adds, the run in fp32, and the gradient noise of each parameter."""
+    noise = _noise(runs)
+    whole = runs.in_fp32(records=True)
+    half = runs.in_half(records=True)
+    notes, modules = [], []
+    for path, module in runs.named_modules():
+        if path not in whole.calls or path not in half.calls:
+            continue
+        try:
+            modules.append(_module_error(runs, path, type(module).__name__, whole, half))
+        except Exception as error:  # a module that runs inside of its parent alone
+            notes.append(f"`{path}` was not run by itself: {str(error).splitlines()[0][:100]}")
+    ratio, worst = error_of(whole, half, noise)
+    assert runs.half is not None
+    found = Preflight(
+        runs.half,
+        (whole.loss, half.loss),
+        ratio,
+        worst,
+        _ranked(modules),
+        stagnant=_stagnant(runs),
+        notes=tuple(notes[:3]),
+    )
+    return found, whole, noise
+
+
+def search(
+    runs: Runs,
+    found: Preflight,
+    whole: Run,
+    noise: dict[str, float],
+    agree: Callable[[Any], Any] = lambda value: value,
+) -> Preflight:
+    """Return the result with the modules that mend it in fp32, each tried by a run.
+
+    Args:
+        runs: Of a step.
+        found: What was measured.
+        whole: The run in fp32.
+        noise: Of each parameter's gradient.
+        agree: Returns what rank 0 has, so that all ranks make the same runs.
+    """
+    chosen: list[str] = []
+    best = ratio = agree(found.ratio)
+    tried = agree(_candidates(runs, found))
+    while ratio >= MATTERS and len(chosen) < _MOST:
+        results = {
+            path: agree(_ratio_with(runs, whole, noise, [*chosen, path]))
+            for path in tried
+            if not any(f"{path}.".startswith(f"{each}.") for each in chosen)
+        }
+        least = min(results.values(), default=math.inf)
+        if not least < 0.8 * ratio:
+            break
+        # Of those that mend it, or mend it most, the smallest.
+        good = [path for path in results if results[path] < max(MATTERS, 1.5 * least)]
+        path = min(good, key=lambda path: (runs.size(path), tried.index(path)))
+        chosen.append(path)
+        best = ratio = results[path]
+    in_bf16 = None
+    if ratio >= MATTERS and found.half == torch.float16:
+        in_bf16 = agree(error_of(whole, runs.in_autocast(torch.bfloat16), noise)[0])
+    if not chosen:
+        return replace(found, in_bf16=in_bf16)
+    return replace(found, fp32_modules=tuple(chosen), mended=best, in_bf16=in_bf16)
+
+
+def error_of(whole: Run, half: Run, noise: dict[str, float]) -> tuple[float, str]:
+    """Return the largest error of a gradient relative to its noise, and whose it is."""
+    if not math.isfinite(half.loss):
+        return math.inf, "the loss"
+    sizes = {name: float(g.square().mean().sqrt()) for name, g in whole.gradients.items()}
+    # Of a bias before BatchNorm, whose gradient is 0, all that there is is rounding.
+    least = _NEGLIGIBLE * median(sizes.values()) if sizes else 0.0
+    ratios = {
+        name: _relative(half.gradients.get(name, torch.zeros_like(g)), g) / max(noise[name], 1e-6)
+        for name, g in whole.gradients.items()
+        if noise.get(name, 0.0) > 0 and sizes[name] > least
+    }
+    worst = max(ratios, key=ratios.__getitem__, default="")
+    return ratios.get(worst, 0.0), worst
+
+
+def _ratio_with(
+    runs: Runs, whole: Run, noise: dict[str, float], fp32_modules: Sequence[str]
+) -> float:
+    """Return the ratio with some modules in fp32; inf where these cannot run so."""
+    try:
+        return error_of(whole, runs.in_half(fp32_modules), noise)[0]
+    except RuntimeError:  # such as a weight that a module in half shares
+        return math.inf
+
+
+def _candidates(runs: Runs, found: Preflight) -> list[str]:
+    """Return the modules to try, by what they add."""
+    return [each.path for each in found.modules if not runs.is_most(each.path)][:_TRIED]
+
+
+def _noise(runs: Runs) -> dict[str, float]:
+    """Return the relative difference of each gradient between the halves of the batch."""
+    tree = open_tree(runs.batch)
+    rows = rows_of(runs.batch) or 0
+    if rows < 2:
+        return {}
+    halves = []
+    for part in (slice(0, rows // 2), slice(rows // 2, 2 * (rows // 2))):
+        leaves = [
+            leaf.value[part] if is_array(leaf.value) and len(leaf.value) == rows else leaf.value
+            for leaf in tree.leaves
+        ]
+        halves.append(runs.in_fp32(tree.rebuild(leaves)).gradients)
+    first, second = halves
+    return {name: _relative(second[name], g) for name, g in first.items() if name in second}
+
+
+def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> ModuleError:
+    """Return the error of a module fed values of fp32, rounded to the dtypes that half feeds it."""
+    call, cotangent = whole.calls[path].rounded_like(half.calls[path]), half.cotangents.get(path)
+    reference = whole.cotangents.get(path)
+    if reference is not None:
+        cotangent = reference * runs.scale
+    exact, *exact_gradients = runs.alone(path, call, cotangent, half=False)
+    rounded, *gradients = runs.alone(path, call, cotangent, half=True)
+    of_both = zip(gradients, exact_gradients, strict=True)
+    pairs = [(g, e) for g, e in of_both if e.numel() and g.shape == e.shape]
+    smallest = _SMALLEST.get(runs.half or torch.float16, 0.0)
+    return ModuleError(
+        path,
+        kind,
+        _relative(rounded, exact),
+        # Of all together: one that is 0 but for rounding says nothing.
+        _relative(*(torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)))
+        if pairs
+        else 0.0,
+        _relative(half.calls[path].output.float(), whole.calls[path].output.float()),
+        float(whole.calls[path].output.float().abs().max()) if exact.numel() else 0.0,
+        max((_share((g == 0) & (e != 0)) for g, e in pairs), default=0.0),
+        max((_share((g != 0) & (g.abs() < smallest)) for g, _ in pairs), default=0.0),
+    )
+
+
+def _stagnant(runs: Runs) -> float:
+    """Return the share of half weights at rest that an update as large as the rate leaves as is."""
+    if getattr(runs.plugin, "write_back", "nearest") != "nearest":
+        return 0.0
+    still = count = 0.0
+    for optimizer in runs.trainer.optimizers:
+        if "Adam" not in type(optimizer).__name__:  # whose updates are about as large as the rate
+            continue
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.dtype in HALF_DTYPES and group["lr"] > 0:
+                    # Half a unit in the last place: what rounds back to the weight.
+                    _, exponent = torch.frexp(p.detach().float())
+                    unit = torch.finfo(p.dtype).eps * 2.0 ** (exponent - 1)
+                    still += float((group["lr"] < unit / 2).float().sum())
+                    count += p.numel()
+    return still / count if count else 0.0
+
+
+def _relative(value: Tensor, exact: Tensor) -> float:
+    """Return the root mean square of the difference over that of the exact value."""
+    if value.shape != exact.shape or not exact.numel():
+        return 0.0
+    if not bool(value.isfinite().all()):
+        return math.inf
+    difference = float((value.double() - exact.double()).square().mean().sqrt())
+    norm = float(exact.double().square().mean().sqrt())
+    return difference / norm if norm > 0 and math.isfinite(norm) else difference
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.float().mean())
+
+
+def _ranked(modules: Sequence[ModuleError]) -> tuple[ModuleError, ...]:
+    """Return modules by their own errors, those that a part of theirs explains last."""
+    own = {each.path: each.own for each in modules}
+
+    def is_explained(path: str) -> bool:
+        return any(p.startswith(f"{path}.") and 10 * e >= own[path] for p, e in own.items())
+
+    return tuple(sorted(modules, key=lambda each: (is_explained(each.path), -each.own)))

@@ -1,0 +1,125 @@
+"""`PrecisionPreflight`: which modules half precision hurts, and the settings that mend it."""
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._locate.replay import undisturbed
+from lightning_mp.callbacks._preflight.measure import Preflight, measure, search
+from lightning_mp.callbacks._preflight.runs import Runs
+from lightning_mp.callbacks._step.training_state import is_sharded
+from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_of
+from lightning_mp.callbacks._words.usage import usage
+
+__all__ = ["PrecisionPreflight"]
+
+
+@explains_arguments(checks={"steps": "[1, inf)"})
+class PrecisionPreflight(pl.Callback):
+    r"""Compares the first steps in half with fp32, module by module, and says what mends them.
+
+    Each of the first batches is run in fp32 and under the precision plugin, from the same weights
+    and generators, before its step is taken. Each module is run by itself, fed what it is fed in
+    half, so that its own error is told from those handed in. The yardstick is gradient noise:
+
+    .. math::
+        r = \max_p \frac{\lVert g_{16}^p - g_{32}^p \rVert}{\lVert g_{32}^p(B_1) -
+            g_{32}^p(B_2) \rVert}
+
+    for the halves :math:`B_1, B_2` of the batch. An :math:`r` below 5% is clean. Otherwise modules
+    are tried in fp32, and the lines of YAML that mend it are logged. Dropout is left out of all
+    runs. Weights, optimizers, generators, buffers, metrics and the data are as before, bit for bit.
+
+    Args:
+        steps: Batches that are looked at.
+        stops: Whether the run ends after them, as with `lightning-mp preflight`.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example: `Trainer(callbacks=PrecisionPreflight())`
+    """
+
+    def __init__(self, *, steps: int = 4, stops: bool = False) -> None:
+        self.steps = steps
+        self.stops = stops
+        self.result: Preflight | None = None
+        """What was found, from the last of the steps on."""
+        self.failure: str | None = None
+        """Why nothing was measured."""
+        self.settings = ""
+        """The lines of YAML that mend what was found."""
+        self.text = ""
+        """The verdict, the modules with the largest errors, and these settings."""
+        self._seen, self._wanted = 0, steps
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        plugin = trainer.precision_plugin
+        self._wanted = int(min(self.steps, trainer.estimated_stepping_batches))
+        reason = None
+        if trainer.global_step > 0:
+            self._seen = self._wanted  # a run that goes on was looked at when it began
+        elif not pl_module.automatic_optimization:
+            reason = usage("preflight_manual")
+        elif is_sharded(trainer):
+            reason = usage("preflight_sharded")
+        elif "16" not in str(plugin.precision):
+            reason = usage("preflight_fp32", precision=str(plugin.precision))
+        if reason is not None:
+            self._end(reason)
+            trainer.should_stop |= self.stops
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._seen >= self._wanted:
+            return
+        self._seen += 1
+        try:
+            with ExitStack() as stack:
+                if "torch._dynamo" in sys.modules:  # hooks inside of compiled code are not called
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(undisturbed(trainer, batch))
+                self._look(trainer, batch, batch_idx)
+        except Exception as error:
+            text = (str(error).splitlines() or [""])[0][:200]
+            self._end(usage("preflight_failed", name=type(error).__name__, text=text))
+        trainer.should_stop |= self.stops and self._seen >= self._wanted
+
+    def _look(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        runs = Runs(trainer, batch, batch_idx)
+        found, whole, noise = measure(runs)
+        if not noise:
+            self._end(usage("preflight_rows"))
+            return
+        self.result = found = found if self.result is None else found.merged(self.result)
+        if self._seen < self._wanted:
+            return
+        agree = trainer.strategy.broadcast if trainer.world_size > 1 else lambda value: value
+        self.result = found = search(runs, found, whole, noise, agree)
+        plugin = trainer.precision_plugin
+        name = type(plugin).__name__
+        arguments = {
+            "half": "bf16" if found.half == torch.bfloat16 else "fp16",
+            "fp32_modules": list(getattr(plugin, "fp32_modules", ["norm"])),
+        }
+        self.settings = settings_of(found, name, arguments)
+        said = [verdict_of(found, name), "", table_of(found), *found.notes]
+        if self.settings:
+            said.append(f"\nPaste into the configuration:\n\n{self.settings}")
+        self.text = "\n".join(said)
+        if not self.stops:
+            rank_zero_info(self.text)
+
+    def _end(self, failure: str) -> None:
+        self._seen, self.failure = self._wanted, failure
+        rank_zero_warn(failure)

@@ -1,0 +1,123 @@
+"""Models with a planted weakness, and the runs that the preflight looks at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import BalancedAMP, PureFP16
+from tests.quiet import QUIET
+
+WIDTH, TOKENS, WORDS, ROWS = 32, 12, 40, 8
+
+
+class Cancellation(nn.Module):
+    """Loses in half what is small beside 300."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 300.0) - 300.0
+
+
+class HandWrittenNorm(nn.Module):
+    """Squares pass 65504 in fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 400
+        return y / (y * y).mean(-1, keepdim=True).sqrt()
+
+
+class Overflow(nn.Module):
+    """Its values pass 65504 in fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e5) * 1e-5
+
+
+class LostGradients(nn.Module):
+    """Its gradients are below the range of fp16 at any usual loss scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e-6) * 1e6
+
+
+WEAK: dict[str, Callable[[], nn.Module]] = {
+    "cancellation": Cancellation,
+    "hand-written norm": HandWrittenNorm,
+    "overflow": Overflow,
+    "lost gradients": LostGradients,
+}
+
+
+class Block(nn.Module):
+    """A residual block.
+
+    Args:
+        weak: Stands after the first layer.
+        dropout: Of the block's output.
+    """
+
+    def __init__(self, weak: nn.Module | None, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.weak = nn.Linear(WIDTH, 4 * WIDTH), weak or nn.Identity()
+        self.down, self.drop = nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.weak(self.up(self.norm(x))))))
+
+
+class Words(pl.LightningModule):
+    """Predicts the next word.
+
+    Args:
+        weak: A name of `WEAK`, for the second of three blocks.
+        dropout: Of the blocks.
+    """
+
+    def __init__(self, weak: str | None = None, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        makes = [None, WEAK[weak] if weak else None, None]
+        self.blocks = nn.ModuleList(Block(make() if make else None, dropout) for make in makes)
+        self.running = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        x = self.running(x.flatten(0, 1)).view_as(x)
+        loss = F.cross_entropy(self.head(x).float().flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Sentences(pl.LightningDataModule):
+    """Random words."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        torch.manual_seed(2)
+        words = torch.randint(0, WORDS, (6 * ROWS, TOKENS))
+        return DataLoader(TensorDataset(words, words.roll(-1, 1)), ROWS, shuffle=True)
+
+
+def plugin(name: str) -> Any:
+    """Return a precision plugin."""
+    if name == "16-mixed":
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    kind, half = name.split()
+    return {"BalancedAMP": BalancedAMP, "PureFP16": PureFP16}[kind](half=half)
+
+
+def trainer(name: str, callbacks: Any, **kwargs: Any) -> pl.Trainer:
+    """Return a Trainer with a plugin."""
+    kwargs = {**QUIET, "max_steps": 4, **kwargs, "callbacks": callbacks}
+    return pl.Trainer(**kwargs, plugins=plugin(name))
