@@ -30,6 +30,7 @@ __all__ = ["AdamStateMonitor"]
 @explains_arguments(
     checks={
         "max_update_rms max_below_epsilon min_ratio max_ratio": "(0, inf]",
+        "max_stagnant": "(0, 1]",
         "zero_run_steps": "[1, inf)",
     }
 )
@@ -50,6 +51,8 @@ class AdamStateMonitor(SamplingMonitor):
         zero_run_steps: Warns when a tensor that had gradients has had none for so many steps.
         min_ratio: Warns where the norm of the update is a smaller part of that of the weights.
         max_ratio: Warns where it is a larger one.
+        max_stagnant: Warns where the update leaves a larger share of the weights in fp16 or bf16
+            as they are, as it is below half a unit in their last place.
         every_n_steps: Steps between two samples; a fifth of it for the first samples.
         baseline_samples: Samples at the start that tell what is usual.
         repeat_after_steps: Steps until the same alarm may be raised again.
@@ -66,6 +69,7 @@ class AdamStateMonitor(SamplingMonitor):
         zero_run_steps: int = 500,
         min_ratio: float = 1e-8,
         max_ratio: float = 10.0,
+        max_stagnant: float = 0.5,
         every_n_steps: int = 100,
         baseline_samples: int = 10,
         repeat_after_steps: int = 1000,
@@ -77,6 +81,7 @@ class AdamStateMonitor(SamplingMonitor):
             "zero_run_steps": zero_run_steps,
             "min_ratio": min_ratio,
             "max_ratio": max_ratio,
+            "max_stagnant": max_stagnant,
         }
         # Under their own names, of which `state_key` is made.
         vars(self).update(limits)
@@ -121,10 +126,17 @@ class AdamStateMonitor(SamplingMonitor):
             if groups and not optimizer.state:  # no step has been made yet
                 self._until = step.facts.step + 1
             return None
+        plugin = step.trainer.precision_plugin
         gradients = [found.gradients[i] for i in chosen]
         parameters = [found.parameters[i] for i in chosen]
         return step.gather(
-            adam_statistics(optimizer, parameters, gradients, found.unscale),
+            adam_statistics(
+                optimizer,
+                parameters,
+                gradients,
+                found.unscale,
+                keeps_rounding=getattr(plugin, "write_back", "nearest") != "nearest",
+            ),
             shards_only=True,
             names=[found.names[i] for i in chosen],
             beta2=float(groups[0]["betas"][1]),

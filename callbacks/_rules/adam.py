@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks._rules.ranges import ALIVE, ROUNDING
 from lightning_mp.callbacks._rules.records import Learning, Verdict
-from lightning_mp.numerics.floats import state_dtype
+from lightning_mp.numerics.floats import HALF_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import local_shard, stored_values
 
 __all__ = [
@@ -46,9 +46,10 @@ class AdamField(IntEnum):
     SQUARED_WEIGHT = 5
     SQUARED_GRADIENT = 6
     SECOND_MOMENT = 7  # the sum of `v`, after the step and not corrected
-    NON_FINITE = 8  # 1 where a sum is NaN or inf; all sums before are then 0
-    BAD_STATE = 9  # 1 where that cannot come from gradient or weight: the optimizer's state is bad
-    STEP = 10  # how many steps the optimizer will have made; of shards the largest, not the sum
+    STAGNANT = 8  # how many weights in half the update leaves as they are, where it is not 0
+    NON_FINITE = 9  # 1 where a sum is NaN or inf; all sums before are then 0
+    BAD_STATE = 10  # 1 where that cannot come from gradient or weight: the optimizer's state is bad
+    STEP = 11  # how many steps the optimizer will have made; of shards the largest, not the sum
 
 
 def has_second_moments(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -75,6 +76,8 @@ def adam_statistics(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     unscale: float | Tensor,
+    *,
+    keeps_rounding: bool = False,
 ) -> Tensor:
     r"""Work out, ahead of a step and without changing anything, what it will do.
 
@@ -83,11 +86,18 @@ def adam_statistics(
         m = \beta_1 m + (1 - \beta_1) g, \quad \hat m = m / (1 - \beta_1^t)
 
     The row of a parameter without Adam's states, or with an empty gradient, is zero. Rows are
-    float64 (fp32 on MPS), on its device.
+    float64 (fp32 on MPS), on its device. With `keeps_rounding`, what a half weight cannot hold of a
+    step is kept elsewhere, and no weight stands still.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rows = [
-        _row(groups[id(p)], optimizer.state.get(p, {}), p, gradient, unscale)
+        _row(
+            groups[id(p)] | ({"write_back": "kept"} if keeps_rounding else {}),
+            optimizer.state.get(p, {}),
+            p,
+            gradient,
+            unscale,
+        )
         for p, gradient in zip(parameters, gradients, strict=True)
     ]
     return torch.stack(rows)
@@ -126,7 +136,7 @@ def _row(
 def _block_sums(
     group: dict[str, Any], step: Tensor, unscale: float | Tensor, block: Sequence[Tensor]
 ) -> Tensor:
-    """Return the columns from `NON_ZERO` to `SECOND_MOMENT` of a part of a parameter, in fp32."""
+    """Return the columns from `NON_ZERO` to `STAGNANT` of a part of a parameter, in fp32."""
     beta1, beta2 = (float(b) for b in group["betas"])
     weight, g, m, v = (part.float() for part in block)
     if isinstance(unscale, Tensor) or unscale != 1:
@@ -136,6 +146,12 @@ def _block_sums(
     update = torch.lerp(m, g, 1 - beta1).div_(root + group["eps"])
     factor = group["lr"] / (1 - beta1**step)
     is_moving = g != 0
+    # Steps that keep what rounding takes, or round at random, lose nothing.
+    is_rounded = group.get("write_back", "nearest") == "nearest"
+    is_still = torch.zeros((), device=g.device)
+    if block[0].dtype in HALF_DTYPES and is_rounded:
+        stepped = torch.addcmul(weight, update, -factor).to(block[0].dtype)
+        is_still = (stepped == block[0]).logical_and_(is_moving)
     second_moment = torch.dot(root, root) * (1 - beta2**step)
     below = (root < max(group["eps"], _SMALLEST)).logical_and_(is_moving)
     ratio = g.div(root.clamp_(min=max(group["eps"], _SMALLEST)))
@@ -147,6 +163,7 @@ def _block_sums(
         torch.dot(weight, weight),
         torch.dot(g, g),
         second_moment,
+        is_still.count_nonzero(),
     ]
     return torch.stack([each.to(torch.float32) for each in sums])
 
@@ -187,6 +204,7 @@ class AdamNumbers:
         # The norm of the update over that of the weights; NaN for weights of 0.
         update = math.sqrt(sums[AdamField.SQUARED_UPDATE])
         self.ratio = update / weight if weight else math.nan
+        self.moving, self.stagnant = sums[AdamField.NON_ZERO], sums[AdamField.STAGNANT]
         self.second_moment = sums[AdamField.SECOND_MOMENT]
         self.step = int(sums[AdamField.STEP])  # how many steps Adam will have made
 
@@ -201,6 +219,7 @@ class AdamStateRule(Learning):
     zero_run_steps: int
     min_ratio: float
     max_ratio: float
+    max_stagnant: float
     wants_more: bool = field(default=False, init=False)  # samples at once, to confirm a high RMS
     _usual: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     _highest_rate: float = field(default=0.0, init=False)
@@ -223,7 +242,7 @@ class AdamStateRule(Learning):
         is_silent = all(numbers.is_zero for numbers in tensors)
         moving = [numbers.gradient_rms for numbers in tensors if not numbers.is_zero]
         rounding = ROUNDING * statistics.median(moving) if moving else 0.0
-        verdicts: list[Verdict] = []
+        verdicts = self._judge_stagnant(tensors, rate, is_rising)
         high: list[Verdict] = []
         for numbers in tensors:
             usual = self._usual.setdefault(numbers.name, {**_UNKNOWN, "from": step})
@@ -320,6 +339,21 @@ class AdamStateRule(Learning):
             return None
         words = {"boost": boost, "limit": _boost(math.inf, beta2)}
         return Verdict("zero_run", steps, self.zero_run_steps, numbers=words)
+
+    def _judge_stagnant(
+        self, tensors: Collection[AdamNumbers], rate: float | None, is_rising: bool
+    ) -> list[Verdict]:
+        """Judge all weights together: one rate and one format make them stand still."""
+        moving = sum(numbers.moving for numbers in tensors)
+        share = sum(numbers.stagnant for numbers in tensors) / max(moving, 1.0)
+        # Neither the beginning of a warm-up nor the end of a schedule is a failure.
+        is_used = rate is None or (not is_rising and rate > 1e-3 * self._highest_rate)
+        if share <= self.max_stagnant or not is_used:
+            return []
+        most = max(tensors, key=lambda numbers: numbers.stagnant)
+        still = sum(numbers.stagnant > 0.5 * numbers.moving for numbers in tensors)
+        verdict = Verdict("stagnant_weights", share, self.max_stagnant, tensor=most.name)
+        return [replace(verdict, numbers={"count": still})]
 
     def _judge_ratio(
         self, numbers: AdamNumbers, rate: float | None, is_known: bool, knows_rate: bool

@@ -66,6 +66,9 @@ MESSAGES = {
     f"as long as before, and up to {{limit:.3g}} times later on. {_COUNT}",
     "update_to_weight": "The next update of `{tensor}` has {value:.3g} times the norm of its "
     f"weights, outside [{{least:g}}, {{most:g}}]. {_COUNT}",
+    "stagnant_weights": "The next update leaves {value:.0%} of the weights in half precision as "
+    "they are: it is below half a unit in their last place. `{tensor}` has the most of them. "
+    f"{_COUNT}",
     # --- SpikeGuard ------------------------------------------------------------------------------
     "divergence": "The loss{whose} has risen to {value:.4g}, the median of {window} steps, from "
     "{best:.4g} at its best, around step {best_step:.0f}: above {threshold:.4g}, which noise does "
@@ -224,6 +227,8 @@ REMEDIES = {
     "update_to_weight": "Lower the learning rate to {lower_rate:.3g}, or warm it up for longer.",
     "update_to_weight, ending": "The schedule is lowering the learning rate already.",
     "update_to_weight, low": "Raise the learning rate of its group, or lower epsilon.",
+    "stagnant_weights": "Keep weights in fp32 by `Trainer(plugins=BalancedAMP(half='bf16'))` "
+    "without `precision`, or step them with `SafeAdamW`, which keeps what rounding takes.",
     "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
     "checkpoint before step {first_bad:.0f}.",
     "non_finite_run": _BACK + ", or pass `SpikeGuard(action='rewind')`.",

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
@@ -18,6 +19,8 @@ from tests.callbacks.models import (
     kinds,
     watch,
 )
+from tests.monitors.planted import Fit
+from tests.monitors.running import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
 
@@ -55,7 +58,7 @@ def reference(p: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, eps: fl
     below = ((v.sqrt() < eps) & (g != 0)).sum()
     numbers = g.numel(), (g != 0).sum(), ratios.sum(), below, (update**2).sum()
     numbers = *numbers, (p.double() ** 2).sum(), (g * g).sum(), (v * (1 - 0.999**step)).sum()
-    return [float(x) for x in (*numbers, 0, 0, step)]
+    return [float(x) for x in (*numbers, 0, 0, 0, step)]
 
 
 def test_statistics_equal_those_in_float64() -> None:
@@ -72,11 +75,52 @@ def test_statistics_equal_those_in_float64() -> None:
         assert row.tolist() == pytest.approx(expected, rel=1e-4)
     assert sums.dtype == torch.float64
     bad = adam_statistics(optimizer, parameters[:1], [gradients[0] * torch.nan], 1.0)
-    assert bad[0].tolist() == [35.0] + [0.0] * 7 + [1.0, 0.0, 5.0]
+    assert bad[0].tolist() == [35.0] + [0.0] * 8 + [1.0, 0.0, 5.0]
     optimizer.state[parameters[0]]["exp_avg_sq"][0] = torch.inf
     bad = adam_statistics(optimizer, parameters[:1], gradients[:1], 1.0)
-    assert bad[0].tolist() == [35.0] + [0.0] * 7 + [1.0, 1.0, 5.0]
-    assert list(AdamField)[-1] == 10
+    assert bad[0].tolist() == [35.0] + [0.0] * 8 + [1.0, 1.0, 5.0]
+    assert list(AdamField)[-1] == 11
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_stand_still_are_those_that_a_step_leaves_as_they_are(
+    dtype: torch.dtype,
+) -> None:
+    weights = torch.randn(200, 50) * 10 ** torch.randn(200, 50)
+    p = nn.Parameter(weights.to(dtype))
+    optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, foreach=False)
+    # Moments in fp32, as of an optimizer that keeps them so.
+    fp32 = {"exp_avg": torch.randn(200, 50), "exp_avg_sq": torch.rand(200, 50) + 0.1}
+    optimizer.state[p] = {"step": torch.tensor(500.0), **fp32}
+    gradient = torch.randn(200, 50).to(dtype)
+    (row,) = adam_statistics(optimizer, [p], [gradient], 1.0)
+    m = (0.9 * fp32["exp_avg"].double() + 0.1 * gradient.double()) / (1 - 0.9**501)
+    v = (0.999 * fp32["exp_avg_sq"].double() + 0.001 * gradient.double() ** 2) / (1 - 0.999**501)
+    stepped = (p.detach().double() - 1e-3 * m / (v.sqrt() + 1e-8)).to(dtype)
+    expected = ((stepped == p) & (gradient != 0)).sum().item()
+    assert 1000 < expected < 9000
+    assert abs(row[AdamField.STAGNANT].item() - expected) <= 20  # ties of rounding in fp32
+    kept = adam_statistics(optimizer, [p], [gradient], 1.0, keeps_rounding=True)
+    assert kept[0, AdamField.STAGNANT] == 0
+    optimizer.param_groups[0]["write_back"] = "kahan"
+    assert adam_statistics(optimizer, [p], [gradient], 1.0)[0, AdamField.STAGNANT] == 0
+
+
+@pytest.mark.parametrize(
+    ("plugin", "lr", "warned"),
+    [
+        (lambda: HalfPrecision("bf16-true"), 1e-5, True),
+        (lambda: HalfPrecision("bf16-true"), 3e-2, False),
+        (lambda: PureFP16(half="bf16"), 1e-5, False),
+        (lambda: BalancedAMP(half="bf16"), 1e-5, False),
+    ],
+    ids=["bf16-true", "large steps", "PureFP16", "BalancedAMP"],
+)
+def test_stagnant_weights_are_told_where_rounding_takes_steps(
+    plugin: Any, lr: float, warned: bool
+) -> None:
+    alarms = train(Fit(steps=40, lr=lr), plugin()).alarms
+    assert ("stagnant_weights" in {alarm.kind for alarm in alarms}) == warned
 
 
 def test_statistics_of_complex_weights_are_those_of_their_parts() -> None:

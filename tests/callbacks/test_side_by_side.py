@@ -75,7 +75,13 @@ OTHERS: dict[type[InstabilityMonitor], dict[str, Any]] = {
         "repeat_after_steps": 5,
     },
     AdamStateMonitor: {
-        **{"max_update_rms": 3.0, "max_below_epsilon": 0.5, "zero_run_steps": 5, "min_ratio": 0.1},
+        **{
+            "max_update_rms": 3.0,
+            "max_below_epsilon": 0.5,
+            "zero_run_steps": 5,
+            "min_ratio": 0.1,
+            "max_stagnant": 0.3,
+        },
         **{"max_ratio": 5.0, "every_n_steps": 3, "baseline_samples": 3, "repeat_after_steps": 5},
     },
     ActivationRangeMonitor: {

@@ -6,10 +6,11 @@ import statistics
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from lightning_mp import SafeAdamW
+from lightning_mp import BalancedAMP, SafeAdamW
 from lightning_mp.callbacks import SpikeGuard
 from tests.monitors.language_models import GPT2, VOCABULARY
 from tests.monitors.planted import Fit, Planted
@@ -224,6 +225,16 @@ FAILURES = [
         step=20,
         advises="Raise the learning rate",
         cure="a learning rate that moves weights", remedy={"lr": 3e-3},
+    ),
+    Planted(
+        name="updates below half a unit of bf16 weights",
+        precision=lambda: HalfPrecision("bf16-true"),
+        settings={"lr": 1e-5},
+        monitor="AdamStateMonitor", kind="stagnant_weights",
+        step=20,
+        advises="Keep weights in fp32",
+        cure="fp32 weights, by BalancedAMP",
+        cured_precision=lambda: BalancedAMP(half="bf16"),
     ),
     Planted(
         name="epsilon above all gradients from the start",
