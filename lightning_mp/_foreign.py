@@ -26,8 +26,9 @@ class ForLightning:
     """Says in its `repr` what it is for.
 
     A `pytorch_lightning.Trainer` refuses plugins and strategies of `lightning.pytorch` before it
-    calls any code of theirs, and names in its error their `repr` alone.
+    calls any code of theirs, and names in its error their `repr` alone. That of `lightning.pytorch`
+    has it in the error for `precision=` beside `plugins=`.
     """
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} for `lightning.pytorch`, not for `pytorch_lightning`>"
+        return f"<{type(self).__name__} for `lightning.pytorch`>"

@@ -122,6 +122,17 @@ def test_cli_bad_argument_exits_with_the_reason(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_cli_plugin_passed_as_precision_is_told_the_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = f"{__name__}.TinyCLIPWithData"
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.precision", "BalancedAMP", "--model", model])
+    assert "Pass `--trainer.plugins BalancedAMP`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help", "InfCLStrategy"])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as ptl
 import torch
@@ -67,3 +68,9 @@ def test_callback_in_a_foreign_trainer_says_what_it_is_for(callback: str) -> Non
     said = "Expected a parent" if refuses else f"`{callback}`.*{SENTENCE}"
     with pytest.raises((MisconfigurationException, ValueError), match=said):
         ptl.Trainer(callbacks=[getattr(lightning_mp, callback)()], **SETTINGS).fit(Model())
+
+
+def test_precision_beside_a_plugin_is_refused_without_a_word_of_the_other_package() -> None:
+    with pytest.raises(ValueError, match="Received both") as refused:
+        pl.Trainer(precision="16-mixed", plugins=lightning_mp.BalancedAMP(), accelerator="cpu")
+    assert "pytorch_lightning" not in str(refused.value)

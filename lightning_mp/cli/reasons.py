@@ -93,7 +93,11 @@ def _items(body: list[str]) -> Iterator[list[str]]:
 def _of_no_type(body: list[str], places: tuple[str, ...]) -> _Reason:
     given = next((line for line in body if line.startswith("Given value: ")), "")
     types = _plain(body[0].removeprefix("Subtypes: "))
-    text = f"Expected one of {types}. Got value: {given.removeprefix('Given value: ')}"
+    value = given.removeprefix("Given value: ")
+    if places[-1:] == ("trainer.precision",) and value in lightning_mp.precision.__all__:
+        text = f"{value} is a plugin. Pass `--trainer.plugins {value}`, and no precision."
+        return _Reason(places, text, rank=2)
+    text = f"Expected one of {types}. Got value: {value}"
     return _Reason(places, text, rank=2)
 
 

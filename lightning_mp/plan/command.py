@@ -44,7 +44,9 @@ def plan(
         config: YAML file of a run, as for `lightning-mp fit --config`.
         model: In place of a config: `ViT-L/14`, `ViT-B/16`, `ViT-B/32`, a class of transformers, a
             folder with a config.json, or a name of open_clip. Nothing is downloaded.
-        batch: Global batch, such as 10M or 1024k; k is 1,024 and M 1,024 k, as in the papers.
+        batch: Global batch, such as 10M or 1024k; k is 1,024 and M 1,024 k, as in the papers. The
+            default is the config's: `batch_size` of its data module, or what its loader yields on
+            all ranks.
         gpus: Ranks.
         gpus_per_node: Ranks that share a host.
         gpu_memory: Of each, in GiB.
@@ -74,7 +76,8 @@ def plan(
             "loader_batches": loader_batches,
         }
         subject = replace(subject, **{k: v for k, v in chosen.items() if v is not None})
-        asked = subject.batch if batch is None else pairs_of(batch)
+        implied = subject.batch or (subject.rank_batch and subject.rank_batch * gpus)
+        asked = implied if batch is None else pairs_of(batch)
         rate = _rate(subject, config, pairs_per_second, tflops, network)
         per_epoch = None if pairs is None else pairs_of(pairs)
     # What was passed is at fault: a sentence in place of a traceback.

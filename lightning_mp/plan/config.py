@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_class
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
@@ -49,6 +50,7 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
             f"{', '.join(PRECISIONS)}: pass the nearest by `--precision`."
         )
     data, batch = _data(settings)
+    loader_batches = strategy.get("loader_batches_per_step", 1)
     micro_batch = strategy.get("micro_batch_size", 256)
     one = tree_leaves(_rows(batch, 1, fake=False))
     model, towers, found = _measured(settings, strategy, batch, PRECISIONS[chosen])
@@ -63,8 +65,9 @@ def subject_of_config(path: str, precision: str | None = None) -> Subject:
         micro_batch=256 if micro_batch == "auto" else micro_batch,
         offload=strategy.get("offload") == "host",
         prefetch=strategy.get("prefetch", 2),
-        loader_batches=strategy.get("loader_batches_per_step", 1),
+        loader_batches=loader_batches,
         batch=getattr(data, "batch_size", None),
+        rank_batch=_pairs(batch) * loader_batches,
         found=found,
     )
 
@@ -128,13 +131,7 @@ def _model(settings: dict[str, Any]) -> LightningModule:
 
 def _rows(batch: Any, size: int, fake: bool) -> Any:
     """Return a batch of another size; without memory its values do not matter."""
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not leaves:
-        raise ValueError(
-            f"Passed a config whose loader yields {type(batch).__name__} without tensors of rows. "
-            "The bytes of a pair are then unknown; pass `--model` in place of the config."
-        )
-    pairs = max(len(leaf) for leaf in leaves)  # what is shorter has no row for each pair
+    pairs = _pairs(batch)
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != pairs:
@@ -144,6 +141,16 @@ def _rows(batch: Any, size: int, fake: bool) -> Any:
         return leaf[torch.arange(size) % pairs]
 
     return tree_map(resize, batch)
+
+
+def _pairs(batch: Any) -> int:
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not leaves:
+        raise ValueError(
+            f"Passed a config whose loader yields {type(batch).__name__} without tensors of rows. "
+            "The bytes of a pair are then unknown; pass `--model` in place of the config."
+        )
+    return max(len(leaf) for leaf in leaves)  # what is shorter has no row for each pair
 
 
 def _made(settings: dict[str, Any], part: str, **options: Any) -> Any:
@@ -174,13 +181,14 @@ def _optimizers(settings: dict[str, Any], model: LightningModule) -> list[Optimi
     return [leaf for leaf in made if isinstance(leaf, Optimizer)]
 
 
-def _data(settings: dict[str, Any]) -> tuple[LightningDataModule, Any]:
-    if "data" not in settings:
+def _data(settings: dict[str, Any]) -> tuple[LightningDataModule | LightningModule, Any]:
+    """Return what has the training loader, the data module or the model, and a batch of it."""
+    data = _made(settings, "data") if "data" in settings else _model(settings)
+    if not is_overridden("train_dataloader", data):
         raise ValueError(
-            "Passed a config without `data`, so the bytes of a pair are unknown. Add the data "
-            "module that the run will have."
+            "Passed a config without `data`, whose model has no `train_dataloader`, so the bytes "
+            "of a pair are unknown. Add the data module that the run will have."
         )
-    data = _made(settings, "data")
     # There is no Trainer to call them.
     data.prepare_data()
     data.setup("fit")

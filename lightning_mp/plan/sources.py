@@ -115,6 +115,12 @@ def _of_transformers(name: str) -> _Built:
                 "downloads nothing. Pass a folder with its config.json, or a name of "
                 f"{', '.join(CLIP_SIZES)}."
             ) from error
+    if not (hasattr(config, "vision_config") and hasattr(config, "text_config")):
+        raise ValueError(
+            f"Passed `--model {name}`, whose {type(config).__name__} describes one tower. `plan` "
+            "counts towers for images and texts. Pass a model with both, such as `CLIPModel` or "
+            "`SiglipModel`, or a config of your own by `--config`."
+        )
     with _without_initial_values():
         model = make(config)
     size = config.vision_config.image_size

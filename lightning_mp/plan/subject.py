@@ -83,6 +83,7 @@ class Subject:
     prefetch: int = 2  # micro-batches copied ahead with `offload`
     loader_batches: int = 1  # loader batches of a step
     batch: int | None = None  # global batch of the config; `None` if it names none
+    rank_batch: int | None = None  # pairs that the config's loader yields on a rank for a step
     found: str = field(default="", compare=False)  # how the towers were measured, for the table
 
     @classmethod

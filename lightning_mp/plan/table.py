@@ -79,6 +79,11 @@ def plan_lines(
     yield from aligned([*_statics(subject)])
     yield ""
     yield from aligned([*_memories(subject, machine, batch)])
+    yield (
+        "peak = static + data + features + the larger of loss and backbone. loss: logits or the "
+        "workspace of tiles, and without a cache the towers' activations. backbone: gradients of "
+        "the weights, and activations of a micro-batch, or of the batch without a cache."
+    )
     yield ""
     ours = memory(METHODS[-1], batch, subject, machine)
     yield (

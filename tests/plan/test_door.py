@@ -1,0 +1,75 @@
+"""What newcomers pass to `plan` first: one tower, and a config whose loader is in the model."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import ContrastiveLoss
+from lightning_mp.cli import main
+from lightning_mp.plan.config import subject_of_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class WithLoader(pl.LightningModule):
+    """A CLIP as in the quick start, whose loader yields 48 pairs of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual, self.text, self.loss = nn.Linear(12, 8), nn.Linear(6, 8), ContrastiveLoss()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        image, text = self.visual(batch[0]), self.text(batch[1])
+        return self.loss(F.normalize(image, dim=-1), F.normalize(text, dim=-1), 10.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(torch.randn(96, 12), torch.randn(96, 6)), 48)
+
+
+class WithoutLoader(WithLoader):
+    """The same, with nothing to read."""
+
+    train_dataloader = pl.LightningModule.train_dataloader
+
+
+def config(folder: Path, model: type) -> str:
+    strategy = {"class_path": "InfCLStrategy", "init_args": {"loader_batches_per_step": 2}}
+    path = folder / "run.yaml"
+    settings = {
+        "trainer": {"strategy": strategy, "precision": "bf16-mixed"},
+        "model": {"class_path": f"{__name__}.{model.__name__}"},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def test_config_whose_loader_is_in_the_model_is_planned_with_its_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, WithLoader)
+    subject = subject_of_config(path)
+    assert subject.pair_bytes == 4 * (12 + 6)
+    assert subject.rank_batch == 2 * 48
+    main(["plan", "--config", path, "--gpus", "4", "--picture", ""])
+    printed = capsys.readouterr().out
+    assert "Batch 384 on 4 rank(s), 96 each" in printed
+    assert "backbone: gradients of the weights" in printed
+
+
+def test_config_without_any_loader_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="whose model has no `train_dataloader`"):
+        main(["plan", "--config", config(tmp_path, WithoutLoader), "--picture", ""])
+
+
+def test_model_with_one_tower_is_refused_in_a_sentence() -> None:
+    with pytest.raises(SystemExit, match="whose ViTConfig describes one tower"):
+        main(["plan", "--model", "ViTModel", "--batch", "1k"])
