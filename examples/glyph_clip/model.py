@@ -37,6 +37,8 @@ class GlyphCLIP(LightningModule):
         logit_bias: The logit bias at the start, learned as well; `None` for none.
     """
 
+    logit_bias: nn.Parameter | None
+
     def __init__(
         self,
         *,
@@ -70,7 +72,6 @@ class GlyphCLIP(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         image_bD, text_bD = self(batch)
-        loss: Tensor
         loss, statistics = self.loss(
             image_bD, text_bD, self.logit_scale.exp(), self.logit_bias, statistics=True
         )

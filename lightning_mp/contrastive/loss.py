@@ -183,6 +183,19 @@ class ContrastiveLoss(nn.Module):
         **pairs: "Unpack[PairArguments]",
     ) -> tuple[Tensor, LossStatistics]: ...
 
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = ...,
+        output_dict: bool = ...,
+        *,
+        statistics: bool = ...,
+        **pairs: "Unpack[PairArguments]",
+    ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]: ...
+
     def forward(
         self,
         image_features: Tensor,
@@ -224,6 +237,9 @@ class ContrastiveLoss(nn.Module):
         )  # fmt: skip
         result = {"contrastive_loss": loss} if output_dict else loss
         return (result, LossStatistics(*found.unbind())) if statistics else result
+
+    if TYPE_CHECKING:  # a call returns what `forward` does, of which `nn.Module` says nothing
+        __call__ = forward
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
         # Weight averaging copies whole modules, and a process group cannot be copied.

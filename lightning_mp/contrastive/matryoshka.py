@@ -158,6 +158,7 @@ class MatryoshkaLoss(nn.Module):
         """Return the sum of a call for each prefix, and statistics of the largest."""
         total: Tensor | None = None
         found: LossStatistics | None = None
+        call: Any = self.loss  # whose overloads know no dictionaries
         for width, weight in zip(self.widths, self.weights, strict=True):
             features = [x[:, :width] for x in (image_bD, text_nD)]
             options = dict(pairs)
@@ -166,9 +167,9 @@ class MatryoshkaLoss(nn.Module):
             if self.normalize:
                 features = [F.normalize(x, dim=1) for x in features]
             if statistics and found is None and width == max(self.widths):
-                loss, found = self.loss(*features, scale, bias, statistics=True, **options)
+                loss, found = call(*features, scale, bias, statistics=True, **options)
             else:
-                loss = self.loss(*features, scale, bias, **options)
+                loss = call(*features, scale, bias, **options)
             part: Tensor = weight * loss
             total = part if total is None else total + part
         if total is None:

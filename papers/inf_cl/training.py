@@ -62,8 +62,8 @@ def model_with(loss: nn.Module, lr: float) -> Any:
     # The demo's own step logs statistics, which the peers' losses do not give.
     class Trained(GlyphCLIP):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            value: Tensor = self.loss(*self(batch), self.logit_scale.exp())
-            return value
+            image_bD, text_bD = self(batch)
+            return self.loss(image_bD, text_bD, self.logit_scale.exp())
 
     model = Trained(width=32, feature_width=64, lr=lr)
     model.loss = loss  # type: ignore[assignment]
