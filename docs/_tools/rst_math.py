@@ -1,4 +1,8 @@
-"""Turns the formulas of docstrings, which are written for Sphinx, into MathML: no script needed."""
+"""Prepares docstrings for the API pages.
+
+Formulas, which are written for Sphinx, become MathML, which needs no script; constructors show the
+arguments that `takes_config` gives them.
+"""
 
 import re
 from typing import Any
@@ -28,3 +32,18 @@ class RstMath(griffe.Extension):
         """Rewrite one."""
         if obj.docstring is not None:
             obj.docstring.value = to_mathml(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Put the fields of a config in the place of the argument `config`."""
+        fields = pkg["gradient_cache._served.config.CacheConfig"].attributes
+        parameters = pkg["gradient_cache.gradient_cache.GradientCache.__init__"].parameters
+        del parameters["config"]
+        for name, field in fields.items():
+            parameters.add(
+                griffe.Parameter(
+                    name,
+                    annotation=field.annotation,
+                    kind=griffe.ParameterKind.keyword_only,
+                    default=field.value,
+                )
+            )

@@ -230,7 +230,7 @@ class ContrastiveLoss(nn.Module):
             guide_image: Another model's features, (b, G), to judge `false_negatives` by.
             guide_text: Of the texts, (n, G).
         """
-        loss, found = self.compute(
+        loss, found = self._compute(
             image_features, text_features, logit_scale, logit_bias,
             ids=ids, weights=weights, positives=positives, negatives=negatives,
             guide_image=guide_image, guide_text=guide_text, statistics=statistics,
@@ -268,14 +268,14 @@ class ContrastiveLoss(nn.Module):
         options |= {name: getattr(self, name) for name in RULES if self._is_softmax}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
-    def problem(self, request: Request) -> str | None:
+    def _problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
         problem = find_problem(request) or device_problem(request, self.process_group)
         if problem is None and self.backend == "triton":
             problem = triton_problem(request.image.device, request.image.dtype)
         return problem
 
-    def compute(
+    def _compute(
         self,
         image: Tensor,
         text: Tensor,
@@ -292,7 +292,7 @@ class ContrastiveLoss(nn.Module):
         kinds = None if is_compiling else request.kinds
         if is_compiling or kinds != self._first.kinds:
             # Not raised here: one rank may be right where another is wrong, and would wait for it.
-            problem = self.problem(request)
+            problem = self._problem(request)
             if problem is not None:
                 refuse(problem, request.owner, image, self.process_group)
         request = request.checked()

@@ -124,7 +124,7 @@ class MatryoshkaLoss(nn.Module):
         request = Request.of(
             self.loss, *inputs, owner=type(self).__name__, statistics=statistics, **pairs
         )
-        problem = self.loss.problem(request) or self._width_problem(image_features)
+        problem = self.loss._problem(request) or self._width_problem(image_features)
         if problem is not None:
             refuse(problem, request.owner, image_features, self.loss.process_group)
         # Not `isinstance`: subclasses, such as the sigmoid loss, compute something else.
@@ -133,7 +133,7 @@ class MatryoshkaLoss(nn.Module):
         is_plain = request.is_plain and request.false_negatives == "keep"
         # One pass over all widths keeps no maxima of one.
         if is_softmax and is_plain and not statistics:
-            total, _ = self.loss.compute(
+            total, _ = self.loss._compute(
                 *inputs, **pairs, widths=self.widths, width_weights=self.weights,
                 normalize=self.normalize, owner=request.owner,
             )  # fmt: skip

@@ -88,9 +88,9 @@ class ClipLoss(ContrastiveLoss):
                 stacklevel=3,
             )
 
-    def problem(self, request: Request) -> str | None:
+    def _problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
-        return _ranks_problem(self, request) or super().problem(request)
+        return _ranks_problem(self, request) or super()._problem(request)
 
 
 @explains_arguments(
@@ -146,9 +146,9 @@ class SigLipLoss(SigmoidContrastiveLoss):
         super().__init__()
         self.rank, self.world_size = rank, world_size
 
-    def problem(self, request: Request) -> str | None:
+    def _problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
-        return _ranks_problem(self, request) or super().problem(request)
+        return _ranks_problem(self, request) or super()._problem(request)
 
 
 def _ranks_problem(loss: Any, request: Request) -> str | None:

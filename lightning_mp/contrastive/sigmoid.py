@@ -77,7 +77,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
             tile_dtype=tile_dtype, autotune=autotune, exchange=exchange,
         )  # fmt: skip
 
-    def problem(self, request: Request) -> str | None:
+    def _problem(self, request: Request) -> str | None:
         """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
         for name in ("guide_image", "guide_text"):
             if getattr(request, name) is not None:
@@ -90,4 +90,4 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
                 f"Passed `weights` to `{request.owner}(backend='triton')`, whose kernels weigh all "
                 "images alike. Pass `backend='auto'`, which takes torch's tiles for weights."
             )
-        return super().problem(request)
+        return super()._problem(request)
