@@ -11,50 +11,24 @@ from typing import TYPE_CHECKING
 
 from lightning_mp._lazy import lazy_names
 
-if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
-    from lightning_mp.callbacks.activation_range_monitor import ActivationRangeMonitor
-    from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor
-    from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
-    from lightning_mp.callbacks.instability_report import InstabilityReport
-    from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-    from lightning_mp.callbacks.monitor import (
-        Alarm,
-        InstabilityError,
-        InstabilityMonitor,
-        InstabilityWarning,
+if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
+    from lightning_mp.callbacks.activation_range_monitor import (
+        ActivationRangeMonitor as ActivationRangeMonitor,
     )
-    from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator
-    from lightning_mp.callbacks.precision_preflight import PrecisionPreflight
-    from lightning_mp.callbacks.spike_guard import SpikeGuard
-    from lightning_mp.callbacks.tensor_collector import TensorCollector
+    from lightning_mp.callbacks.adam_state_monitor import AdamStateMonitor as AdamStateMonitor
+    from lightning_mp.callbacks.gradient_underflow_monitor import (
+        GradientUnderflowMonitor as GradientUnderflowMonitor,
+    )
+    from lightning_mp.callbacks.instability_report import InstabilityReport as InstabilityReport
+    from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor as LossScaleMonitor
+    from lightning_mp.callbacks.monitor import Alarm as Alarm
+    from lightning_mp.callbacks.monitor import InstabilityError as InstabilityError
+    from lightning_mp.callbacks.monitor import InstabilityMonitor as InstabilityMonitor
+    from lightning_mp.callbacks.monitor import InstabilityWarning as InstabilityWarning
+    from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator as NonFiniteLocator
+    from lightning_mp.callbacks.precision_preflight import PrecisionPreflight as PrecisionPreflight
+    from lightning_mp.callbacks.spike_guard import SpikeGuard as SpikeGuard
+    from lightning_mp.callbacks.tensor_collector import TensorCollector as TensorCollector
 
-__all__ = [
-    "ActivationRangeMonitor",
-    "AdamStateMonitor",
-    "Alarm",
-    "GradientUnderflowMonitor",
-    "InstabilityError",
-    "InstabilityMonitor",
-    "InstabilityReport",
-    "InstabilityWarning",
-    "LossScaleMonitor",
-    "NonFiniteLocator",
-    "PrecisionPreflight",
-    "SpikeGuard",
-    "TensorCollector",
-]
-
-_NAMES_OF = {
-    "activation_range_monitor": ("ActivationRangeMonitor",),
-    "adam_state_monitor": ("AdamStateMonitor",),
-    "gradient_underflow_monitor": ("GradientUnderflowMonitor",),
-    "instability_report": ("InstabilityReport",),
-    "loss_scale_monitor": ("LossScaleMonitor",),
-    "monitor": ("Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"),
-    "non_finite_locator": ("NonFiniteLocator",),
-    "precision_preflight": ("PrecisionPreflight",),
-    "spike_guard": ("SpikeGuard",),
-    "tensor_collector": ("TensorCollector",),
-}
 # `lightning-mp report` reads a report's data with modules from here, and needs no torch.
-__getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

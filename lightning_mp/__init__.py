@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_mp._lazy import lazy_names
 from lightning_mp._registration import register_strategies
 
-if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
+if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
     # By `as`, since `mypy --strict` takes no other import for a re-export.
     from lightning_mp import callbacks as callbacks
     from lightning_mp import cli as cli
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp import optim as optim
     from lightning_mp import precision as precision
     from lightning_mp import strategies as strategies
+
+    # Reading the version takes longer than importing all of this.
     from lightning_mp._version import __version__ as __version__
     from lightning_mp.callbacks import ActivationRangeMonitor as ActivationRangeMonitor
     from lightning_mp.callbacks import AdamStateMonitor as AdamStateMonitor
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.callbacks import PrecisionPreflight as PrecisionPreflight
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks import TensorCollector as TensorCollector
+
+    # Not from `cli`, whose commands run without loading Lightning.
     from lightning_mp.cli.lightning_cli import LightningMPCLI as LightningMPCLI
     from lightning_mp.contrastive import ClipLoss as ClipLoss
     from lightning_mp.contrastive import ContrastiveLoss as ContrastiveLoss
@@ -62,58 +66,7 @@ if TYPE_CHECKING:  # the same as in `_NAMES_OF`, for type checkers and editors
     from lightning_mp.strategies import InfCLModelParallelStrategy as InfCLModelParallelStrategy
     from lightning_mp.strategies import InfCLStrategy as InfCLStrategy
 
-_NAMES_OF = {
-    "_version": ("__version__",),  # reading it takes longer than importing all of this
-    "callbacks": (
-        "ActivationRangeMonitor",
-        "AdamStateMonitor",
-        "Alarm",
-        "GradientUnderflowMonitor",
-        "InstabilityError",
-        "InstabilityMonitor",
-        "InstabilityReport",
-        "InstabilityWarning",
-        "LossScaleMonitor",
-        "NonFiniteLocator",
-        "PrecisionPreflight",
-        "SpikeGuard",
-        "TensorCollector",
-    ),
-    "cli": (),
-    # Not from `cli`, whose commands run without loading Lightning.
-    "cli.lightning_cli": ("LightningMPCLI",),
-    "contrastive": (
-        "ClipLoss",
-        "ContrastiveLoss",
-        "LossStatistics",
-        "MatryoshkaLoss",
-        "SigLipLoss",
-        "SigmoidContrastiveLoss",
-    ),
-    "gradient_cache": ("GradientCache",),
-    "metrics": ("ContrastiveRecall", "ZeroShotAccuracy"),
-    "numerics": (),
-    "optim": (
-        "EpsilonReport",
-        "SafeAdamW",
-        "check_adam_epsilon",
-        "epsilon_report",
-        "guard_adam_epsilon",
-        "keep_fp32_states",
-    ),
-    "precision": (
-        "BalancedAMP",
-        "FSDPBalancedAMP",
-        "InfClamp",
-        "LossScaleConfig",
-        "ModelParallelBalancedAMP",
-        "OpPolicy",
-        "PureFP16",
-    ),
-    "strategies": ("InfCLModelParallelStrategy", "InfCLStrategy"),
-}
-__all__ = sorted(name for names in _NAMES_OF.values() for name in names if name[0] != "_")
-__getattr__, __dir__ = lazy_names(__name__, _NAMES_OF)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
 
 # A checkout without symlinks (git on Windows, an unpacked zip) has text files in their place:
 # `callbacks` and `strategies` are then found where they are, one folder up.

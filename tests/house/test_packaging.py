@@ -114,7 +114,7 @@ def test_wheel_in_a_fresh_environment_imports_every_public_name(
         [python.with_name("lightning-mp"), "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert console.returncode == 0, console.stderr
-    assert "{fit,validate,test,predict,report,plan,doctor}" in console.stdout
+    assert "{fit,validate,test,predict,report,plan,doctor,preflight}" in console.stdout
     # All that `lightning-mp fit` needs comes with the package, without an extra.
     (metadata,) = Path(site).glob("lightning_mp-*.dist-info/METADATA")
     needed = r"^Requires-Dist: jsonargparse\[[^;]*signatures[^;]*$"
