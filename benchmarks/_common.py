@@ -29,8 +29,8 @@ from tqdm import tqdm
 from triton.testing import do_bench
 
 import lightning_mp
-from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.table import aligned
+from papers.allocation import peak_allocated
 from papers.output import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]

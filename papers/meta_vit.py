@@ -25,10 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import BalancedAMP, ModelParallelBalancedAMP, PureFP16
-from lightning_mp.plan.allocation import peak_allocated
 from papers._characters import CHARACTERS, draw
 from papers._fit import Batch, Classifier, Outcome, fit
 from papers._vit import SIZES, Layout, Pool, ViT, ViTSize
+from papers.allocation import peak_allocated
 from papers.output import COMPUTED, MEASURED, PRINTED, Output, Row
 from papers.ranks import on_ranks
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mp.plan.allocation import peak_allocated
+from papers.allocation import peak_allocated
 from papers.inf_cl import printed as paper
 from papers.inf_cl.losses import LEVELS, DenseLoss
 from papers.inf_cl.training import Recipe, render_glyphs, trained_scores

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_mp.plan import formulas
-from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.estimate import workspace_on
 from lightning_mp.plan.formulas import DENSE, GIB, INF_CL, LOCAL, OURS
 from lightning_mp.plan.table import COLORS
+from papers.allocation import peak_allocated
 from papers.inf_cl import printed as paper
 from papers.inf_cl.losses import MANY_TILES, METHODS
 from papers.inf_cl.printed import L14_WIDTH, K

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_mp.plan.allocation import peak_allocated
+from papers.allocation import peak_allocated
 
 
 @pytest.mark.parametrize(("keeps_logits", "matrices"), [(False, 4), (True, 6)])

@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._tiles.torch_tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan import formulas
-from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.estimate import Memory
 from lightning_mp.plan.formulas import CROSS_GPU, DENSE, GIB, INF_CL, LOCAL, OURS, loss_bytes
+from papers.allocation import peak_allocated
 from tests.processes import exit_code_of
 
 

@@ -16,13 +16,13 @@ from examples.glyph_clip.model import GlyphCLIP
 from lightning_mp import InfCLStrategy
 from lightning_mp.cli import main
 from lightning_mp.gradient_cache._served.towers import find_tower
-from lightning_mp.plan.allocation import peak_allocated
 from lightning_mp.plan.command import pairs_of
 from lightning_mp.plan.config import subject_of_config
 from lightning_mp.plan.estimate import METHODS, Machine, largest, memory
 from lightning_mp.plan.subject import PRECISIONS, Subject, TowerBytes
 from lightning_mp.plan.table import advice, draw_plan
 from lightning_mp.plan.tower_bytes import blank, measure_towers
+from papers.allocation import peak_allocated
 from papers.inf_cl import printed as paper
 from tests.quiet import QUIET
 

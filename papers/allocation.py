@@ -10,9 +10,6 @@ from torch.autograd.profiler import profile
 
 __all__ = ["peak_allocated"]
 
-# Above all that Kineto says: it asks once, at the first profile, and would note starts and stops.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 
 def peak_allocated(run: Callable[[], object]) -> int:
     """Return the most bytes of tensors that were alive at once, beyond those from before.
@@ -20,6 +17,8 @@ def peak_allocated(run: Callable[[], object]) -> int:
     torch's profiler sees every allocation on a CPU, as the caching allocator does on CUDA; a
     resident set would add libraries' work areas and what the heap keeps of freed blocks.
     """
+    # Above all that Kineto says, which asks once, at the first profile, and notes starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.collect()  # what is freed in between would count
     # The backend of `torch.profiler`: that one builds Python objects of all events, five times the
     # work for a loss in small tiles.
