@@ -3,8 +3,11 @@
 # its peers, a million pairs, ViTs under every precision, AdamW's step, what the monitors cost, and
 # the ladder of a faster ViT.
 #
-#     benchmarks/gpu_suite.sh [--list] [STEP...]
+#     benchmarks/gpu_suite.sh [--list] [--minutes N] [STEP...]
 #
+# The figure that matters comes first: the loss in bf16 beside its peers. With --minutes only those
+# steps run whose limits fit into so many minutes together, first come, first served: 10 are enough
+# for `smoke` and that figure, 30 for the tests as well, 120 for most of all.
 # Steps run in the order of --list, all of them if none is named; `loss` names all that begin with
 # it. A step that fails does not keep the next from running, but for `smoke`, every benchmark at toy
 # size: if that fails, nothing else runs unless it is named. The exit status is 1 if a step failed.
@@ -67,11 +70,10 @@ gpu_tests() {
 
 list_steps() {
   step smoke 60 "$(tests tests/benchmarks/test_gpu_benchmarks.py)"
-  step kernels 300 benchmarks/compile_ahead.py
+  step loss-bf16 530 "$(loss --dtype bf16 --width 768 --batch 32768 65536)"
   step tests 530 "$(tests "$(gpu_tests)")"
   step nccl 300 "$(tests tests/contrastive/test_nccl.py)"
-  # What the targets name, first: each dtype and width at the middle sizes.
-  step loss-bf16 530 "$(loss --dtype bf16 --width 768 --batch 32768 65536)"
+  # What the targets name: each dtype and width at the middle sizes.
   step loss-fp16 300 "$(loss --dtype fp16 --width 768 --batch 32768)"
   step loss-fp32 530 "$(loss --dtype fp32 --width 768 --batch 32768)"
   step precision-H16 530 "$(vit --size H16 --batch 64)"
@@ -81,6 +83,7 @@ list_steps() {
   step sigmoid 400 \
     "$(loss --objective sigmoid --scale 10 --dtype bf16 --width 768 --batch 32768 65536)"
   step monitors 400 "$(csv monitor_overhead --batch 64 --tokens 512 --pairs 5)"
+  step kernels 300 benchmarks/compile_ahead.py
   # The extras. A process for each width: a fault of one contender ends the process for all.
   step loss-512 530 "$(loss --dtype bf16 --width 512 --batch 8192 16384 32768 65536 131072 262144)"
   step loss-768 530 "$(loss --dtype bf16 --width 768 --batch 8192 16384 131072 262144)"
@@ -93,13 +96,19 @@ list_steps() {
   step ladder 530 "-m papers meta-vit --output $out"
 }
 
-only_list='' wanted=()
-for argument in "$@"; do
-  case $argument in
+only_list='' minutes='' wanted=()
+while (($# > 0)); do
+  case $1 in
     --list) only_list=1 ;;
-    *) wanted+=("$argument") ;;
+    --minutes) minutes=${2-} && shift ;;
+    *) wanted+=("$1") ;;
   esac
+  shift || true
 done
+if [[ -n $minutes && ! $minutes =~ ^[1-9][0-9]*$ ]]; then
+  echo "Passed --minutes '$minutes'. It must be a whole number, such as 10, 30 or 120." >&2
+  exit 2
+fi
 list_steps
 for name in ${wanted[@]+"${wanted[@]}"}; do
   if [[ " ${names[*]}" != *" $name"* ]]; then
@@ -108,6 +117,19 @@ for name in ${wanted[@]+"${wanted[@]}"}; do
     exit 2
   fi
 done
+if [[ -n $minutes ]]; then
+  left=$((60 * minutes)) fitting=()
+  for index in "${!names[@]}"; do
+    limit=${limits[index]}
+    ((limit <= limit_seconds)) || limit=$limit_seconds
+    ((limit <= left)) || continue
+    left=$((left - limit))
+    fitting+=("$index")
+  done
+  for index in "${!names[@]}"; do
+    [[ " ${fitting[*]-} " == *" $index "* ]] || unset "names[index]" "limits[index]" "commands[index]"
+  done
+fi
 is_wanted() {
   ((${#wanted[@]} == 0)) && return
   local name

@@ -185,8 +185,25 @@ def test_step_that_hangs_is_interrupted_and_says_where(launcher, tmp_path):
 def test_unknown_step_and_blanks_are_refused(tmp_path):
     done = run_suite("dance", python=sys.executable, out=tmp_path / "out")
     assert done.returncode == 2
-    assert "Passed 'dance'. Steps are smoke kernels tests nccl loss-bf16" in done.stderr
+    assert "Passed 'dance'. Steps are smoke loss-bf16 tests nccl loss-fp16" in done.stderr
     assert not (tmp_path / "out").exists()
     done = run_suite("smoke", python=sys.executable, out=tmp_path / "my folder")
     assert done.returncode == 2
     assert "may have blanks" in done.stderr
+
+
+def test_minutes_choose_what_fits_and_the_loss_comes_first(tmp_path: Path) -> None:
+    chosen = {}
+    for minutes in ("10", "30", "120"):
+        said = run_suite(
+            "--list", "--minutes", minutes, python="python", out=tmp_path / "out"
+        ).stdout
+        found = re.findall(r"^(\S+) \((\d+) s\)", said, re.MULTILINE)
+        assert sum(int(limit) for _, limit in found) <= 60 * int(minutes)
+        chosen[minutes] = [name for name, _ in found]
+    assert chosen["10"] == ["smoke", "loss-bf16"]
+    assert chosen["30"][:4] == ["smoke", "loss-bf16", "tests", "nccl"]
+    assert set(chosen["30"]) < set(chosen["120"]) <= set(steps_of(tmp_path))
+    refused = run_suite("--minutes", "soon", python="python", out=tmp_path / "out")
+    assert refused.returncode == 2
+    assert "It must be a whole number" in refused.stderr
