@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 INTERPRETED = $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
 
-.PHONY: help setup test lint types unit interpreted quick sweep floor newest wheel dist docs demo bench monitors-table clean
+.PHONY: help setup test lint types unit interpreted quick sweep floor newest wheel dist docs demo bench monitors-table failures-table clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -100,6 +100,9 @@ bench: $(STAMP)  ## Measure on this machine's CPU what the README claims, in a q
 
 monitors-table: $(STAMP)  ## Count the false alarms of all monitors in healthy runs of real models
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitors.table $(TABLE)
+
+failures-table: $(STAMP)  ## Plant failures, and count which are named and which remedies cure them
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitors.failures_table $(TABLE)
 
 clean:  ## Remove the .venvs and everything that was made here
 	rm -rf $(VENV) $(FLOOR) $(NEWEST) $(DOCS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

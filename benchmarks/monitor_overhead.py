@@ -8,6 +8,7 @@ what the host spends; the comparison says what the device does.
 
     python benchmarks/monitor_overhead.py
     python benchmarks/monitor_overhead.py --device cuda --batch 64
+    python benchmarks/monitor_overhead.py --width 128 --layers 16 --vocabulary 512 --batch 2
 """
 
 import argparse
@@ -48,7 +49,7 @@ class LanguageModel(_fit.Classifier):
     """A transformer that names random tokens; B is the batch, L tokens."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        width, layers, self.vocabulary = (32, 1, 64) if args.quick else (384, 8, 8192)
+        width, layers, self.vocabulary = args.width, args.layers, args.vocabulary
         shape = {"nhead": width // 64 or 1, "dim_feedforward": 4 * width, "dropout": 0.0}
         layer = nn.TransformerEncoderLayer(width, **shape, batch_first=True, norm_first=True)
         blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -84,8 +85,13 @@ class Stopwatch(pl.Callback):
 
 def monitors(**cadence: int) -> list[callbacks.InstabilityMonitor]:
     """Return all monitors in the state of a run whose baseline is known."""
-    kinds = "GradientUnderflowMonitor", "ActivationRangeMonitor", "AdamStateMonitor"
-    sampling = [getattr(callbacks, kind)(**cadence) for kind in kinds]
+    sampling = [
+        callbacks.GradientUnderflowMonitor(**cadence),
+        callbacks.ActivationRangeMonitor(**cadence),
+        callbacks.AdamStateMonitor(**cadence),
+        callbacks.ParameterMonitor(**cadence),
+        callbacks.RepresentationMonitor(modules=["model.1"], **cadence),
+    ]
     for monitor in sampling:
         # Before it is, they sample five times as often, which is no cost of a long run.
         monitor.load_state_dict({**monitor.state_dict(), "samples": monitor.baseline_samples})
@@ -137,12 +143,14 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
     shares[INSIDE] = sum(shares.values())
     # Within pairs that ran one after the other, which drift meets alike.
     shares[COMPARED] = common.median_ratio(on, off) - 1
+    model = LanguageModel(args)
     asked = {
         "batch": args.batch,
         "tokens": args.tokens,
         "every_n_steps": cadence.get("every_n_steps", "default"),
         "precision": "BalancedAMP fp16" if args.device.type == "cuda" else "32-true",
-        "parameters": sum(p.numel() for p in LanguageModel(args).parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "modules": sum(1 for _ in model.modules()),
         "windows": args.pairs,
     }
     rows = []
@@ -156,6 +164,9 @@ def measure(args: argparse.Namespace) -> Iterator[common.Report]:
 
 OPTIONS = {
     "batch": dict(default=8, help="sequences a step"),
+    "width": dict(default=384, toy=32, help="of the model"),
+    "layers": dict(default=8, toy=1, help="of the model, ten modules each"),
+    "vocabulary": dict(default=8192, toy=64, help="tokens that there are"),
     "tokens": dict(default=128, toy=8, help="of a sequence"),
     "steps": dict(default=100, toy=10, help="of a training that count"),
     "pairs": dict(default=2, help="trainings without and with monitors"),

@@ -26,7 +26,11 @@ if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
     from lightning_mp.callbacks.monitor import InstabilityMonitor as InstabilityMonitor
     from lightning_mp.callbacks.monitor import InstabilityWarning as InstabilityWarning
     from lightning_mp.callbacks.non_finite_locator import NonFiniteLocator as NonFiniteLocator
+    from lightning_mp.callbacks.parameter_monitor import ParameterMonitor as ParameterMonitor
     from lightning_mp.callbacks.precision_preflight import PrecisionPreflight as PrecisionPreflight
+    from lightning_mp.callbacks.representation_monitor import (
+        RepresentationMonitor as RepresentationMonitor,
+    )
     from lightning_mp.callbacks.spike_guard import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks.tensor_collector import TensorCollector as TensorCollector
 

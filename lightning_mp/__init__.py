@@ -35,7 +35,9 @@ if TYPE_CHECKING:  # the one list of names: `lazy_names` reads it, too
     from lightning_mp.callbacks import InstabilityWarning as InstabilityWarning
     from lightning_mp.callbacks import LossScaleMonitor as LossScaleMonitor
     from lightning_mp.callbacks import NonFiniteLocator as NonFiniteLocator
+    from lightning_mp.callbacks import ParameterMonitor as ParameterMonitor
     from lightning_mp.callbacks import PrecisionPreflight as PrecisionPreflight
+    from lightning_mp.callbacks import RepresentationMonitor as RepresentationMonitor
     from lightning_mp.callbacks import SpikeGuard as SpikeGuard
     from lightning_mp.callbacks import TensorCollector as TensorCollector
 

@@ -156,6 +156,8 @@ CALLBACKS = {
     "AdamStateMonitor": {"max_update_rms": 3.0},
     "SpikeGuard": {"action": "warn", "window_steps": 64, "judge_after_steps": 32},
     "NonFiniteLocator": {"action": "warn"},
+    "ParameterMonitor": {"patience": 20},
+    "RepresentationMonitor": {"modules": ["Linear"]},
     "PrecisionPreflight": {"steps": 2},
     "TensorCollector": {"include": ["*"], "collect": ["gradients", "outputs"]},
     "InstabilityReport": {"every_n_seconds": 1.0, "alert": "http://127.0.0.1:1/", "max_tensors": 7},

@@ -15,8 +15,11 @@ from lightning_mp import (
     ActivationRangeMonitor,
     AdamStateMonitor,
     BalancedAMP,
+    ContrastiveLoss,
     GradientUnderflowMonitor,
     LossScaleMonitor,
+    ParameterMonitor,
+    RepresentationMonitor,
     SpikeGuard,
 )
 from lightning_mp.callbacks._rules.records import History
@@ -76,12 +79,14 @@ class _Keys(Logger):
 class _Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.scale, self.contrastive = nn.Parameter(torch.ones(())), ContrastiveLoss()
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         for layer in self.layers:
             batch = layer(batch)
-        return batch.float().square().mean()
+        rows = batch.float().flatten(0, 1)
+        return rows.square().mean() + self.contrastive(rows, rows.flip(0), self.scale.exp())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
@@ -108,6 +113,8 @@ def test_page_names_every_metric_of_the_code() -> None:
             GradientUnderflowMonitor(every_n_steps=1),
             ActivationRangeMonitor(every_n_steps=1, backward=True),
             AdamStateMonitor(every_n_steps=1),
+            ParameterMonitor(every_n_steps=1),
+            RepresentationMonitor(every_n_steps=1),
             SpikeGuard(),
         ],
     )

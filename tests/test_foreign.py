@@ -59,6 +59,8 @@ def test_strategys_name_in_a_foreign_trainer_says_what_it_is_for(name: str) -> N
         "InstabilityReport",
         "LossScaleMonitor",
         "NonFiniteLocator",
+        "ParameterMonitor",
+        "RepresentationMonitor",
         "SpikeGuard",
     ],
 )

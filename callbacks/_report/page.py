@@ -23,6 +23,8 @@ MAP_TITLES = {
     "gradient_zero_share": "Gradients: share of values that are exactly zero",
     "gradient_headroom_bits": "Gradients: headroom up to the largest fp16 number, in bits",
     "update_rms": "Adam: next update against what the second moment expects (RMS)",
+    "weight_rms": "Weights: RMS of each parameter",
+    "feature_spread": "Features: spread, 1 where directions cancel and 0 where all agree",
     "activation_zero_share": "Activations: share of values that are exactly zero",
     "activation_headroom_bits": "Activations: headroom up to the largest number, in bits",
     "norm_input_headroom_bits": "Inputs of norms: headroom up to the largest number, in bits",

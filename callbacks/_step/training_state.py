@@ -29,6 +29,7 @@ __all__ = [
     "learning_rate_of",
     "loss_scale_of",
     "measure",
+    "norms_of",
     "numbers_of",
     "parameter_names",
     "scaler_of",
@@ -181,7 +182,7 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     """Return the signals of a step: the mean loss of the ranks that have one, the gradient norm."""
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
     none = torch.zeros(1, device=trainer.strategy.root_device)
-    norms = (_norms(found.gradients) if found.gradients else none) * found.unscale
+    norms = (norms_of(found.gradients) if found.gradients else none) * found.unscale
     device, norm = norms.device, torch.linalg.vector_norm(norms)
     local = loss.to(device, non_blocking=True) if loss is not None else torch.zeros_like(norm)
     has_loss = torch.full_like(norm, loss is not None)
@@ -199,19 +200,19 @@ def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Si
     return Signals(packed[:2], torch.stack([count > 0, torch.ones_like(count > 0)]), packed)
 
 
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp32 norm of each; half gradients are summed in fp32."""
     shards = map(local_shard, gradients)
     local = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards]
     norms: dict[int, Tensor] = {}
     for dtype in {gradient.dtype for gradient in local}:
         rows = [row for row, gradient in enumerate(local) if gradient.dtype == dtype]
-        norms |= zip(rows, _norms_of([local[row] for row in rows]), strict=True)
+        norms |= zip(rows, _foreach_norms([local[row] for row in rows]), strict=True)
     in_order, device = (norms[row] for row in range(len(local))), local[0].device
     return torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in in_order])
 
 
-def _norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
+def _foreach_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
     first = gradients[0]
     if first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64):
         # Unlike torch's norm, `dot` runs on all cores.

@@ -69,6 +69,34 @@ MESSAGES = {
     "stagnant_weights": "The next update leaves {value:.0%} of the weights in half precision as "
     "they are: it is below half a unit in their last place. `{tensor}` has the most of them. "
     f"{_COUNT}",
+    # --- ParameterMonitor ------------------------------------------------------------------------
+    "no_gradient": "{count} of {of} parameters, {value:.0%} of the values that the optimizer "
+    "trains, have had no gradient for {steps:count step}. The first of them is `{tensor}`.",
+    "unchanged_weights": "{count} of {of} parameters, {value:.0%} of the values that the "
+    "optimizer trains, have not changed for {steps:count step} at a learning rate of "
+    "{rate:.3g}, although they have gradients. The first of them is `{tensor}`.",
+    "not_optimized": "{count:count parameter} with a gradient {count:is} in no optimizer. The "
+    "first of them is `{tensor}`.",
+    "not_optimized, strange": "The optimizer holds {strange:count tensor} that {strange:is} not "
+    "among the model's parameters, while {count:count parameter} of the model with a gradient "
+    "{count:is} in no optimizer. The first of them is `{tensor}`.",
+    "vanishing_gradients": "The gradient of `{tensor}`, divided by the norm of its weights, is "
+    f"{{value:.2g}} times that of `{{largest}}`, below {{threshold:g}}. {_COUNT}",
+    "weight_collapse": "The RMS of `{tensor}` has fallen from {usual:.3g} to {value:.3g}. "
+    f"{_COUNT}",
+    "weight_growth": "The RMS of `{tensor}` has grown from {usual:.3g} to {value:.3g}, more than "
+    f"{{threshold:.3g}}. {_COUNT}",
+    # --- RepresentationMonitor -------------------------------------------------------------------
+    "feature_collapse": "The features of `{tensor}` have collapsed: their spread is {value:.3g}, "
+    "below {threshold:g}, and was {usual:.3g} at its highest. A spread of 0 means that all samples "
+    f"have the same direction. {_COUNT}",
+    "feature_collapse, from start": "The features of `{tensor}` have had a spread below "
+    "{threshold:g} since the start; {value:.3g} now. A spread of 0 means that all samples have the "
+    f"same direction. {_COUNT}",
+    "feature_rank": "The effective rank of the features of `{tensor}` has fallen from {usual:.1f} "
+    f"to {{value:.1f}}, below {{threshold:.1f}}. {_COUNT}",
+    "temperature_clamped": "The logit scale of `{tensor}` has been {value:.4g} in the last "
+    "{samples} samples. It stands at its limit.",
     # --- SpikeGuard ------------------------------------------------------------------------------
     "divergence": "The loss{whose} has risen to {value:.4g}, the median of {window} steps, from "
     "{best:.4g} at its best, around step {best_step:.0f}: above {threshold:.4g}, which noise does "
@@ -229,6 +257,33 @@ REMEDIES = {
     "update_to_weight, low": "Raise the learning rate of its group, or lower epsilon.",
     "stagnant_weights": "Keep weights in fp32 by `Trainer(plugins=BalancedAMP(half='bf16'))` "
     "without `precision`, or step them with `SafeAdamW`, which keeps what rounding takes.",
+    "no_gradient": "Look for `.detach()`, `torch.no_grad()` or an unused output between `{tensor}` "
+    "and the loss. Parameters that are not meant to train are better frozen: "
+    "`parameter.requires_grad_(False)`.",
+    "unchanged_weights": "Raise the learning rate: changes of the weights are below half a unit "
+    "in the last place.",
+    "unchanged_weights, no rate": "Give their group in `configure_optimizers` a learning rate "
+    "above 0, and check the schedule. Parameters that are not meant to train are better frozen: "
+    "`parameter.requires_grad_(False)`.",
+    "not_optimized": "Pass them to an optimizer in `configure_optimizers`, or freeze them by "
+    "`parameter.requires_grad_(False)`, which saves their gradients.",
+    "not_optimized, strange": "Make the optimizer in `configure_optimizers` from "
+    "`self.parameters()`, after modules have been copied or replaced.",
+    "vanishing_gradients": "Put a norm or a residual connection into each layer, or an activation "
+    "that does not saturate, such as GELU, between them.",
+    "weight_collapse": "Lower `weight_decay`, or leave the parameter out of it by a group with "
+    "`weight_decay=0`.",
+    "weight_growth": "Lower the learning rate to {lower_rate:.3g}, or set a `weight_decay`.",
+    "weight_growth, ending": "Set a `weight_decay`.",
+    "feature_collapse": "Check that the loss has negatives, or a term for the variance, and that "
+    "inputs differ. Then lower the learning rate to {lower_rate:.3g} or lengthen the warm-up, and "
+    "go back to a checkpoint from before.",
+    "feature_collapse, from start": "Check that inputs differ and that features are projected "
+    "without an activation behind the projection. Then raise the learning rate of the tower.",
+    "feature_rank": "Enlarge the batch, or lower the learning rate to {lower_rate:.3g}. A loss "
+    "with more negatives, or a term for the covariance, spreads features over more directions.",
+    "temperature_clamped": "While the loss falls, this needs no remedy. Otherwise take noisy pairs "
+    "out, or lower the learning rate of the scale.",
     "level_shift": "If no change of the learning rate or of the data explains it, go back to a "
     "checkpoint before step {first_bad:.0f}.",
     "non_finite_run": _BACK + ", or pass `SpikeGuard(action='rewind')`.",

@@ -27,6 +27,8 @@ USAGE = {
     "are quantized. Train with states in fp32 to have them watched.",
     "compiled": "`ActivationRangeMonitor` cannot see into a LightningModule that is compiled as a "
     "whole. Compile its networks instead: `self.net = torch.compile(self.net)`.",
+    "no_features": "`RepresentationMonitor` found no loss of lightning-mp among the modules of the "
+    "model. Pass the towers: `RepresentationMonitor(modules=['image_tower', 'text_tower'])`.",
     "skip_sync": "`SpikeGuard(action='skip')` reads one flag a step from the device, because "
     "`{optimizer}` cannot skip there. Pass `fused=True` to the optimizer if it has that, or train "
     "with `BalancedAMP`, to save this host sync.",

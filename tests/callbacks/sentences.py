@@ -32,7 +32,7 @@ SAMPLES: dict[str, Any] = {
     **{"overflow": 1700, "patience": 16, "again": 64, "first_bad": 185, "median": 1.0, "z": 14.0},
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "z_threshold": 6.0, "largest_norm": 29.5},
     **{"step": 200, "longer": 400, "fitting_rate": 5e-4, "clip_val": 1.2, "located": "layers.3"},
-    "located_step": 190,
+    **{"located_step": 190, "strange": 4, "samples": 5},
 }
 # Where a share would be no sample of the value and the threshold.
 VALUES = {
@@ -52,6 +52,14 @@ VALUES = {
     "level_shift": (30.0, 1.5),
     "attention_logit": (1234.0, 1000.0),
     "headroom": (0.71, 2.0),
+    "no_gradient": (0.93, 0.1),
+    "unchanged_weights": (1.0, 0.1),
+    "not_optimized": (2, 0),
+    "vanishing_gradients": (3e-12, 1e-8),
+    "weight_": (0.001, 0.002),
+    "feature_collapse": (0.028, 0.1),
+    "feature_rank": (1.4, 4.0),
+    "temperature_clamped": (100.0, None),
 }
 
 

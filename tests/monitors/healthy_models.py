@@ -1,12 +1,17 @@
 """Healthy runs of real models, under every precision: what monitors must keep silent about."""
 
+from tests.monitors.generative_models import GENERATIVE_MODELS
 from tests.monitors.language_models import LANGUAGE_MODELS
 from tests.monitors.other_models import OTHER_MODELS
 from tests.monitors.running import PRECISIONS, Learner, Outcome, train
 
 __all__ = ["MODELS", "PRECISIONS", "healthy_run"]
 
-MODELS: dict[str, type[Learner]] = {**LANGUAGE_MODELS, **OTHER_MODELS}
+MODELS: dict[str, type[Learner]] = {
+    **LANGUAGE_MODELS,
+    **OTHER_MODELS,
+    **GENERATIVE_MODELS,
+}
 
 
 def healthy_run(model: str, precision: str, steps: int, every: int | None = None) -> Outcome:

@@ -157,8 +157,9 @@ FAILURES = [
     Planted(
         name="rate at which GPT-2 diverges in its first steps",
         model=HotGPT2, settings={"lr": 1.0},
-        monitor="SpikeGuard", kind="divergence", step=55,
-        advises="learning rate of",
+        monitor="ParameterMonitor", kind="weight_growth",
+        tensors=("network.transformer.wte.weight",), step=20,
+        advises="Lower the learning rate",
         cure="a lower learning rate", remedy={"lr": 3e-3},
     ),
     Planted(
@@ -229,7 +230,7 @@ FAILURES = [
     Planted(
         name="updates below half a unit of bf16 weights",
         precision=lambda: HalfPrecision("bf16-true"),
-        settings={"lr": 1e-5},
+        settings={"lr": 1e-5, "steps": 400, "share": 0.95},
         monitor="AdamStateMonitor", kind="stagnant_weights",
         step=20,
         advises="Keep weights in fp32",

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_mp import BalancedAMP, LossScaleConfig
+from lightning_mp import BalancedAMP, LossScaleConfig, PureFP16
 from lightning_mp.callbacks import SpikeGuard
 from tests.monitors.planted import Fit, Planted, perceptron
 
@@ -103,6 +104,15 @@ def first_row(value: float) -> Any:
     def change(x: Tensor) -> Tensor:
         x = x.clone()
         x[0] = value
+        return x
+
+    return change
+
+
+def one_value(value: float) -> Any:
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[0, 0] = value
         return x
 
     return change
@@ -350,6 +360,30 @@ FAILURES = [
         cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e20 * x)},
     ),
     Planted(
+        name="BatchNorm's running variance far off, and finite",
+        model=WithBatchNorm, settings={"corrupt": at_step(lambda x: 1e5 * x)},
+        monitor="ActivationRangeMonitor", kind="buffer_jump",
+        tensors=("network.1.running_var",), from_step=STEP, step=60,
+        advises="far out of range",
+        cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e5 * x)},
+    ),
+    Planted(
+        name="one value of 1e6 in a batch",
+        settings={"corrupt": at_step(one_value(1e6), last=200)},
+        precision=lambda: BalancedAMP(loss_scale=1.0),
+        monitor="NonFiniteLocator", kind="non_finite", tensors=("batch[0]",),
+        from_step=STEP, step=STEP + 2,
+        advises="Repair or leave out such samples",
+        cure="inputs within limits", remedy={"corrupt": repaired(one_value(1e6), last=200)},
+    ),
+    Planted(
+        name="weights in fp16 under a plain AdamW",
+        precision=lambda: HalfPrecision("16-true"),
+        monitor="NonFiniteLocator", kind="non_finite", tensors=("network.0.weight",), step=1,
+        advises="PureFP16",
+        cure="PureFP16", cured_precision=PureFP16,
+    ),
+    Planted(
         name="overflow of an activation",
         settings={"network": Wide, "steps": 400, "before": grow("network.up.weight", 1.03)},
         precision=BalancedAMP,
@@ -364,7 +398,7 @@ FAILURES = [
         settings={"network": Stream, "steps": 210, "before": swell},
         precision=BalancedAMP,
         monitor="ActivationRangeMonitor",
-        kind="activation_headroom", tensors=("network.blocks.15",), step=60,
+        kind="activation_headroom", tensors=("network.blocks.11",), step=60,
         advises="half='bf16'",
         cure="bf16", cured_precision=lambda: BalancedAMP(half="bf16"),
     ),
@@ -372,7 +406,7 @@ FAILURES = [
         name="growth of attention logits",
         model=Sharpened,
         monitor="ActivationRangeMonitor", kind="attention_logit",
-        tensors=("network.attention",), step=200,
+        tensors=("network.attention",), step=160,
         advises="Normalise queries and keys",
         cure="normalised queries and keys", remedy={"has_norm": True},
     ),

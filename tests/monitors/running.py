@@ -4,7 +4,7 @@ import math
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from lightning_mp.callbacks import (
     InstabilityWarning,
     LossScaleMonitor,
     NonFiniteLocator,
+    ParameterMonitor,
+    RepresentationMonitor,
     SpikeGuard,
 )
 from tests.precision.models import make_trainer, one_thread
@@ -76,6 +78,7 @@ class Learner(pl.LightningModule):
     """
 
     optimizers_per_batch = 1
+    towers: Sequence[str] = ()  # modules whose outputs are features
 
     def __init__(
         self, steps: int, lr: float = 3e-3, *, decays: bool = False, weight_decay: float = 0.01
@@ -127,11 +130,12 @@ class Learner(pl.LightningModule):
         return statistics.fmean(last), 0.9 * statistics.fmean(first)
 
 
-def all_monitors(folder: str, **often: int) -> list[InstabilityMonitor]:
+def all_monitors(folder: str, towers: Sequence[str] = (), **often: int) -> list[InstabilityMonitor]:
     """Return one of each monitor at its default settings.
 
     Args:
         folder: Where the report is written.
+        towers: Modules whose outputs are features; none for those that a loss is called with.
         often: `every_n_steps` for those that sample, where a run is too short for the default.
     """
     return [
@@ -139,6 +143,8 @@ def all_monitors(folder: str, **often: int) -> list[InstabilityMonitor]:
         GradientUnderflowMonitor(**often),
         ActivationRangeMonitor(**often),
         AdamStateMonitor(**often),
+        ParameterMonitor(**often),
+        RepresentationMonitor(modules=[*towers] or None, **often),
         SpikeGuard(),
         NonFiniteLocator(),
         InstabilityReport(dirpath=folder),
@@ -194,7 +200,8 @@ def train(
         warnings.simplefilter("ignore", InstabilityWarning)
         # All monitors watch every model, also those that are trained by SGD.
         warnings.filterwarnings("ignore", "Passed `AdamStateMonitor`, but no optimizer")
-        monitors = all_monitors(folder, **(often or {}))
+        warnings.filterwarnings("ignore", "`RepresentationMonitor` found no loss")
+        monitors = all_monitors(folder, model.towers, **(often or {}))
         trainer = make_trainer(plugin, callbacks=[*monitors, *callbacks], **options)
         torch.manual_seed(0)
         try:

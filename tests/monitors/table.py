@@ -109,7 +109,7 @@ def _work(row: Row) -> Result:
     return Result(*row)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -123,7 +123,7 @@ def _run(rows: list[Row], jobs: int) -> list[Result]:
         results: Iterable[Result] = map(_work, rows)
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(min(jobs, len(rows)), _start_worker))
+            pool = stack.enter_context(context.Pool(min(jobs, len(rows)), start_worker))
             results = pool.imap_unordered(_work, rows)
         for result in tqdm(results, total=len(rows), unit="run"):
             done[result.model, result.precision] = result

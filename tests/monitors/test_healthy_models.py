@@ -26,6 +26,9 @@ COVERING = {
     "curriculum": "PureFP16",
     "hinge": "BalancedAMP",
     "short last batch": "fp32",
+    "VAE": "fp32",
+    "denoiser": "16-mixed",
+    "EMA teacher": "BalancedAMP",
 }
 
 

@@ -1,6 +1,7 @@
 """Planted failures are found in time and by name, and what cures them does."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_mp.callbacks import Alarm
+from tests.monitors import failures_table
 from tests.monitors.planted import Fit
 from tests.monitors.planted_failures import FAILURES, Planted
 from tests.monitors.running import train
@@ -107,3 +109,16 @@ def test_nan_from_one_ranks_data_is_found_by_rank_and_batch() -> None:
 @pytest.mark.distributed
 def test_nan_from_one_ranks_data_that_is_taken_out_lets_the_run_learn() -> None:
     assert [is_healthy for is_healthy, _ in run_ranks(_train, 2, True)] == [True, True]
+
+
+@pytest.mark.slow
+def test_table_has_a_row_for_each_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "failures.md"
+    names = ["root at 0", "learning rate of 0"]
+    assert failures_table.main(["--only", *names, "-j", "1", "--markdown", str(path)]) == 0
+    assert "2 of 2 failures named in time; 2 cured by their remedy" in capsys.readouterr().out
+    rows = path.read_text().splitlines()
+    assert rows[2].startswith("| root at 0 | 60 | 60 | `non_finite` | `network.operation` |")
+    assert rows[3].endswith("| a learning rate | yes |")

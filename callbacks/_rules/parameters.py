@@ -1,0 +1,122 @@
+"""Which parameters do not train, by what a step has for each: gradient, change, size."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from lightning_mp.callbacks._rules.records import Learning, Verdict, first_of_each_kind
+
+__all__ = ["ParameterNumbers", "ParameterRule"]
+
+_STEADY = 5  # samples in a row
+_LEAST_RMS = 1.0  # of weights that have grown too large: initial ones are below
+
+
+class ParameterNumbers(NamedTuple):
+    """What one sample has about one parameter; norms and numbers of values over all shards."""
+
+    name: str
+    numel: int
+    weight_norm: float
+    gradient_norm: float  # 0 without a gradient
+    has_gradient: bool  # now
+    had_gradient: bool  # at any step of this run
+    is_changed: bool | None  # since the last sample; `None` where that cannot be told
+    is_matrix: bool
+    rate: float | None  # learning rate of its group; `None` for a tensor
+
+    @property
+    def rms(self) -> float:
+        return self.weight_norm / math.sqrt(max(self.numel, 1))
+
+
+@dataclass(eq=False)
+class ParameterRule(Learning):
+    """Tells parameters that do not train, and weights that vanish or explode."""
+
+    patience: int
+    max_untrained: float
+    min_gradient: float
+    min_weight: float
+    max_weight: float
+    # Steps by parameter: when it was first seen, and when its values last changed.
+    _seen: dict[str, int] = field(default_factory=dict, init=False)
+    _changed: dict[str, int] = field(default_factory=dict, init=False)
+    _lived: dict[str, bool] = field(default_factory=dict, init=False)
+    _faint: dict[str, int] = field(default_factory=dict, init=False)  # samples in a row
+    # RMS of weights: the first, the highest, and how many samples in a row were out of bounds.
+    _first: dict[str, float] = field(default_factory=dict, init=False)
+    _highest: dict[str, float] = field(default_factory=dict, init=False)
+    _outside: dict[str, int] = field(default_factory=dict, init=False)
+
+    def judge(self, step: int, parameters: Sequence[ParameterNumbers]) -> list[Verdict]:
+        """Take in a sample of the parameters of one optimizer."""
+        verdicts = [*self._untrained(step, parameters), *self._vanishing(parameters)]
+        for each in parameters:
+            verdicts += self._size(each)
+        return first_of_each_kind(verdicts)
+
+    def _untrained(self, step: int, parameters: Sequence[ParameterNumbers]) -> Iterable[Verdict]:
+        for each in parameters:
+            name = each.name
+            self._seen.setdefault(name, step)
+            # A sampled step may have none where others had, as of tasks in turn.
+            is_alive = each.gradient_norm != 0 or (each.had_gradient and not each.has_gradient)
+            self._lived[name] = self._lived.get(name, False) or is_alive
+            if each.is_changed is not False or name not in self._changed:
+                self._changed[name] = step
+        patient = [p for p in parameters if step - self._seen[p.name] >= self.patience]
+        dead = [p for p in patient if not self._lived[p.name]]
+        if dead:
+            verdict = Verdict("no_gradient", tensor=dead[0].name)
+            yield from self._share(verdict, dead, parameters)
+        changed = self._changed
+        still = [p for p in patient if step - changed[p.name] >= self.patience and p not in dead]
+        if still:
+            tags = ("no rate",) if still[0].rate == 0 else ()
+            verdict = Verdict("unchanged_weights", tensor=still[0].name, tags=tags)
+            yield from self._share(verdict, still, parameters)
+
+    def _share(
+        self, verdict: Verdict, found: list[ParameterNumbers], of: Sequence[ParameterNumbers]
+    ) -> Iterable[Verdict]:
+        share = sum(p.numel for p in found) / max(sum(p.numel for p in of), 1)
+        if share > self.max_untrained:
+            numbers: dict[str, Any] = {"count": len(found), "of": len(of), "steps": self.patience}
+            numbers["rate"] = found[0].rate or 0.0
+            yield replace(verdict, value=share, threshold=self.max_untrained, numbers=numbers)
+
+    def _vanishing(self, parameters: Sequence[ParameterNumbers]) -> Iterable[Verdict]:
+        relative = {
+            p.name: p.gradient_norm / p.weight_norm
+            for p in parameters
+            if p.is_matrix and p.weight_norm > 0 and 0 < p.gradient_norm < float("inf")
+        }
+        largest = max(relative, key=relative.__getitem__, default="")
+        for name, size in relative.items():
+            share = size / relative[largest]
+            self._faint[name] = self._faint.get(name, 0) + 1 if share < self.min_gradient else 0
+            if self._faint[name] >= _STEADY:
+                numbers = {"largest": largest}
+                yield Verdict(
+                    "vanishing_gradients", share, self.min_gradient, tensor=name, numbers=numbers
+                )
+
+    def _size(self, each: ParameterNumbers) -> Iterable[Verdict]:
+        name, rms = each.name, each.rms
+        if not each.is_matrix or not 0 < rms < float("inf"):
+            return
+        first = self._first.setdefault(name, rms)
+        highest = self._highest[name] = max(self._highest.get(name, 0.0), rms)
+        has_grown = rms > max(self.max_weight * first, _LEAST_RMS)
+        is_outside = rms < self.min_weight * highest or has_grown
+        self._outside[name] = self._outside.get(name, 0) + 1 if is_outside else 0
+        if self._outside[name] < 2:
+            return
+        if has_grown:
+            limit, numbers = self.max_weight * first, {"usual": first}
+            yield Verdict("weight_growth", rms, limit, tensor=name, numbers=numbers)
+        else:
+            limit, numbers = self.min_weight * highest, {"usual": highest}
+            yield Verdict("weight_collapse", rms, limit, tensor=name, numbers=numbers)

@@ -1,0 +1,182 @@
+"""`ParameterMonitor`: sees parameters that do not train, and weights that vanish or explode."""
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._rules.parameters import ParameterNumbers, ParameterRule
+from lightning_mp.callbacks._rules.records import Sample, Verdict
+from lightning_mp.callbacks._step.sampling import SamplingMonitor
+from lightning_mp.callbacks._step.training_state import TrainingStep, norms_of, parameter_names
+from lightning_mp.numerics.tensor_stats import local_shard
+
+__all__ = ["ParameterMonitor"]
+
+_WATCHED = 1024  # values of a parameter that are compared with those of the last sample
+# Columns of a sample. All but the last two are sums over shards; of those any rank's 1 counts.
+_NUMEL, _SQUARES, _CHANGED, _GRADIENT, _HAS, _HAD = range(6)
+
+
+@explains_arguments(
+    checks={
+        "patience": "[1, inf)",
+        "max_untrained": "[0, 1]",
+        "min_gradient min_weight": "[0, 1)",
+        "max_weight": "(1, inf]",
+    }
+)
+class ParameterMonitor(SamplingMonitor):
+    """Warns of parameters that do not train, and of weights that vanish or explode.
+
+    A `.detach()` in the wrong place, an optimizer that holds the parameters of a copied model, or a
+    learning rate of 0 leave a finite loss, which may even fall. What each rule means:
+    docs/callbacks/parameter-monitor.md.
+
+    Example: `Trainer(callbacks=ParameterMonitor())`
+
+    Args:
+        patience: Steps without a gradient, or without a change, after which a parameter counts as
+            untrained.
+        max_untrained: Warns where a larger share of an optimizer's values does not train.
+        min_gradient: Warns where the gradient of a matrix, divided by the norm of its weights, is a
+            smaller part of the largest of all matrices, in five samples in a row.
+        min_weight: Warns where the RMS of a matrix is a smaller part of its highest.
+        max_weight: Warns where it is more than so many times its first, and above 1.
+        every_n_steps: Steps between two samples; a fifth of it for the first samples.
+        baseline_samples: How many samples are the first.
+        repeat_after_steps: Steps until the same alarm may be raised again.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience: int = 50,
+        max_untrained: float = 0.25,
+        min_gradient: float = 1e-8,
+        min_weight: float = 0.01,
+        max_weight: float = 30.0,
+        every_n_steps: int = 50,
+        baseline_samples: int = 10,
+        repeat_after_steps: int = 1000,
+    ) -> None:
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
+        limits: dict[str, Any] = {
+            "patience": patience,
+            "max_untrained": max_untrained,
+            "min_gradient": min_gradient,
+            "min_weight": min_weight,
+            "max_weight": max_weight,
+        }
+        # Under their own names, of which `state_key` is made.
+        vars(self).update(limits)
+        self._patience = patience
+        self._rule = ParameterRule(**limits)
+        self._waiting: dict[int, nn.Parameter] = {}  # that have had no gradient in this run
+        self._spare: dict[str, nn.Parameter] = {}  # that no optimizer holds
+        self._before: dict[Optimizer, tuple[int, Tensor]] = {}  # steps completed, and some values
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        held = {id(p): p for each in trainer.optimizers for p in _parameters(each)}
+        names = parameter_names(pl_module)
+        trained = [p for p in pl_module.parameters() if p.requires_grad]
+        self._waiting = dict(held)
+        self._spare = {names[id(p)]: p for p in trained if id(p) not in held}
+        self._before.clear()
+
+    @override
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        for key in [key for key, p in self._waiting.items() if p.grad is not None]:
+            del self._waiting[key]
+        parameters = [p for p in _parameters(step.optimizer) if p.requires_grad]
+        if not parameters or not self.is_due(step.facts.step):
+            return None
+        shards = [local_shard(p.detach()) for p in parameters]
+        device = shards[0].device
+        has = [p.grad is not None for p in parameters]
+        given = [p.grad if p.grad is not None else p.detach().new_zeros(1) for p in parameters]
+        known = [
+            [float(shard.numel()) for shard in shards],
+            [float(each) for each in has],
+            [float(id(p) not in self._waiting) for p in parameters],
+        ]
+        numels, has_now, had = torch.tensor(known).to(device, non_blocking=True)
+        gradients = norms_of(given).to(device, non_blocking=True) * step.found.unscale
+        weights = norms_of(shards).to(device, non_blocking=True)
+        columns = [numels, weights**2, self._changes(step, shards), gradients**2, has_now, had]
+        groups = [(p, group) for group in step.optimizer.param_groups for p in group["params"]]
+        rates = [group.get("lr") for p, group in groups if p.requires_grad]
+        return step.gather(
+            torch.stack(columns, dim=1),
+            shards_only=True,
+            names=[step.names.get(id(p), "") for p in parameters],
+            is_matrix=[p.ndim >= 2 for p in parameters],
+            # What updates leave of a weight in half precision, `AdamStateMonitor` sees.
+            is_wide=[p.dtype.itemsize > 2 for p in parameters],
+            rates=[rate if isinstance(rate, int | float) else None for rate in rates],
+            spare=[name for name, p in self._spare.items() if p.grad is not None],
+        )
+
+    def _changes(self, step: TrainingStep, shards: list[Tensor]) -> Tensor:
+        """Return how many watched values of each have changed; NaN where that cannot be told."""
+        device = shards[0].device
+        watched = [s.reshape(-1)[:_WATCHED].to(device, non_blocking=True) for s in shards]
+        values = pad_sequence(watched, batch_first=True)
+        count, before = self._before.get(step.optimizer, (0, values[:0]))
+        self._before[step.optimizer] = step.facts.global_step, values
+        if before.shape != values.shape or step.facts.global_step == count:
+            return values.new_full((len(shards),), torch.nan, dtype=torch.float32)
+        return (values != before).sum(dim=1).float()
+
+    @override
+    def judge(self, sample: Sample) -> list[Verdict]:
+        facts, context = sample.facts, sample.context
+        sums_NK, any_NK = sample.array.sum(axis=0), sample.array.max(axis=0)
+        parameters = [
+            ParameterNumbers(
+                name=name or f"unnamed parameter {at}",
+                numel=int(sums_NK[at, _NUMEL]),
+                weight_norm=float(np.sqrt(sums_NK[at, _SQUARES])),
+                gradient_norm=float(np.sqrt(sums_NK[at, _GRADIENT])),
+                has_gradient=any_NK[at, _HAS] > 0,
+                had_gradient=any_NK[at, _HAD] > 0,
+                is_changed=None
+                if np.isnan(sums_NK[at, _CHANGED]) or not context["is_wide"][at]
+                else bool(sums_NK[at, _CHANGED] > 0),
+                is_matrix=context["is_matrix"][at],
+                rate=context["rates"][at],
+            )
+            for at, name in enumerate(context["names"])
+        ]
+        numels = np.maximum(sums_NK[:, _NUMEL], 1)
+        trained = (numels * (sums_NK[:, _GRADIENT] > 0)).sum() / numels.sum()
+        rms = np.sqrt(sums_NK[:, _SQUARES].sum() / numels.sum())
+        self.record({"trained_share": float(trained), "weight_rms": float(rms)}, facts)
+        self.history.add_column("weight_rms", facts.step, {p.name: p.rms for p in parameters})
+        spare, strange = context["spare"], sum(not name for name in context["names"])
+        if not spare:
+            return self._rule.judge(facts.step, parameters)
+        # Of tensors that are not the model's nothing else is said: they have one cause.
+        own = [p for p, name in zip(parameters, context["names"], strict=True) if name]
+        verdicts = self._rule.judge(facts.step, own)
+        if facts.step >= self._patience:
+            numbers = {"strange": strange, "count": len(spare)}
+            tags = ("strange",) if strange else ()
+            found = Verdict("not_optimized", len(spare), 0, tensor=spare[0], tags=tags)
+            verdicts.append(replace(found, numbers=numbers))
+        return verdicts
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

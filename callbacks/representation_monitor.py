@@ -1,0 +1,204 @@
+"""`RepresentationMonitor`: sees features collapse while the loss still falls.
+
+Legend: N samples, D width of features.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
+from lightning_mp.callbacks._rules.representation import RepresentationRule
+from lightning_mp.callbacks._step.batches import tensors_in
+from lightning_mp.callbacks._step.outputs import eager_modules
+from lightning_mp.callbacks._step.sampling import SamplingMonitor
+from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, step_of
+from lightning_mp.callbacks._words.usage import usage
+from lightning_mp.contrastive.loss import ContrastiveLoss
+from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
+from lightning_mp.precision._choice.module_selection import as_written, select_modules
+
+__all__ = ["RepresentationMonitor"]
+
+_ROWS = 256  # of features, whose products make the effective rank
+_LEAST = 4  # features that can be told to agree
+_SIDES = ("image_features", "text_features")
+
+
+@explains_arguments(checks={"min_spread": "[0, 1)"})
+class RepresentationMonitor(SamplingMonitor):
+    """Warns of features that collapse to one direction or to few, in any tower.
+
+    A loss without negatives is lowest where all samples have the same features, and a contrastive
+    loss may fall while one tower goes there. Measures the features that a loss of this package is
+    called with, or outputs of `modules`; towers run once. For normalised features f_i:
+
+        spread = sqrt(1 - |mean_i f_i|^2)               in [0, 1]; 0: all have one direction
+        effective rank = (sum_k v_k)^2 / sum_k v_k^2    v: eigenvalues of the covariance
+
+    What each rule means: docs/callbacks/representation-monitor.md.
+
+    Example: `Trainer(callbacks=RepresentationMonitor(modules=["image_tower", "text_tower"]))`
+
+    Args:
+        modules: Dotted names or names of classes, whose outputs (N, D) or (N, L, D) are features.
+            By default the features that a `ContrastiveLoss` or another loss of this package is
+            called with.
+        min_spread: Warns where the spread is below in two samples in a row, and was three times as
+            large; or in the first 20 samples.
+        every_n_steps: Steps between two samples; a fifth of it for the first samples.
+        baseline_samples: How many samples are the first.
+        repeat_after_steps: Steps until the same alarm may be raised again.
+
+    Raises:
+        ValueError: An argument is out of range, or a module is unknown.
+
+    References: dimensional collapse, arXiv:2110.09348; the cone of untrained towers,
+    arXiv:2203.02053.
+    """
+
+    moment: Moment = "batch end"
+
+    def __init__(
+        self,
+        *,
+        modules: Sequence[str] | None = None,
+        min_spread: float = 0.1,
+        every_n_steps: int = 50,
+        baseline_samples: int = 10,
+        repeat_after_steps: int = 1000,
+    ) -> None:
+        super().__init__(every_n_steps, baseline_samples, repeat_after_steps)
+        self.modules = modules
+        self.min_spread = min_spread
+        self._rule = RepresentationRule(min_spread)
+        self._losses: dict[str, nn.Module] = {}
+        self._towers: dict[str, nn.Module] = {}
+        self._hooks = ExitStack()
+        self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        eager = {as_written(name): module for name, module in eager_modules(pl_module)}
+        losses: dict[str, nn.Module] = {}
+        towers: dict[str, nn.Module] = {}
+        if self.modules is None:
+            kinds = (ContrastiveLoss, MatryoshkaLoss)
+            inner = {m.loss for m in eager.values() if isinstance(m, MatryoshkaLoss)}
+            losses = {n: m for n, m in eager.items() if isinstance(m, kinds) and m not in inner}
+        else:
+            chosen = select_modules(pl_module, self.modules)
+            towers = {as_written(n): m for n, m in chosen.items() if as_written(n) in eager}
+        self._losses, self._towers = losses, towers
+        if not losses and not towers:
+            rank_zero_warn(usage("no_features"))
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._hooks.close()
+        if self.is_due(step_of(trainer)):
+            for name, loss in self._losses.items():
+                hook = partial(self._look_at_call, name)
+                handle = loss.register_forward_pre_hook(hook, with_kwargs=True)
+                self._hooks.enter_context(handle)
+            for name, tower in self._towers.items():
+                hook = partial(self._look_at_output, name)
+                self._hooks.enter_context(tower.register_forward_hook(hook))
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._hooks.close()
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        self._hooks.close()
+        self._rows.clear()
+
+    def _look_at_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        found = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
+        if found is not None:
+            self._add(name, found)
+
+    def _look_at_call(
+        self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = dict(zip((*_SIDES, "logit_scale"), args, strict=False)) | kwargs
+        sides = [given.get(side) for side in _SIDES]
+        tensors = [x for x in sides if isinstance(x, Tensor) and x.ndim == 2 and len(x)]
+        if len(tensors) < 2 or ("pairs", name) in self._rows:
+            return  # such a call the loss refuses in words
+        means = [self._add(f"{name}.{side}", x) for side, x in zip(_SIDES, tensors, strict=True)]
+        scale = given.get("logit_scale", 1.0)
+        is_trained = isinstance(scale, Tensor) and scale.requires_grad
+        self._rows["pairs", name] = _pair_row(tensors, means, scale if is_trained else torch.nan)
+
+    def _add(self, name: str, features: Tensor) -> Tensor:
+        """Take in the first call of a step; return the mean of normalised features."""
+        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+            unit_ND = F.normalize(features.detach().flatten(0, -2).float(), dim=1)
+            mean_D = unit_ND.mean(dim=0)
+            if ("features", name) in self._rows or len(unit_ND) < _LEAST:
+                return mean_D
+            spread = (1 - mean_D.square().sum()).clamp(min=0).sqrt()
+            some_ND = unit_ND[:: -(-len(unit_ND) // _ROWS)]
+            some_ND = some_ND - some_ND.mean(dim=0)
+            gram_NN = some_ND @ some_ND.mT
+            rank = gram_NN.trace().square() / gram_NN.square().sum().clamp(min=1e-30)
+            self._rows["features", name] = torch.stack([spread, rank, torch.zeros_like(rank)])
+            return mean_D
+
+    @override
+    def observe(self, step: TrainingStep) -> Tensor | None:
+        rows, self._rows = self._rows, {}
+        if not rows:
+            return None
+        device = step.trainer.strategy.root_device
+        table = torch.stack([row.to(device, non_blocking=True) for row in rows.values()])
+        return step.gather(table, keys=list(rows))
+
+    @override
+    def judge(self, sample: Sample) -> list[Verdict]:
+        # Every rank sees samples of its own; the mean of ranks is that of the whole, nearly.
+        table = dict(zip(sample.context["keys"], sample.array.mean(axis=0), strict=True))
+        features = {n: row for (kind, n), row in table.items() if kind == "features"}
+        pairs = {n: row for (kind, n), row in table.items() if kind == "pairs"}
+        facts, verdicts = sample.facts, list[Verdict]()
+        metrics: dict[str, float] = {}
+        spread = {name: float(row[0]) for name, row in features.items()}
+        rank = {name: float(row[1]) for name, row in features.items()}
+        for name in features:
+            if np.isfinite(spread[name]) and np.isfinite(rank[name]):
+                verdicts += self._rule.features(name, spread[name], rank[name])
+        for name, (positive, negative, scale) in pairs.items():
+            metrics |= {"positive_similarity": positive, "negative_similarity": negative}
+            if np.isfinite(scale):
+                metrics["logit_scale"] = scale
+                verdicts += self._rule.scale(name, float(scale))
+        metrics |= {"feature_spread": min(spread.values(), default=np.nan)}
+        metrics |= {"feature_rank": min(rank.values(), default=np.nan)}
+        self.history.add_column("feature_spread", facts.step, spread)
+        self.record(metrics, dataclasses.replace(facts, optimizer=0))
+        return first_of_each_kind(verdicts)
+
+
+@torch.no_grad()
+def _pair_row(sides: list[Tensor], means: list[Tensor], scale: Tensor | float) -> Tensor:
+    """Return the mean cosine of pairs, that of all others, and the scale."""
+    image_ND, text_ND = (F.normalize(x.detach().float(), dim=1) for x in sides)
+    count = min(len(image_ND), len(text_ND))  # texts without an image come last
+    positives = (image_ND[:count] * text_ND[:count]).sum()
+    total = means[0] @ means[1] * len(image_ND) * len(text_ND)
+    others = max(len(image_ND) * len(text_ND) - count, 1)
+    value = torch.as_tensor(scale, dtype=torch.float32, device=image_ND.device).detach()
+    return torch.stack([positives / count, (total - positives) / others, value.reshape(())])

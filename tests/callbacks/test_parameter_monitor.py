@@ -1,0 +1,142 @@
+"""`ParameterMonitor` names what does not train, and says nothing of what does."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_mp import BalancedAMP, PureFP16
+from lightning_mp.callbacks import ParameterMonitor
+from lightning_mp.callbacks._rules.parameters import ParameterNumbers, ParameterRule
+from tests.precision.models import make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+
+
+class Model(pl.LightningModule):
+    """A stem and a head, that is trained for 80 steps.
+
+    Args:
+        frozen: Whether the stem is frozen, as a tower on purpose.
+        apart: Whether stem and head have an optimizer each, and manual optimization.
+        every: The stem has a gradient in one step of so many, as of tasks in turn.
+    """
+
+    def __init__(self, frozen: bool = False, apart: bool = False, every: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(8, 32), nn.Linear(32, 1)
+        self.stem.requires_grad_(not frozen)
+        self.automatic_optimization = not apart
+        self.apart, self.every = apart, every
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.stem(batch)
+        x = x if batch_idx % self.every == self.every - 1 else x.detach()
+        loss = (self.head(x.tanh()) - batch[:, :1]).square().mean()
+        if self.apart:
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.apart:
+            parts = self.stem, self.head
+            return [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in parts]
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(640, 8), batch_size=8)
+
+
+def kinds(monitor: ParameterMonitor) -> list[tuple[int, str, str | None]]:
+    return [(alarm.step, alarm.kind, alarm.tensor) for alarm in monitor.alarms]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"frozen": True}, {"apart": True}, {"every": 7}],
+    ids=["plain", "frozen tower", "two optimizers", "tasks in turn"],
+)
+def test_nothing_is_said_of_what_trains(options: dict[str, Any]) -> None:
+    monitor = ParameterMonitor(every_n_steps=10)
+    make_trainer(callbacks=monitor).fit(Model(**options))
+    assert kinds(monitor) == []
+    assert monitor.samples >= 8
+
+
+@pytest.mark.parametrize("plugin", [BalancedAMP, PureFP16, lambda: BalancedAMP(half="bf16")])
+def test_half_precision_trains_as_well(plugin: Any) -> None:
+    monitor = ParameterMonitor(every_n_steps=10)
+    make_trainer(plugin(), callbacks=monitor).fit(Model())
+    assert kinds(monitor) == []
+
+
+def test_branch_without_gradient_is_named_with_its_share() -> None:
+    monitor = ParameterMonitor(patience=20, every_n_steps=10)
+    make_trainer(callbacks=monitor).fit(Model(every=1000))
+    (alarm,) = monitor.alarms
+    assert (alarm.step, alarm.kind, alarm.tensor) == (20, "no_gradient", "stem.weight")
+    assert alarm.value == pytest.approx(288 / 321)
+    assert "2 of 4 parameters, 90% of the values" in alarm.message
+
+
+def test_share_at_the_limit_is_not_named() -> None:
+    monitor = ParameterMonitor(patience=20, every_n_steps=10, max_untrained=0.9)
+    make_trainer(callbacks=monitor).fit(Model(every=1000))
+    assert kinds(monitor) == []
+
+
+def test_what_it_knows_goes_into_checkpoints() -> None:
+    monitor, other = ParameterMonitor(every_n_steps=10), ParameterMonitor(every_n_steps=10)
+    make_trainer(callbacks=monitor).fit(Model())
+    other.load_state_dict(monitor.state_dict())
+    assert other.state_dict() == monitor.state_dict()
+    assert other._rule._first.keys() == {"stem.weight", "head.weight"}
+
+
+def sample(name: str = "w", **values: Any) -> ParameterNumbers:
+    usual: dict[str, Any] = {
+        **{"numel": 100, "weight_norm": 1.0, "gradient_norm": 1e-3, "has_gradient": True},
+        **{"had_gradient": True, "is_changed": True, "is_matrix": True, "rate": 1e-3},
+    }
+    return ParameterNumbers(name, **{**usual, **values})
+
+
+def rule() -> ParameterRule:
+    return ParameterRule(
+        patience=50, max_untrained=0.1, min_gradient=1e-8, min_weight=0.01, max_weight=30.0
+    )
+
+
+def test_gradient_vanishes_against_that_of_the_largest_matrix() -> None:
+    judge, said = rule(), []
+    for step in range(6):
+        said += judge.judge(step, [sample("first", gradient_norm=1e-12), sample("last")])
+    assert [(v.kind, v.tensor, v.numbers["largest"]) for v in said] == 2 * [
+        ("vanishing_gradients", "first", "last")
+    ]
+
+
+def test_lora_that_starts_at_zero_has_not_vanished() -> None:
+    judge = rule()
+    for step in range(200):
+        up = sample("lora_B", weight_norm=1e-3 * step)
+        down = sample("lora_A", gradient_norm=1e-6 * step)
+        assert judge.judge(step, [up, down]) == []
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"), [(0.05, "weight_collapse"), (500.0, "weight_growth"), (20.0, None)]
+)
+def test_size_of_weights_is_held_against_their_own(norm: float, kind: str | None) -> None:
+    judge = rule()
+    judge.judge(0, [sample(weight_norm=10.0)])
+    assert judge.judge(1, [sample(weight_norm=norm)]) == []
+    assert [v.kind for v in judge.judge(2, [sample(weight_norm=norm)])] == ([kind] if kind else [])

@@ -1,0 +1,152 @@
+"""`RepresentationMonitor` measures what a float64 reference does, and names a collapse."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_mp import BalancedAMP, InfCLStrategy
+from lightning_mp.callbacks import RepresentationMonitor
+from lightning_mp.callbacks._rules.representation import RepresentationRule
+from lightning_mp.contrastive import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
+from tests.precision.models import make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
+
+
+class Clip(pl.LightningModule):
+    """Two linear towers; keeps the features of its last step."""
+
+    def __init__(self, loss: nn.Module, count: int = 48) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(8, 24), nn.Linear(8, 24)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.loss, self.count = loss, count
+        self.features: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        image = F.normalize(self.image(batch), dim=1)
+        text = F.normalize(self.text(batch + 0.1), dim=1)
+        self.features = image.detach().double(), text.detach().double()
+        self.scales.append(float(self.scale.detach().exp()))
+        more = (0.0,) if isinstance(self.loss, SigmoidContrastiveLoss) else ()
+        return self.loss(image, text, self.scale.exp(), *more)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(3 * self.count, 8), batch_size=self.count)
+
+
+@pytest.mark.parametrize("count", [1, 5, 48, 300])
+@pytest.mark.parametrize(
+    "loss",
+    [ContrastiveLoss(), SigmoidContrastiveLoss(), MatryoshkaLoss(widths=[24, 8])],
+    ids=["softmax", "sigmoid", "matryoshka"],
+)
+def test_numbers_are_those_of_a_float64_reference(loss: nn.Module, count: int) -> None:
+    monitor, model = RepresentationMonitor(every_n_steps=1), Clip(loss, count)
+    make_trainer(callbacks=monitor).fit(model)
+    image, text = model.features
+    spreads, ranks = [], []
+    for x in (image, text):
+        spreads.append((1 - x.mean(dim=0).square().sum()).clamp(min=0).sqrt())
+        some = x[:: -(-len(x) // 256)]
+        values = torch.linalg.svdvals(some - some.mean(dim=0)).square()
+        ranks.append(values.sum() ** 2 / values.square().sum().clamp(min=1e-30))
+    logits = image @ text.T
+    others = logits[~torch.eye(count, dtype=torch.bool)]
+    expected = {
+        "positive_similarity": float(logits.diag().mean()),
+        "negative_similarity": float(others.mean()) if count > 1 else 0.0,
+        "logit_scale": model.scales[-1],
+    }
+    if count > 1:
+        expected |= {"feature_spread": float(min(spreads)), "feature_rank": float(min(ranks))}
+    curves = {name: points[-1][1] for name, points in monitor.history.curves.items()}
+    assert {name: curves[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_hooks_are_gone_after_each_step_and_validation_is_not_looked_at() -> None:
+    monitor, model = RepresentationMonitor(every_n_steps=1), Clip(ContrastiveLoss())
+    make_trainer(callbacks=monitor).fit(model)
+    assert not model.loss._forward_pre_hooks
+    assert monitor._rows == {}
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_features_in_half_are_measured_in_fp32(half: str) -> None:
+    monitor = RepresentationMonitor(every_n_steps=1)
+    make_trainer(BalancedAMP(half=half), callbacks=monitor).fit(Clip(ContrastiveLoss()))
+    (spread,) = {len(points) for n, points in monitor.history.curves.items() if "spread" in n}
+    assert spread == 3
+
+
+def test_towers_in_micro_batches_are_seen_as_one_batch() -> None:
+    monitor, model = RepresentationMonitor(every_n_steps=1), Clip(ContrastiveLoss())
+    strategy = InfCLStrategy(towers=["image", "text"], micro_batch_size=8)
+    make_trainer(strategy=strategy, callbacks=monitor).fit(model)
+    assert monitor.samples == 3
+    image, text = model.features
+    positive = float((image * text).sum(dim=1).mean())
+    curve = monitor.history.curves["positive_similarity"]
+    assert curve[-1][1] == pytest.approx(positive, abs=1e-5)
+
+
+def test_model_without_a_known_loss_is_told_to_name_its_towers() -> None:
+    monitor = RepresentationMonitor()
+    with pytest.warns(UserWarning, match="modules="):
+        make_trainer(callbacks=monitor).fit(Clip(_Plain()))
+
+
+class _Plain(nn.Module):
+    def forward(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        return F.mse_loss(image, text) * scale
+
+
+def test_named_towers_are_measured_by_their_outputs() -> None:
+    monitor = RepresentationMonitor(modules=["image", "text"], every_n_steps=1)
+    make_trainer(callbacks=monitor).fit(Clip(_Plain()))
+    assert monitor.history.maps["feature_spread"]["names"] == ["image", "text"]
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+
+def feed(spreads: list[float], ranks: list[float] | None = None) -> list[tuple[int, str]]:
+    rule = RepresentationRule(0.1)
+    ranks = ranks or [20.0] * len(spreads)
+    return [
+        (at, verdict.kind)
+        for at, pair in enumerate(zip(spreads, ranks, strict=True))
+        for verdict in rule.features("tower", *pair)
+    ]
+
+
+def test_collapse_takes_two_samples() -> None:
+    assert feed([0.9, 0.8, 0.05, 0.7, 0.05, 0.04]) == [(5, "feature_collapse")]
+
+
+def test_untrained_cone_that_opens_is_no_collapse() -> None:
+    assert feed([0.08, 0.08, 0.09, 0.2, 0.5, 0.9]) == []
+    assert feed([0.08] * 21)[0] == (19, "feature_collapse")
+
+
+def test_rank_that_falls_is_named() -> None:
+    assert feed([0.9] * 5, [20.0, 19.0, 10.0, 2.0, 1.5]) == [(4, "feature_rank")]
+    assert feed([0.9] * 5, [4.0, 4.0, 3.0, 0.4, 0.4]) == []  # too few classes to fall
+
+
+def test_scale_at_its_limit_is_a_note() -> None:
+    rule = RepresentationRule(0.1)
+    said = [v for value in (14.0, 50.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0)
+            for v in rule.scale("loss", value)]  # fmt: skip
+    assert [(v.kind, v.severity, v.value) for v in said] == [("temperature_clamped", "info", 100.0)]
+    assert [v for _ in range(9) for v in rule.scale("other", 20.0)] == []

@@ -1,0 +1,168 @@
+"""Failures in which every number is fine: parameters and features that do not train."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_mp.contrastive import ContrastiveLoss
+from tests.monitors.planted import Fit, Planted
+from tests.monitors.running import Learner
+
+
+class Detached(nn.Module):
+    """Two towers' worth of layers, of which one is behind a `.detach()`."""
+
+    def __init__(self, is_detached: bool = True) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Sequential(nn.Linear(8, 64), nn.Tanh()), nn.Linear(64, 1)
+        self.is_detached = is_detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x.detach() if self.is_detached else x)
+
+
+def of_copies(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """Return an optimizer that holds the parameters of a copy, as before a `deepcopy`."""
+    return AdamW([p.detach().clone().requires_grad_() for p in parameters], lr=lr)
+
+
+def of_the_last(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    return AdamW([*parameters][-2:], lr=lr)
+
+
+def decayed(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float = 30.0) -> Optimizer:
+    return AdamW(parameters, lr=lr, weight_decay=weight_decay)
+
+
+def deep(activation: Any = nn.Sigmoid) -> nn.Module:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), activation())]
+    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
+
+
+def residual() -> nn.Module:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    return nn.Sequential(nn.Linear(8, 32), *(Residual() for _ in range(12)), nn.Linear(32, 1))
+
+
+class Bounded(Fit):
+    """Judged by the RMS of its first weights, which are 0.2 at the start."""
+
+    def progress(self) -> tuple[float, float]:
+        return float(self.network[0].weight.detach().square().mean().sqrt()), 1.0
+
+
+class Pairs(Learner):
+    """Aligns two towers, judged by how far their features lie apart: 0.25 where they fill a sphere.
+
+    Args:
+        has_negatives: Whether the loss has some; without, it is lowest where all features agree.
+        lr: The learning rate.
+    """
+
+    towers = ("image", "text")
+
+    def __init__(self, has_negatives: bool = False, lr: float = 1e-2) -> None:
+        super().__init__(120, lr)
+        self.image = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.text = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.has_negatives, self.contrastive = has_negatives, ContrastiveLoss()
+        self.deviations: list[float] = []
+
+    def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
+        x = torch.randn(64, 16, generator=generator)
+        return [x, x + torch.randn(64, 16, generator=generator)]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        image, text = self.image(batch[0]), self.text(batch[1])
+        image, text = F.normalize(image, dim=1), F.normalize(text, dim=1)
+        self.deviations.append(float(image.detach().std(dim=0).mean()))
+        if self.has_negatives:
+            return self.contrastive(image, text, 10.0)
+        return F.mse_loss(image, text)
+
+    def progress(self) -> tuple[float, float]:
+        return -sum(self.deviations[-10:]) / 10, -0.125
+
+
+FAILURES = [
+    Planted(
+        name="optimizer of a copied model",
+        settings={"optimizer": of_copies},
+        monitor="ParameterMonitor", kind="not_optimized", tensors=("network.0.weight",), step=50,
+        advises="self.parameters()",
+        cure="an optimizer of the model's parameters", remedy={"optimizer": AdamW},
+    ),
+    Planted(
+        name="optimizer of the last layer alone",
+        settings={"optimizer": of_the_last, "share": 0.4},
+        monitor="ParameterMonitor", kind="not_optimized", tensors=("network.0.weight",), step=50,
+        advises="Pass them to an optimizer",
+        cure="an optimizer of all parameters", remedy={"optimizer": AdamW},
+    ),
+    Planted(
+        name="a tower behind a detach",
+        settings={"network": Detached, "share": 0.45, "steps": 300},
+        monitor="ParameterMonitor", kind="no_gradient", tensors=("network.stem.0.weight",), step=50,
+        advises=".detach()",
+        cure="no detach", remedy={"network": functools.partial(Detached, False)},
+    ),
+    Planted(
+        name="learning rate of 0",
+        settings={"schedule": lambda step: 0.0},
+        monitor="ParameterMonitor", kind="unchanged_weights", tensors=("network.0.weight",),
+        step=50,
+        advises="a learning rate above 0",
+        cure="a learning rate", remedy={"schedule": lambda step: 1.0},
+    ),
+    Planted(
+        name="updates below half a unit of fp32 weights",
+        settings={"optimizer": SGD, "lr": 1e-10},
+        monitor="ParameterMonitor", kind="unchanged_weights", tensors=("network.0.weight",),
+        step=50,
+        advises="Raise the learning rate",
+        cure="a learning rate of 0.3", remedy={"lr": 0.3},
+    ),
+    Planted(
+        name="gradients that vanish by layer",
+        settings={"network": deep, "optimizer": SGD, "lr": 0.1, "share": 0.5},
+        monitor="ParameterMonitor", kind="vanishing_gradients", tensors=("network.0.weight",),
+        step=40,
+        advises="a residual connection",
+        cure="residual connections, norms and GELU", remedy={"network": residual, "lr": 0.003},
+    ),
+    Planted(
+        name="weight decay of 30",
+        settings={"optimizer": decayed},
+        monitor="ParameterMonitor", kind="weight_collapse", step=150,
+        advises="Lower `weight_decay`",
+        cure="a weight decay of 0.1",
+        remedy={"optimizer": functools.partial(decayed, weight_decay=0.1)},
+    ),
+    Planted(
+        name="weights that grow without bound",
+        model=Bounded, settings={"lr": 3.0, "optimizer": Adam},
+        monitor="ParameterMonitor", kind="weight_growth", step=20,
+        advises="Lower the learning rate",
+        cure="a learning rate of 0.003", remedy={"lr": 3e-3},
+    ),
+    Planted(
+        name="features that collapse to one direction",
+        model=Pairs,
+        monitor="RepresentationMonitor", kind="feature_collapse", tensors=("image.2",), step=70,
+        advises="Check that the loss has negatives",
+        cure="a loss with negatives", remedy={"has_negatives": True},
+    ),
+]  # fmt: skip
