@@ -62,7 +62,35 @@ class TinyGradients(nn.Module):
         return (x * 1e-4 * 1e-4) * 1e4 * 1e4
 
 
+class Logits(nn.Module):
+    """Takes the softmax of logits near 1e5."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 10.0 * (x + 1e5).softmax(-1))
+
+
+class Softmax(nn.Module):
+    """Takes the softmax of logits near 1e4, whose differences fp16 rounds to 8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 10.0 * (4.0 * x + 1e4).softmax(-1))
+
+
+class FrozenTower(nn.Module):
+    """Adds what a frozen layer in fp16 makes of large values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 3e4, dtype=torch.float16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-4 * (x * 16 * self.scale.to(x.dtype))
+
+
 WEAK: dict[str, Callable[[], nn.Module]] = {
+    "logits of 1e5": Logits,
+    "softmax at 1e4": Softmax,
+    "frozen layer in fp16": FrozenTower,
     "values of 1e6": LargeValues,
     "tiny gradients": TinyGradients,
     "cancellation": Cancellation,
@@ -149,6 +177,90 @@ def cnn() -> tuple[nn.Module, str, dict[str, Tensor]]:
     return CNN(), "body.1.1", batch
 
 
+def bert() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a BERT."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        vocab_size=100, max_position_embeddings=64,
+    )  # fmt: skip
+    ids = torch.randint(0, 100, (ROWS, TOKENS))
+    return BertForMaskedLM(config), "", {"input_ids": ids, "labels": ids}
+
+
+def llama() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a LLaMA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=128, vocab_size=100, max_position_embeddings=64,
+    )  # fmt: skip
+    ids = torch.randint(0, 100, (ROWS, TOKENS))
+    return LlamaForCausalLM(config), "", {"input_ids": ids, "labels": ids}
+
+
+def clip() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a CLIP."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 128}  # fmt: skip
+    config = CLIPConfig(
+        text_config={**tower, "vocab_size": 100, "max_position_embeddings": TOKENS,
+                     "bos_token_id": 0, "eos_token_id": 99, "pad_token_id": 1},
+        vision_config={**tower, "image_size": 32, "patch_size": 8}, projection_dim=32,
+    )  # fmt: skip
+    ids = torch.randint(2, 99, (ROWS, TOKENS))
+    ids[:, -1] = 99
+    batch = {"input_ids": ids, "pixel_values": torch.randn(ROWS, 3, 32, 32)}
+    return _WithLoss(CLIPModel(config)), "", batch
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch, return_loss=True)
+
+
+def resnet() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a ResNet."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10
+    )
+    batch = {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.randint(0, 10, (ROWS,))}
+    return ResNetForImageClassification(config), "", batch
+
+
+def convnext() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a ConvNeXt, whose branches begin scaled by 1e-6, with their gradients."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 2], num_stages=2, num_labels=10)
+    batch = {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.randint(0, 10, (ROWS,))}
+    return ConvNextForImageClassification(config), "", batch
+
+
+def wav2vec2() -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Return a wav2vec 2.0 that classifies."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+
+    config = Wav2Vec2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        conv_dim=(32, 32), conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, num_labels=5,
+        mask_time_prob=0.0,
+    )  # fmt: skip
+    batch = {"input_values": torch.randn(ROWS, 1600), "labels": torch.randint(0, 5, (ROWS,))}
+    return Wav2Vec2ForSequenceClassification(config), "", batch
+
+
 def _linear_in(model: nn.Module, *parts: str) -> str:
     """Return the path of the first linear layer whose path has the first part and another one."""
     layer, *names = parts
@@ -162,6 +274,12 @@ def _linear_in(model: nn.Module, *parts: str) -> str:
 
 
 MODELS = {"GPT-2": gpt2, "T5": t5, "ViT": vit, "Whisper": whisper, "CNN": cnn}
+HEALTHY = {
+    "BERT": bert, "LLaMA": llama, "CLIP": clip, "ResNet": resnet, "wav2vec 2.0": wav2vec2,
+}  # fmt: skip
+
+
+OF_THEIR_OWN = {"ConvNeXt": (convnext, "layers.0.")}  # a weak model, and what is named first
 
 
 class Task(pl.LightningModule):
@@ -175,8 +293,10 @@ class Task(pl.LightningModule):
     def __init__(self, name: str, weak: str | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model, path, self.batch = MODELS[name]()
-        self.planted = None
+        make, part = OF_THEIR_OWN.get(name, ({**MODELS, **HEALTHY}.get(name), None))
+        assert make is not None
+        self.model, path, self.batch = make()
+        self.planted = part
         if weak is not None:
             parent, _, last = path.rpartition(".")
             owner = self.model.get_submodule(parent)
@@ -216,30 +336,33 @@ def row(name: str, weak: str | None, kind: str, half: str) -> tuple[str, bool]:
     plugin = getattr(lightning_mp, kind)
     found = look(Task(name, weak), plugin(half=half))
     result, task = found.result, Task(name, weak)
-    if weak is None:
+    if task.planted is None:
         seconds = time.perf_counter() - start
         verdict = "clean" if result.is_clean else "an alarm"
         text = f"| {name} | | | {result.ratio:.2%} | {verdict} | {seconds:.0f} s |"
         return text, result.is_clean
-    is_first = result.modules[0].path == task.planted
+    is_first = str(task.planted) in result.modules[0].path
     after = "-"
     is_cured = False
     if found.settings:
         arguments = yaml.safe_load(found.settings)["trainer"]["plugins"][0]["init_args"]
+        if isinstance(arguments.get("loss_scale"), dict):
+            scale = lightning_mp.LossScaleConfig(**arguments["loss_scale"])
+            arguments["loss_scale"] = scale
         cured = look(Task(name, weak), plugin(**arguments)).result
         after, is_cured = f"{cured.ratio:.2%}", cured.is_clean
     seconds = time.perf_counter() - start
     named = "yes" if is_first else f"no: {result.modules[0].path}"
     before = f"{result.ratio:.0%}" if result.ratio < 1e6 else "not finite"
-    return f"| {name} | {weak} | {named} | {before} | {after} | {seconds:.0f} s |", (
-        is_first and is_cured
-    )
+    cells = name, weak or "its own layer scale", named, before, after, f"{seconds:.0f} s"
+    return f"| {' | '.join(cells)} |", is_first and is_cured
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=[*MODELS])
+    names = [*MODELS, *HEALTHY, *OF_THEIR_OWN]
+    parser.add_argument("--models", choices=names, nargs="+", default=names)
     parser.add_argument("--plugin", choices=["BalancedAMP", "PureFP16"], default="BalancedAMP")
     parser.add_argument("--half", choices=["fp16", "bf16"], default="fp16")
     args = parser.parse_args()
@@ -250,7 +373,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     right = []
     for name in args.models:
-        for weak in (None, *WEAK):
+        for weak in (None, *WEAK) if name in MODELS else (None,):
             line, is_right = row(name, weak, args.plugin, args.half)
             right.append(is_right)
             print(line, flush=True)

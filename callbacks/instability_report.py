@@ -19,7 +19,7 @@ from lightning_mp._files import Failures, claim, touch, write
 from lightning_mp.callbacks._report.data import parts_of, report_data
 from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
-from lightning_mp.callbacks._report.run_facts import now, run_facts
+from lightning_mp.callbacks._report.run_facts import now, preflight_page_of, run_facts
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks._words.usage import usage
@@ -111,7 +111,7 @@ class InstabilityReport(InstabilityMonitor):
         if stage != "fit":
             return
         self._earlier, self.path = str(self.path) if self.path else None, None
-        self._wanted = self._page_path(trainer)
+        self._wanted = self.page_path(trainer)
         self._end, self._is_started = {"how": "running"}, False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         samplers = [c for c in callbacks if isinstance(c, GradientUnderflowMonitor)]
@@ -120,7 +120,8 @@ class InstabilityReport(InstabilityMonitor):
         ordered = sorted(callbacks, key=lambda c: (isinstance(c, Checkpoint), c is self))
         trainer.callbacks = ordered  # type: ignore[attr-defined]
 
-    def _page_path(self, trainer: pl.Trainer) -> Path:
+    def page_path(self, trainer: pl.Trainer) -> Path:
+        """Return where the page is written to, if no other run has one there."""
         # `log_dir` is the same on all ranks, as it is broadcast.
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
         return Path(os.path.abspath(folder)) / self.filename
@@ -227,7 +228,7 @@ class InstabilityReport(InstabilityMonitor):
         is_trial = bool(trainer.fast_dev_run) and not is_wanted  # type: ignore[attr-defined]
         if is_trial or not trainer.is_global_zero:
             return None
-        wanted = self.path or self._wanted or self._page_path(trainer)
+        wanted = self.path or self._wanted or self.page_path(trainer)
         failures = self._failures.forgiven("report_not_written", path=str(wanted))
         with failures, self._pace.measured():
             if is_last:  # the steps on their way belong to it
@@ -254,6 +255,7 @@ class InstabilityReport(InstabilityMonitor):
             "has_loss_scale": scaler_of(trainer) is not None,
             "facts": run_facts(trainer),
             "monitors": [type(monitor).__name__ for monitor in monitors],
+            "preflight": preflight_page_of(trainer, self.path),
         }
         return report_data(self.history, [each.history for each in monitors], run, self.max_tensors)
 

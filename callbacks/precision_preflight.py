@@ -1,7 +1,9 @@
 """`PrecisionPreflight`: which modules half precision hurts, and the settings that mend it."""
 
+import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,18 +12,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_mp._arguments import explains_arguments
+from lightning_mp._arguments import PATH, explains_arguments
+from lightning_mp._files import claim, touch, write
 from lightning_mp.callbacks._locate.replay import undisturbed
-from lightning_mp.callbacks._preflight.measure import Preflight, measure, search
+from lightning_mp.callbacks._preflight.measure import Preflight, look
+from lightning_mp.callbacks._preflight.page import preflight_page
 from lightning_mp.callbacks._preflight.runs import Runs
-from lightning_mp.callbacks._step.training_state import is_sharded
+from lightning_mp.callbacks._step.training_state import is_sharded, scaler_of
 from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_of
 from lightning_mp.callbacks._words.usage import usage
+from lightning_mp.callbacks.instability_report import InstabilityReport
 
 __all__ = ["PrecisionPreflight"]
 
 
-@explains_arguments(checks={"steps": "[1, inf)"})
+@explains_arguments(checks={"steps": "[1, inf)", "dirpath": PATH})
 class PrecisionPreflight(pl.Callback):
     r"""Compares the first steps in half with fp32, module by module, and says what mends them.
 
@@ -39,6 +44,8 @@ class PrecisionPreflight(pl.Callback):
 
     Args:
         steps: Batches that are looked at.
+        dirpath: The folder to write the page `preflight.html` to. By default that of
+            `InstabilityReport`, which links to it, and none without a report.
         stops: Whether the run ends after them, as with `lightning-mp preflight`.
 
     Raises:
@@ -47,8 +54,9 @@ class PrecisionPreflight(pl.Callback):
     Example: `Trainer(callbacks=PrecisionPreflight())`
     """
 
-    def __init__(self, *, steps: int = 4, stops: bool = False) -> None:
+    def __init__(self, *, steps: int = 4, dirpath: str | None = None, stops: bool = False) -> None:
         self.steps = steps
+        self.dirpath = dirpath
         self.stops = stops
         self.result: Preflight | None = None
         """What was found, from the last of the steps on."""
@@ -58,6 +66,8 @@ class PrecisionPreflight(pl.Callback):
         """The lines of YAML that mend what was found."""
         self.text = ""
         """The verdict, the modules with the largest errors, and these settings."""
+        self.path: Path | None = None
+        """Of the page, on rank zero, where one was written."""
         self._seen, self._wanted = 0, steps
 
     @override
@@ -97,28 +107,46 @@ class PrecisionPreflight(pl.Callback):
 
     def _look(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         runs = Runs(trainer, batch, batch_idx)
-        found, whole, noise = measure(runs)
-        if not noise:
-            self._end(usage("preflight_rows"))
-            return
-        self.result = found = found if self.result is None else found.merged(self.result)
-        if self._seen < self._wanted:
-            return
         agree = trainer.strategy.broadcast if trainer.world_size > 1 else lambda value: value
-        self.result = found = search(runs, found, whole, noise, agree)
+        found = look(runs, self.result, agree)
+        self.result = found
+        if found is None:
+            self._end(usage("preflight_rows"))
+        if found is None or self._seen < self._wanted:
+            return
+        self.result = found = found.decided()
         plugin = trainer.precision_plugin
         name = type(plugin).__name__
         arguments = {
             "half": "bf16" if found.half == torch.bfloat16 else "fp16",
             "fp32_modules": list(getattr(plugin, "fp32_modules", ["norm"])),
+            "is_dynamic": getattr(getattr(scaler_of(trainer), "config", None), "dynamic", True),
         }
         self.settings = settings_of(found, name, arguments)
-        said = [verdict_of(found, name), "", table_of(found), *found.notes]
+        verdict = verdict_of(found, name)
+        self._write(trainer, verdict)
+        said = [verdict, "", table_of(found), *found.notes]
         if self.settings:
             said.append(f"\nPaste into the configuration:\n\n{self.settings}")
         self.text = "\n".join(said)
         if not self.stops:
             rank_zero_info(self.text)
+
+    def _write(self, trainer: pl.Trainer, verdict: str) -> None:
+        folder = self.dirpath
+        for each in trainer.callbacks:  # type: ignore[attr-defined]
+            if folder is None and isinstance(each, InstabilityReport):
+                folder = str(each.page_path(trainer).parent)
+        if folder is None or not trainer.is_global_zero or self.result is None:
+            return
+        wanted = Path(os.path.abspath(folder)) / "preflight.html"
+        title = type(trainer.lightning_module).__name__
+        text = preflight_page(self.result, title, verdict, self.settings)
+        try:
+            self.path = claim(wanted, touch)
+            write(self.path, text)
+        except OSError as error:
+            rank_zero_warn(usage("report_not_written", path=str(wanted), error=error))
 
     def _end(self, failure: str) -> None:
         self._seen, self.failure = self._wanted, failure

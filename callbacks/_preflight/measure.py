@@ -6,7 +6,7 @@ far below the noise does not matter to training.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -18,16 +18,25 @@ from lightning_mp.callbacks._preflight.runs import Run, Runs
 from lightning_mp.gradient_cache._served.arguments import is_array, open_tree, rows_of
 from lightning_mp.numerics.floats import HALF_DTYPES
 
-__all__ = ["MATTERS", "ModuleError", "Preflight", "measure", "search"]
+__all__ = ["MATTERS", "ModuleError", "Preflight", "look"]
 
 MATTERS = 0.05
 """The share of the gradient noise from which on an error matters."""
 
 _STAGNANT = 0.2
+_ROUNDING = 0.01  # of a gradient, by which the order of rows may change it
 _NEGLIGIBLE = 1e-5  # a gradient next to that of the other parameters
 _TRIED = 8  # modules, by their own errors
 _MOST = 4  # modules that are taken into fp32
-_LARGEST = 65504.0
+_SCALES = (
+    2.0**-12,
+    2.0**-8,
+    2.0**-4,
+    2.0**4,
+    2.0**8,
+    2.0**12,
+)  # times the loss scale, that are tried
+_HIGHEST = 2.0**24
 _SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}  # normal numbers
 
 
@@ -44,6 +53,7 @@ class ModuleError:
         largest: The largest magnitude of its output in fp32.
         underflow: The largest share of zeros in a gradient that are none in fp32.
         subnormal: The largest share of subnormal numbers in a gradient, at the loss scale.
+        order: Its place in the model.
     """
 
     path: str
@@ -54,6 +64,7 @@ class ModuleError:
     largest: float
     underflow: float
     subnormal: float
+    order: int = 0
 
     @property
     def own(self) -> float:
@@ -72,8 +83,10 @@ class Preflight:
         worst: The name of that parameter.
         modules: By their own errors, the largest first.
         fp32_modules: Modules whose computation in fp32 mends it.
-        mended: The ratio with these.
+        mended: The ratio with these, or with the loss scale.
+        loss_scale: The initial loss scale that mends it, where one does.
         in_bf16: The ratio under autocast to bf16, where it was tried.
+        by_scale: The ratio at other loss scales, the worst of the steps in which it was tried.
         stagnant: The share of half weights that an update of the learning rate leaves as they are.
         notes: What could not be measured.
     """
@@ -85,7 +98,9 @@ class Preflight:
     modules: tuple[ModuleError, ...]
     fp32_modules: tuple[str, ...] = ()
     mended: float | None = None
+    loss_scale: float | None = None
     in_bf16: float | None = None
+    by_scale: Mapping[float, float] = field(default_factory=dict)
     stagnant: float = 0.0
     notes: tuple[str, ...] = field(default=())
 
@@ -97,31 +112,79 @@ class Preflight:
         """Whether nothing that matters was found."""
         return self.ratio < MATTERS and self.stagnant < _STAGNANT
 
-    def merged(self, other: "Preflight") -> "Preflight":
+    @property
+    def best_scale(self) -> float | None:
+        """The loss scale at which every step was clean, if there is one."""
+        scale = min(self.by_scale, key=self.by_scale.__getitem__, default=0.0)
+        return scale if self.by_scale.get(scale, math.inf) < MATTERS else None
+
+    def merged(self, before: "Preflight") -> "Preflight":
         """Return the worse of two steps, with the largest numbers of each module."""
-        worse, less = (self, other) if self.ratio >= other.ratio else (other, self)
+        worse, less = (self, before) if self.ratio >= before.ratio else (before, self)
         by_path = {each.path: each for each in less.modules}
         modules = [
             each if each.path not in by_path or each.own >= by_path[each.path].own
             else by_path[each.path]
             for each in worse.modules
         ]  # fmt: skip
-        return replace(worse, modules=_ranked(modules), stagnant=max(self.stagnant, other.stagnant))
+        scales = {**self.by_scale, **before.by_scale}
+        return replace(
+            worse,
+            modules=_ranked(modules),
+            by_scale={
+                s: max(self.by_scale.get(s, 0.0), before.by_scale.get(s, 0.0)) for s in scales
+            },
+            stagnant=max(self.stagnant, before.stagnant),
+            fp32_modules=before.fp32_modules,
+            mended=before.mended,
+            in_bf16=before.in_bf16,
+        )
+
+    def decided(self) -> "Preflight":
+        """Return the result with the loss scale as what mends it, where one does."""
+        scale = self.best_scale
+        if scale is None:
+            return self
+        return replace(self, loss_scale=scale, mended=self.by_scale[scale], fp32_modules=())
+
+
+def look(runs: Runs, before: Preflight | None, agree: Callable[[Any], Any]) -> Preflight | None:
+    """Return the result with one more step; `None` where there is nothing to hold it against.
+
+    Args:
+        runs: Of the step.
+        before: What the steps before have shown.
+        agree: Returns what rank 0 has, so that all ranks make the same runs.
+    """
+    found, whole, noise = measure(runs)
+    if not noise:
+        return None
+    is_bad = agree(found.ratio) >= MATTERS
+    if is_bad and found.half == torch.float16:
+        scales = [s for s in (runs.scale * f for f in _SCALES) if 1 <= s <= _HIGHEST]
+        by_scale = {s: agree(_ratio_with(runs, whole, noise, [], s)) for s in scales}
+        found = replace(found, by_scale=by_scale)
+    all_found = found if before is None else found.merged(before)
+    if is_bad and agree(all_found.best_scale) is None:
+        return search(runs, all_found, whole, noise, agree)
+    return all_found
 
 
 def measure(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
     """Return what half adds, the run in fp32, and the gradient noise of each parameter."""
-    noise = _noise(runs)
     whole = runs.in_fp32(records=True)
+    noise = _noise(runs, whole)
     half = runs.in_half(records=True)
-    notes, modules = [], []
+    notes: list[str] = []
+    modules: list[ModuleError] = []
     for path, module in runs.named_modules():
         if path not in whole.calls or path not in half.calls:
             continue
         try:
-            modules.append(_module_error(runs, path, type(module).__name__, whole, half))
-        except Exception as error:  # a module that runs inside of its parent alone
-            notes.append(f"`{path}` was not run by itself: {str(error).splitlines()[0][:100]}")
+            error = _module_error(runs, path, type(module).__name__, whole, half)
+            modules.append(replace(error, order=len(modules)))
+        except Exception as failure:  # a module that runs inside of its parent alone
+            notes.append(f"`{path}` was not run by itself: {str(failure).splitlines()[0][:100]}")
     ratio, worst = error_of(whole, half, noise)
     assert runs.half is not None
     found = Preflight(
@@ -152,8 +215,8 @@ def search(
         noise: Of each parameter's gradient.
         agree: Returns what rank 0 has, so that all ranks make the same runs.
     """
-    chosen: list[str] = []
-    best = ratio = agree(found.ratio)
+    chosen = [*found.fp32_modules]  # what mended the steps before
+    best = ratio = agree(_ratio_with(runs, whole, noise, chosen))
     tried = agree(_candidates(runs, found))
     while ratio >= MATTERS and len(chosen) < _MOST:
         results = {
@@ -169,12 +232,15 @@ def search(
         path = min(good, key=lambda path: (runs.size(path), tried.index(path)))
         chosen.append(path)
         best = ratio = results[path]
-    in_bf16 = None
+    in_bf16 = found.in_bf16
     if ratio >= MATTERS and found.half == torch.float16:
-        in_bf16 = agree(error_of(whole, runs.in_autocast(torch.bfloat16), noise)[0])
+        of_step = agree(error_of(whole, runs.in_autocast(torch.bfloat16), noise)[0])
+        in_bf16 = max(of_step, in_bf16 or 0.0)
     if not chosen:
         return replace(found, in_bf16=in_bf16)
-    return replace(found, fp32_modules=tuple(chosen), mended=best, in_bf16=in_bf16)
+    # Where no other module was needed, the worst of all steps.
+    mended = max(best, found.mended or 0.0) if found.fp32_modules == tuple(chosen) else best
+    return replace(found, fp32_modules=tuple(chosen), mended=mended, in_bf16=in_bf16)
 
 
 def error_of(whole: Run, half: Run, noise: dict[str, float]) -> tuple[float, str]:
@@ -194,11 +260,15 @@ def error_of(whole: Run, half: Run, noise: dict[str, float]) -> tuple[float, str
 
 
 def _ratio_with(
-    runs: Runs, whole: Run, noise: dict[str, float], fp32_modules: Sequence[str]
+    runs: Runs,
+    whole: Run,
+    noise: dict[str, float],
+    fp32_modules: Sequence[str],
+    scale: float | None = None,
 ) -> float:
     """Return the ratio with some modules in fp32; inf where these cannot run so."""
     try:
-        return error_of(whole, runs.in_half(fp32_modules), noise)[0]
+        return error_of(whole, runs.in_half(fp32_modules, scale=scale), noise)[0]
     except RuntimeError:  # such as a weight that a module in half shares
         return math.inf
 
@@ -208,21 +278,30 @@ def _candidates(runs: Runs, found: Preflight) -> list[str]:
     return [each.path for each in found.modules if not runs.is_most(each.path)][:_TRIED]
 
 
-def _noise(runs: Runs) -> dict[str, float]:
+def _noise(runs: Runs, whole: Run) -> dict[str, float]:
     """Return the relative difference of each gradient between the halves of the batch."""
     tree = open_tree(runs.batch)
     rows = rows_of(runs.batch) or 0
     if rows < 2:
         return {}
-    halves = []
-    for part in (slice(0, rows // 2), slice(rows // 2, 2 * (rows // 2))):
+
+    def gradients(of: list[int]) -> dict[str, Tensor]:
         leaves = [
-            leaf.value[part] if is_array(leaf.value) and len(leaf.value) == rows else leaf.value
+            leaf.value[of] if is_array(leaf.value) and len(leaf.value) == rows else leaf.value
             for leaf in tree.leaves
         ]
-        halves.append(runs.in_fp32(tree.rebuild(leaves)).gradients)
-    first, second = halves
-    return {name: _relative(second[name], g) for name, g in first.items() if name in second}
+        return runs.in_fp32(tree.rebuild(leaves)).gradients
+
+    half, order = rows // 2, [*range(rows)]
+    first, second = gradients(order[:half]), gradients(order[half : 2 * half])
+    noise = {name: _relative(second[name], g) for name, g in first.items() if name in second}
+    # Rows in another order change nothing but rounding: a gradient that they do change is nothing
+    # but rounding, as of a bias before BatchNorm. Unless the order of rows has a meaning.
+    turned = gradients(order[::-1])
+    changes = {name: _relative(turned[name], whole.gradients[name]) for name in noise}
+    if changes and median(changes.values()) < _ROUNDING / 10:
+        noise = {name: value for name, value in noise.items() if changes[name] < _ROUNDING}
+    return noise
 
 
 def _module_error(runs: Runs, path: str, kind: str, whole: Run, half: Run) -> ModuleError:

@@ -117,10 +117,17 @@ class Runs:
             batch = self.batch if batch is None else batch
             return self._run(cast_floats(batch, torch.float32), nullcontext(), 1.0, records)
 
-    def in_half(self, fp32_modules: Sequence[str] = (), *, records: bool = False) -> Run:
+    def in_half(
+        self,
+        fp32_modules: Sequence[str] = (),
+        *,
+        records: bool = False,
+        scale: float | None = None,
+    ) -> Run:
         """Run as the plugin does, but for some modules, which compute in fp32."""
         batch = self.plugin.convert_input(self.batch)
-        return self._run(batch, self._in_half_but(fp32_modules), self.scale, records, True)
+        scale = self.scale if scale is None else scale
+        return self._run(batch, self._in_half_but(fp32_modules), scale, records, True)
 
     def in_autocast(self, half: torch.dtype) -> Run:
         """Run under autocast to another dtype, with weights in fp32."""

@@ -6,10 +6,12 @@ import json
 import re
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import quote
 
-__all__ = ["MAP_TITLES", "report_page"]
+__all__ = ["MAP_TITLES", "marked_up", "report_page"]
 
 # Name of a curve -> title and axis.
 _TIME_LINES = {
@@ -55,6 +57,7 @@ def report_page(data: dict[str, Any]) -> str:
         style=_asset("page.css"),
         verdicts=_verdicts(data),
         facts=_facts(data["run"]),
+        preflight=_preflight(data["run"]),
         alarms=_alarms(data),
         no_maps="" if data["maps"] else _NO_MAPS,
         data=_json(_chart_data(data)),
@@ -82,7 +85,7 @@ def verdict(data: dict[str, Any]) -> str:
     return f"{', '.join(named)}; first at step {first['step']:,}: {first['message']}"
 
 
-def _text(message: str) -> str:
+def marked_up(message: str) -> str:
     """Return escaped text in which names in backticks are code."""
     # Escaped first, as a name may hold markup.
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(message))
@@ -95,7 +98,7 @@ def _count(number: int, noun: str) -> str:
 def _verdicts(data: dict[str, Any]) -> str:
     counts, end = data["counts"], data["run"]["end"]
     level = "error" if counts["error"] else "warning" if counts["warning"] else "fine"
-    lines = [(level, _text(verdict(data)))]
+    lines = [(level, marked_up(verdict(data)))]
     if end["how"] == "failed":
         lines.append(("error", f"Ended by <code>{escape(end.get('exception', 'unknown'))}</code>"))
     return "\n".join(
@@ -112,6 +115,14 @@ def _facts(run: dict[str, Any]) -> str:
         f"<dd>{escape(value)}</dd></div>"
         for label, value in [*_times(run), *run["facts"], ("Monitors", monitors)]
     )
+
+
+def _preflight(run: dict[str, Any]) -> str:
+    """Return a link to the page of `PrecisionPreflight` in the same folder."""
+    name = run.get("preflight")
+    if not isinstance(name, str) or name != Path(name).name:
+        return ""
+    return f' <a href="./{escape(quote(name))}">Precision preflight</a>'
 
 
 def _times(run: dict[str, Any]) -> list[tuple[str, str]]:
@@ -164,8 +175,8 @@ def _alarm(index: int, alarm: dict[str, Any]) -> str:
         f"{_place(alarm)}"
         f'<span class="kind">{escape(alarm["kind"].replace("_", " "))}</span>{tensor}'
         f'<span class="by">{escape(alarm["monitor"])}</span></p>'
-        f"<p>{_text(alarm['message'])}</p>"
-        + (f'<p class="remedy">{_text(alarm["remedy"])}</p>' if alarm["remedy"] else "")
+        f"<p>{marked_up(alarm['message'])}</p>"
+        + (f'<p class="remedy">{marked_up(alarm["remedy"])}</p>' if alarm["remedy"] else "")
         + "</li>"
     )
 

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -12,7 +13,7 @@ import torch
 
 from lightning_mp.precision.loss_scaler import LossScaler
 
-__all__ = ["now", "run_facts"]
+__all__ = ["now", "preflight_page_of", "run_facts"]
 
 _MAX_GROUPS = 8  # layer-wise rates make one for each layer
 _GROUP_KEYS = ("lr", "betas", "eps", "momentum", "weight_decay")
@@ -56,6 +57,14 @@ def _preflights(trainer: pl.Trainer) -> list[list[str]]:
     """Return the verdicts of `PrecisionPreflight`, whose text begins with it."""
     texts = [getattr(each, "text", "") for each in trainer.callbacks if _is_preflight(each)]  # type: ignore[attr-defined]
     return [["PrecisionPreflight", text.partition("\n")[0] or "nothing measured"] for text in texts]
+
+
+def preflight_page_of(trainer: pl.Trainer, report: Path | None) -> str | None:
+    """Return the name of the page of `PrecisionPreflight`, if it is beside the report's."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    pages = [each.path for each in callbacks if _is_preflight(each) and each.path]
+    beside = [page.name for page in pages if report is not None and page.parent == report.parent]
+    return beside[-1] if beside else None
 
 
 def _is_preflight(callback: object) -> bool:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from lightning_mp.callbacks._preflight.measure import Preflight
+    from lightning_mp.callbacks._preflight.measure import ModuleError, Preflight
 
-__all__ = ["settings_of", "table_of", "verdict_of"]
+__all__ = ["HEAD", "cells_of", "settings_of", "table_of", "verdict_of"]
 
 _ROWS = 8
+HEAD = ("module", "own error", "of gradients", "in the run", "largest output", "underflow")
 _NAMES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
@@ -37,6 +38,9 @@ def verdict_of(found: Preflight, plugin: str) -> str:
             f"learning rate is below half a unit in the last place of {half}. Keep fp32 weights, "
             "with `BalancedAMP`."
         )
+    if found.mended is not None and found.loss_scale is not None:
+        scale = f"{found.loss_scale:g}"
+        return f"{harm}, and {_share(found.mended)} at an initial loss scale of {scale}."
     if found.mended is not None and found.mended < found.limit:
         names = ", ".join(f"`{each}`" for each in found.fp32_modules)
         return f"{harm}, and {_share(found.mended)} with {names} in fp32."
@@ -48,28 +52,29 @@ def verdict_of(found: Preflight, plugin: str) -> str:
 def table_of(found: Preflight) -> str:
     """Return the modules with the largest errors of their own, as text."""
     half = _NAMES[str(found.half)]
-    head = ("module", "own error", "of gradients", "in the run", "largest output", "underflow")
-    rows = [
-        (
-            f"{each.path} ({each.kind})",
-            f"{each.output:.1e}",
-            f"{each.gradient:.1e}",
-            f"{each.handed:.1e}",
-            f"{each.largest:.3g}",
-            f"{each.underflow:.0%}",
-        )
-        for each in found.modules[:_ROWS]
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    rows = [cells_of(each) for each in found.modules[:_ROWS]]
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
     lines = [
         "  ".join(
             [cell.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]
         )
-        for cell, *rest in (head, *rows)
+        for cell, *rest in (HEAD, *rows)
     ]
     whole, rounded = found.losses
     lines.append(f"The loss is {whole:.6g} in fp32 and {rounded:.6g} in {half}.")
     return "\n".join(lines)
+
+
+def cells_of(each: ModuleError) -> tuple[str, ...]:
+    """Return the row of a module under `HEAD`."""
+    return (
+        f"{each.path} ({each.kind})",
+        f"{each.output:.1e}",
+        f"{each.gradient:.1e}",
+        f"{each.handed:.1e}",
+        f"{each.largest:.3g}",
+        f"{each.underflow:.0%}",
+    )
 
 
 def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str:
@@ -81,7 +86,11 @@ def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str
         arguments: What it was given, `half` and `fp32_modules` among it.
     """
     changed: dict[str, Any] = {}
-    if found.mended is not None and found.mended < found.limit:
+    if found.mended is not None and found.loss_scale is not None:
+        changed["loss_scale"] = {"init_scale": found.loss_scale}
+        if not arguments.get("is_dynamic", True):
+            changed["loss_scale"] = found.loss_scale
+    elif found.mended is not None and found.mended < found.limit:
         changed["fp32_modules"] = _joined(arguments.get("fp32_modules", ["norm"]), found)
     elif found.in_bf16 is not None and found.in_bf16 < found.limit:
         changed["half"] = "bf16"

@@ -3,16 +3,17 @@
 __all__ = ["preflight"]
 
 
-def preflight(config: str | None = None, steps: int = 4) -> None:
+def preflight(config: str | None = None, steps: int = 4, dirpath: str | None = None) -> None:
     """Say which modules half precision hurts, and which settings mend them, by a few batches.
 
     The first batches of the run are compared in half and in fp32, module by module, with
-    `PrecisionPreflight`, on one device of this machine; nothing is written. The exit code is 1
-    where half precision adds errors that matter.
+    `PrecisionPreflight`, on one device of this machine; only the page is written, if it has a
+    folder. The exit code is 1 where half precision adds errors that matter.
 
     Args:
         config: YAML file of a run, as for `lightning-mp fit --config`.
         steps: Batches that are looked at.
+        dirpath: Folder to write the page `preflight.html` to.
     """
     if config is None:
         raise SystemExit("lightning-mp preflight: pass the YAML file of a run by `--config`.")
@@ -20,7 +21,7 @@ def preflight(config: str | None = None, steps: int = 4) -> None:
     from lightning_mp.doctor.started_run import start
 
     try:
-        callback = PrecisionPreflight(steps=steps, stops=True)
+        callback = PrecisionPreflight(steps=steps, dirpath=dirpath, stops=True)
         run = start(
             config,
             callback=callback,
@@ -38,5 +39,7 @@ def preflight(config: str | None = None, steps: int = 4) -> None:
         reason = callback.failure or "the run has fewer batches than that"
         raise SystemExit(f"lightning-mp preflight: {reason}")
     print(callback.text)
+    if callback.path is not None:
+        print(f"\nThe page is {callback.path}.")
     if not callback.result.is_clean:
         raise SystemExit(1)

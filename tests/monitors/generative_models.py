@@ -37,7 +37,7 @@ class Whisper(Learner):
     def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
         words = torch.randint(BINS, (BATCH, 6), generator=generator)
         frames = F.one_hot(words, BINS).float().repeat_interleave(5, dim=1)
-        noise = 0.2 * torch.randn(BATCH, FRAMES, BINS, generator=generator)
+        noise = 0.6 * torch.randn(BATCH, FRAMES, BINS, generator=generator)
         noise[:, : frames.shape[1]] += frames
         return [noise.mT.contiguous(), words + 3]
 

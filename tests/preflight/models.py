@@ -45,6 +45,17 @@ class LostGradients(nn.Module):
         return (x * 1e-6) * 1e6
 
 
+class LayerScale(nn.Module):
+    """Scales a branch by 1e-5, and its gradients, as ConvNeXt at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.tensor(1e-5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
 WEAK: dict[str, Callable[[], nn.Module]] = {
     "cancellation": Cancellation,
     "hand-written norm": HandWrittenNorm,

@@ -11,16 +11,22 @@ import torch
 import yaml
 from torch import Tensor
 
-from lightning_mp import InfCLStrategy, InstabilityReport, PrecisionPreflight
-from tests.preflight.models import WEAK, Sentences, Words, plugin, trainer
+from lightning_mp import (
+    BalancedAMP,
+    InfCLStrategy,
+    InstabilityReport,
+    LossScaleConfig,
+    PrecisionPreflight,
+)
+from tests.preflight.models import WEAK, LayerScale, Sentences, Words, plugin, trainer
 from tests.processes import run_ranks
 from tests.quiet import QUIET, parameters_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def look(model: pl.LightningModule, name: str, **kwargs: Any) -> PrecisionPreflight:
-    callback = PrecisionPreflight(steps=2, stops=True)
+def look(model: pl.LightningModule, name: str, steps: int = 2, **kwargs: Any) -> PrecisionPreflight:
+    callback = PrecisionPreflight(steps=steps, stops=True)
     pl.seed_everything(0, verbose=False)
     trainer(name, callback, **kwargs).fit(model, Sentences())
     return callback
@@ -169,6 +175,91 @@ def test_page_of_the_run_has_the_verdict(tmp_path: Path) -> None:
     trainer("BalancedAMP fp16", [PrecisionPreflight(steps=1), report]).fit(made(), Sentences())
     page = (tmp_path / "instability.html").read_text()
     assert "BalancedAMP is safe for this model: errors of fp16" in page
+
+
+def test_page_shows_modules_and_settings_and_the_report_links_to_it(tmp_path: Path) -> None:
+    report = InstabilityReport(dirpath=str(tmp_path))
+    callback = PrecisionPreflight(steps=2)
+    trainer("BalancedAMP fp16", [callback, report]).fit(made("cancellation"), Sentences())
+    assert callback.path == tmp_path / "preflight.html"
+    page = callback.path.read_text()
+    assert "<pre>trainer:\n  plugins:" in page
+    assert '<text class="name mends"' in page
+    assert "</strong> as it is, <strong>0." in page
+    assert page.count("<tr>") == 1 + len(callback.result.modules)  # type: ignore[union-attr]
+    assert 'href="./preflight.html"' in (tmp_path / "instability.html").read_text()
+
+
+def test_page_escapes_names(tmp_path: Path) -> None:
+    model = made()
+    model.blocks[1].add_module("<script>", model.blocks[1].weak)
+    callback = PrecisionPreflight(steps=1, dirpath=str(tmp_path), stops=True)
+    trainer("BalancedAMP fp16", callback).fit(model, Sentences())
+    assert "<script>" not in (tmp_path / "preflight.html").read_text()
+
+
+def test_page_is_not_written_without_a_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = look(made(), "BalancedAMP fp16")
+    assert callback.path is None
+    assert [*tmp_path.iterdir()] == []
+
+
+def scaled() -> Words:
+    model = made()
+    model.running = torch.nn.Identity()
+    for block in model.blocks:
+        block.weak = LayerScale()
+    return model
+
+
+def look_at_scale(scale: float) -> PrecisionPreflight:
+    callback = PrecisionPreflight(steps=2, stops=True)
+    pl.seed_everything(0, verbose=False)
+    kwargs = {**QUIET, "max_steps": 4, "callbacks": callback}
+    plugins = BalancedAMP(loss_scale=LossScaleConfig(init_scale=scale))
+    pl.Trainer(**kwargs, plugins=plugins).fit(scaled(), Sentences())
+    return callback
+
+
+def test_gradients_below_the_range_are_cured_by_the_loss_scale() -> None:
+    callback = look_at_scale(4.0)
+    assert callback.result is not None
+    assert callback.result.fp32_modules == ()
+    assert callback.result.mended is not None
+    assert callback.result.mended < 0.05 < callback.result.ratio
+    settings = yaml.safe_load(callback.settings)["trainer"]["plugins"][0]["init_args"]
+    scale = settings["loss_scale"]["init_scale"]
+    assert settings == {"half": "fp16", "loss_scale": {"init_scale": scale}}
+    assert scale > 4.0
+    assert "at an initial loss scale of" in callback.text
+    cured = look_at_scale(scale).result
+    assert cured is not None
+    assert cured.is_clean
+
+
+class LowRank(torch.nn.Module):
+    """A frozen layer in fp16, and two factors of low rank beside it: LoRA."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = torch.nn.Linear(layer.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("weak", [None, "hand-written norm"])
+def test_factors_of_low_rank_are_looked_at(weak: str | None) -> None:
+    model = made(weak)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up = LowRank(block.up)
+    result = look(model, "BalancedAMP fp16").result
+    assert result is not None
+    assert result.fp32_modules == (() if weak is None else ("blocks.1.weak",))
 
 
 def test_fp32_is_left_out() -> None:

@@ -1,0 +1,159 @@
+"""The page of a preflight: the verdict, a picture of errors by module, the table, the settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_mp.callbacks._report.page import marked_up
+from lightning_mp.callbacks._words.preflight import HEAD, cells_of
+
+if TYPE_CHECKING:
+    from lightning_mp.callbacks._preflight.measure import ModuleError, Preflight
+
+__all__ = ["preflight_page"]
+
+_ROWS = 40  # of the picture
+_LOW, _HIGH = -6.0, 1.0  # powers of ten that it reaches
+_LEFT, _WIDTH, _HEIGHT = 330, 560, 20  # of its parts, in units of the picture
+_ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title: precision preflight</title>
+<style>
+$style
+main { overflow-x: auto; }
+svg.modules { display: block; width: 100%; min-width: 640px; }
+svg.modules .name { text-anchor: end; font-size: 12px; fill: var(--ink); }
+svg.modules .mends { fill: var(--error); font-weight: 600; }
+svg.modules .own { fill: var(--curve); }
+svg.modules .mends + g .own, svg.modules .own.mends { fill: var(--error); }
+svg.modules .handed { fill: none; stroke: var(--soft); stroke-width: 1.5; }
+svg.modules .unit { stroke: var(--fine); stroke-dasharray: 4 3; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+pre { padding: 12px 14px; background: var(--card); border: 1px solid var(--line);
+  border-radius: 6px; overflow-x: auto; }
+</style>
+</head>
+<body>
+<header>
+<p class="kicker">lightning-mp precision preflight</p>
+<h1>$title</h1>
+<p class="verdict $level">$verdict</p>
+</header>
+<main>
+$settings
+<section><h2>Errors by module</h2>
+<p>Relative errors of $half, in the order of the model; a filled dot is the module's own error, a
+circle that of its output in the run. The dashed line is a unit of rounding, $unit.</p>
+<figure>$picture</figure></section>
+<section><h2>All modules</h2>
+<table><thead><tr>$head</tr></thead>
+<tbody>
+$rows
+</tbody></table>
+<p>The loss is $whole in fp32 and $rounded in $half.</p></section>
+</main>
+</body>
+</html>
+""")
+
+
+def preflight_page(found: Preflight, title: str, verdict: str, settings: str) -> str:
+    """Return a page of HTML that needs no script and no other file.
+
+    Args:
+        found: The result.
+        title: The name of the model.
+        verdict: The result in one sentence.
+        settings: The lines of YAML that mend it, if there are any.
+    """
+    half = "fp16" if found.half == torch.float16 else "bf16"
+    rows = "\n".join(f"<tr>{_row('td', cells_of(each))}</tr>" for each in found.modules)
+    mends = (
+        f"<section><h2>What mends it</h2>\n{_comparison(found)}<pre>{escape(settings)}</pre>"
+        "</section>"
+        if settings
+        else ""
+    )
+    whole, rounded = found.losses
+    return _PAGE.substitute(
+        title=escape(title),
+        style=files("lightning_mp.callbacks._report").joinpath("page.css").read_text("utf-8"),
+        level="fine" if found.is_clean else "error",
+        verdict=marked_up(verdict),
+        settings=mends,
+        half=half,
+        unit=f"{_ROUNDING[found.half]:.1e}",
+        picture=_picture(found),
+        head=_row("th", HEAD),
+        rows=rows,
+        whole=f"{whole:.6g}",
+        rounded=f"{rounded:.6g}",
+    )
+
+
+def _comparison(found: Preflight) -> str:
+    if found.mended is None:
+        return ""
+    before = "not finite" if not math.isfinite(found.ratio) else f"{found.ratio:.2%}"
+    return (
+        "<p>The largest error of a gradient, as a share of its noise: "
+        f"<strong>{before}</strong> as it is, <strong>{found.mended:.2%}</strong> with these "
+        "settings.</p>\n"
+    )
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+
+
+def _x(error: float) -> float:
+    """Return the place of an error on the logarithmic axis."""
+    power = _HIGH if not math.isfinite(error) else math.log10(max(error, 1e-30))
+    return _LEFT + _WIDTH * (min(max(power, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
+
+
+def _picture(found: Preflight) -> str:
+    # The first ones are those with the largest errors; drawn in the order of the model.
+    chosen = {each.path for each in found.modules[:_ROWS]}
+    shown = [each for each in sorted(found.modules, key=lambda m: m.order) if each.path in chosen]
+    bottom = _HEIGHT * (len(shown) + 1)
+    parts = [f'<svg class="modules" viewBox="0 0 {_LEFT + _WIDTH + 20} {bottom + 24}" role="img" '
+             'aria-label="Errors of half precision by module">']  # fmt: skip
+    for power in range(int(_LOW), int(_HIGH) + 1):
+        x = _x(10.0**power)
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
+        label = "1" if power == 0 else f"1e{power}"
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>')
+    unit = _x(_ROUNDING[found.half])
+    parts.append(f'<line class="unit" x1="{unit:.1f}" x2="{unit:.1f}" y1="4" y2="{bottom}"/>')
+    parts += [_mark(each, at, each.path in found.fp32_modules) for at, each in enumerate(shown, 1)]
+    return "\n".join([*parts, "</svg>"])
+
+
+def _mark(each: ModuleError, at: int, mends: bool) -> str:
+    y = _HEIGHT * at
+    name = each.path if len(each.path) <= 44 else f"…{each.path[-43:]}"
+    kind = " mends" if mends else ""
+    return (
+        f'<g><title>{escape(each.path)} ({escape(each.kind)}): own {each.own:.1e}, in the run '
+        f'{each.handed:.1e}</title>'
+        f'<text class="name{kind}" x="{_LEFT - 12}" y="{y + 4}">{escape(name)}</text>'
+        f'<circle class="handed" cx="{_x(each.handed):.1f}" cy="{y}" r="5"/>'
+        f'<circle class="own{kind}" cx="{_x(each.own):.1f}" cy="{y}" r="3.5"/></g>'
+    )  # fmt: skip
