@@ -1,21 +1,18 @@
 """Draws docs/images/preflight.svg: the preflight of a GPT-2 with a norm written by hand.
 
-python docs/_tools/preflight_picture.py
+python -m docs._tools.preflight_picture
 """
 
 import re
-import sys
 import tempfile
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import lightning.pytorch as pl
 
 from benchmarks.preflight import STEPS, Task
 from lightning_mp import BalancedAMP, PrecisionPreflight
 
+ROOT = Path(__file__).resolve().parents[2]
 # The page's own style has colours for light and dark; a picture has one background.
 STYLE = """
 text { font: 12px Helvetica, Arial, sans-serif; fill: #59626d; }
