@@ -27,7 +27,7 @@ from lightning_mp.callbacks._step.training_state import Moment, TrainingStep, st
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.contrastive.loss import ContrastiveLoss
 from lightning_mp.contrastive.matryoshka import MatryoshkaLoss
-from lightning_mp.precision._choice.module_selection import as_written, select_modules
+from lightning_mp.precision._choice.module_selection import as_written, find_modules
 
 __all__ = ["RepresentationMonitor"]
 
@@ -98,8 +98,8 @@ class RepresentationMonitor(SamplingMonitor):
             inner = {m.loss for m in eager.values() if isinstance(m, MatryoshkaLoss)}
             losses = {n: m for n, m in eager.items() if isinstance(m, kinds) and m not in inner}
         else:
-            chosen = select_modules(pl_module, self.modules)
-            towers = {as_written(n): m for n, m in chosen.items() if as_written(n) in eager}
+            chosen = {m for name in self.modules for m in find_modules(pl_module, name)}
+            towers = {name: module for name, module in eager.items() if module in chosen}
         self._losses, self._towers = losses, towers
         if not losses and not towers:
             rank_zero_warn(usage("no_features"))
