@@ -171,3 +171,14 @@ def test_readme_links_lead_somewhere() -> None:
     for target in re.findall(r"(?:\]\(|src=\")([^)\"#]+)", text):
         assert target.startswith("https://") or (ROOT / target).exists(), target
     assert len(text.splitlines()) < 120
+
+
+def test_files_of_the_tour_are_there() -> None:
+    text = (ROOT / "docs" / "tour.md").read_text()
+    paths = [path for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+             for path in re.findall(r"`([\w/]+(?:\.py|/))`", row)]  # fmt: skip
+    assert len(paths) > 25
+    package = ROOT / "lightning_mp"
+    rooms = [package, package / "callbacks"]  # a row may go on in the room of its first file
+    missing = [path for path in paths if not any((room / path).exists() for room in rooms)]
+    assert missing == []
