@@ -21,6 +21,7 @@ from lightning_mp.contrastive._tiles.tile_backend import (
     TileBackend,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights, Workspace
+from lightning_mp.contrastive._tiles.triton_tiles.choices import chosen_once
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     Kernel,
     TileConfig,
@@ -83,7 +84,7 @@ class TritonTiles(TileBackend):
             block of the softmax, one tile at least. `None` takes 544 MiB.
         tile_dtype: What is multiplied, see `ContrastiveLoss`.
         autotune: Time the tile shapes of the table at the first call for a dtype and width, which
-            waits for the device, and keep the fastest.
+            waits for the device, and keep the fastest, for later processes too (`choices.py`).
         arch: Rows of the table to use, 80 or 90; `None` asks the device.
     """
 
@@ -286,7 +287,9 @@ class TritonTiles(TileBackend):
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return configs[0]  # nothing can be timed while a graph is made
             run = functools.partial(try_out, cut.trial_block(*most))
-            self._tuned[key] = fastest(configs, run, device)
+            what = f"{kernel}, {cut.precision}, width {width}"
+            choose = functools.partial(fastest, configs, run, device)
+            self._tuned[key] = chosen_once(configs, what, device, choose)
         return self._tuned[key]
 
 

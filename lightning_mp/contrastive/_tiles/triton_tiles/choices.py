@@ -1,0 +1,78 @@
+"""What autotuning has chosen, kept for later processes in the user's cache directory."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
+
+__all__ = ["choice_folder", "chosen_once"]
+
+
+def choice_folder() -> Path:
+    """Return the folder: `lightning-mp/tiles` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning-mp" / "tiles"
+
+
+def chosen_once(
+    configs: Sequence[TileConfig],
+    what: str,
+    device: torch.device,
+    choose: Callable[[], TileConfig],
+) -> TileConfig:
+    """Return the choice of an earlier process for this GPU, or `choose` and keep that.
+
+    Of several processes that choose at a time all take what the first has written. A folder that
+    cannot be read or written changes nothing but the time.
+
+    Args:
+        configs: To choose among.
+        what: Kernel, dtype and width that it is for.
+        device: The GPU; of other devices nothing is kept.
+        choose: Times `configs`.
+    """
+    if device.type != "cuda":
+        return choose()
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    # Rows of the table and versions of Triton come and go: each has choices of its own.
+    key = [name, *capability, version("triton"), what, [repr(config) for config in configs]]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    path = choice_folder() / f"{digest}.json"
+    found = _read(path, configs)
+    if found is not None:
+        return found
+    mine = choose()
+    said = {"gpu": name, "triton": key[3], "for": what, "tile": list(mine.tile)}
+    _create(path, json.dumps({**said, "row": configs.index(mine)}), configs)
+    return _read(path, configs) or mine
+
+
+def _read(path: Path, configs: Sequence[TileConfig]) -> TileConfig | None:
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))["row"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    is_row = isinstance(row, int) and 0 <= row < len(configs)
+    return configs[row] if is_row else None
+
+
+def _create(path: Path, text: str, configs: Sequence[TileConfig]) -> None:
+    """Write a whole file where none is, or one that is damaged; another one stays."""
+    part = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8")
+            with contextlib.suppress(FileExistsError):
+                os.link(part, path)  # unlike `replace`, fails where somebody was first
+            if _read(path, configs) is None:
+                part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
