@@ -50,7 +50,7 @@ START, BARRIER = 1700, 30
 _WGMMA = re.compile(r"HGMMA\.64x(\d+)x16")
 
 
-class Tile(NamedTuple):
+class Prediction(NamedTuple):
     """What a row of the table is predicted to do.
 
     Args:
@@ -68,7 +68,7 @@ class Tile(NamedTuple):
     rate: float
 
 
-def predicted(launch: Launch, code: Compiled, width: int) -> Tile:
+def predicted(launch: Launch, code: Compiled, width: int) -> Prediction:
     """Return what follows from the machine code of a launch."""
     assert launch.tile is not None
     rows, columns, _ = launch.tile
@@ -92,12 +92,12 @@ def predicted(launch: Launch, code: Compiled, width: int) -> Tile:
         clocks = max(2 * main, clocks) / 2
     rate = 2 * rows * columns * width / clocks * MULTIPROCESSORS * CLOCK
     words = str(launch).partition("[")[0].strip()
-    return Tile(words, main, epilogue, programs, rate)
+    return Prediction(words, main, epilogue, programs, rate)
 
 
-def tiles(width: int, every_row: bool) -> dict[str, list[Tile]]:
+def tiles(width: int, every_row: bool) -> dict[str, list[Prediction]]:
     """Return predictions of the kernels of both sweeps, those of the default first."""
-    found: dict[str, list[Tile]] = {"lse_kernel": [], "softmax_kernel": []}
+    found: dict[str, list[Prediction]] = {"lse_kernel": [], "softmax_kernel": []}
     with tempfile.TemporaryDirectory() as folder:
         compiler = Compiler(Path(folder))
         for autotune in (False, True) if every_row else (False,):

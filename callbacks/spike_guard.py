@@ -15,8 +15,8 @@ from lightning_mp._arguments import PATH, explains_arguments, refuse_values
 from lightning_mp.callbacks._rules.course import CourseRule
 from lightning_mp.callbacks._rules.records import Sample, StepFacts, Verdict
 from lightning_mp.callbacks._rules.spikes import (
+    GuardContext,
     RobustWindow,
-    Scene,
     SignalVerdict,
     describe,
     is_slight,
@@ -311,8 +311,8 @@ class SpikeGuard(InstabilityMonitor):
         course.rivals = [other for other in used if other is not course]
         return verdicts + course.judge(facts.step, facts.loss, facts.gradient_norm)
 
-    def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> Scene:
-        return Scene(
+    def _scene(self, trainer: pl.Trainer, facts: StepFacts) -> GuardContext:
+        return GuardContext(
             facts=facts,
             first_lr=self._lrs[0] if self._lrs and facts.optimizer == 0 else None,
             clip_val=trainer.gradient_clip_val,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_mp.callbacks._locate.trace import Call, Role, Seen, Trace
+from lightning_mp.callbacks._locate.trace import Role, Seen, Trace, TracedCall
 from lightning_mp.callbacks._words.non_finite import (
     SAYS,
     at_scale,
@@ -74,12 +74,12 @@ def headroom(trace: Trace) -> float:
 
 
 def _first_producer(
-    trace: Trace, ended: list[Call], near_limit: float
-) -> tuple[Call | None, list[Call]]:
+    trace: Trace, ended: list[TracedCall], near_limit: float
+) -> tuple[TracedCall | None, list[TracedCall]]:
     """Return the first producer of a forward, and the calls before it that gave -inf on purpose."""
     # Masked logits are -inf and finite values, far from the limit of their dtype. They are no fault
     # where a softmax takes them or what is around them comes out finite.
-    masked: list[Call] = []
+    masked: list[TracedCall] = []
     for call in ended:
         bad = [s for s in call.seen["output"] if not s.is_finite]
         given = [s for s in call.seen["input"] if not s.is_finite]
@@ -99,7 +99,7 @@ def _first_producer(
     return next((c for c in masked if not _is_swallowed(c, ended)), None), masked
 
 
-def _is_swallowed(masked: Call, ended: list[Call]) -> bool:
+def _is_swallowed(masked: TracedCall, ended: list[TracedCall]) -> bool:
     """Return whether -inf went into finite values, as by a softmax."""
     after = (c for c in ended if c.ended > masked.ended)
     return any(
@@ -109,7 +109,9 @@ def _is_swallowed(masked: Call, ended: list[Call]) -> bool:
     )
 
 
-def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) -> Finding:
+def _in_forward(
+    trace: Trace, call: TracedCall, ended: list[TracedCall], near_limit: float
+) -> Finding:
     inputs, outputs = call.seen["input"], call.seen["output"]
     before = [c for c in ended if c.ended < call.ended]
     inside = [c for c in before if c is not call and c.name.startswith(call.inside)]
@@ -133,7 +135,7 @@ def _in_forward(trace: Trace, call: Call, ended: list[Call], near_limit: float) 
 
 
 def _outside(
-    trace: Trace, ended: list[Call], near_limit: float, masked: list[Call]
+    trace: Trace, ended: list[TracedCall], near_limit: float, masked: list[TracedCall]
 ) -> Finding | None:
     """Look for what code of the LightningModule made between its modules, or after them."""
     inputs = {c: [s for s in c.seen["input"] if not (s.is_masked and masked)] for c in ended}
@@ -184,7 +186,7 @@ def _in_backward(trace: Trace, near_limit: float, scale: float | None) -> Findin
     return replace(finding, dtype=narrow.dtype_name, limit=narrow.limit)
 
 
-def _makes_gradient(trace: Trace, call: Call) -> bool:
+def _makes_gradient(trace: Trace, call: TracedCall) -> bool:
     given = call.seen["grad_output"]
     if _first_tainted(given) is None and _first_bad(call.seen["grad_input"]) is not None:
         return True
@@ -230,7 +232,11 @@ def _first_tainted(seen: Iterable[Seen]) -> Seen | None:
 
 
 def _suspects_before(
-    trace: Trace, calls: list[Call], producer: Call | None, near_limit: float, role: Role = "output"
+    trace: Trace,
+    calls: list[TracedCall],
+    producer: TracedCall | None,
+    near_limit: float,
+    role: Role = "output",
 ) -> list[tuple[str, str]]:
     """Return names of modules that came near a limit, and how near, the last ones first."""
     found: dict[str, str] = {}
@@ -244,7 +250,7 @@ def _suspects_before(
     return list(found.items())[:_MOST_SUSPECTS]
 
 
-def _near(trace: Trace, call: Call, near_limit: float, role: Role) -> str:
+def _near(trace: Trace, call: TracedCall, near_limit: float, role: Role) -> str:
     if role == "grad_output":
         near = [s for s in call.seen[role] if s.amax > near_limit * s.limit]
         return f"gradient of its output {near[0].amax:.5g}" if near else ""

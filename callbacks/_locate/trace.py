@@ -21,7 +21,7 @@ from lightning_mp.numerics.tensor_stats import (
 )
 from lightning_mp.precision._choice.module_selection import as_written
 
-__all__ = ["Call", "Seen", "Trace"]
+__all__ = ["TracedCall", "Seen", "Trace"]
 
 Role = Literal["input", "output", "grad_output", "grad_input"]
 
@@ -68,7 +68,7 @@ class Seen:
 
 
 @dataclass(eq=False)
-class Call:
+class TracedCall:
     """One call of a module, and what was seen of it."""
 
     name: str  # dotted; `""` for the root
@@ -94,12 +94,12 @@ class Trace:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.groups: dict[str, list[Seen]] = defaultdict(list)  # what belongs to no call
         self._seen: list[Seen] = []
         self._rows: list[Tensor] = []  # one for each of them, on the device
         self._clock = 0
-        self._open: dict[nn.Module, list[Call]] = defaultdict(list)
+        self._open: dict[nn.Module, list[TracedCall]] = defaultdict(list)
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Trace":
@@ -124,7 +124,7 @@ class Trace:
     def _before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call = Call(name, module)
+        call = TracedCall(name, module)
         self.calls.append(call)
         self._open[module].append(call)
         # A tensor that two modules take has one gradient, their sum; a view of its own tells what
@@ -147,7 +147,7 @@ class Trace:
         for path, tensor in outputs:
             self._catch(call, "grad_output", path, tensor)
 
-    def _catch(self, call: Call, role: Role, path: str, tensor: Tensor) -> None:
+    def _catch(self, call: TracedCall, role: Role, path: str, tensor: Tensor) -> None:
         """Note the gradient of a tensor when there is one."""
         # By hooks on tensors, as module hooks overlook those in dicts.
         if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -190,7 +190,7 @@ class Trace:
             for seen, (amax, *counts) in zip(self._seen, rows, strict=True):
                 seen.amax, (seen.nan, seen.inf, seen.positive) = amax, map(int, counts)
 
-    def title(self, call: Call) -> str:
+    def title(self, call: TracedCall) -> str:
         if not call.name:
             return f"the root `{type(self.root).__name__}` itself"
         return f"`{call.name}` ({type(call.module).__name__})"

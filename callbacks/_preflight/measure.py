@@ -156,7 +156,7 @@ def look(runs: Runs, before: Preflight | None, agree: Callable[[Any], Any]) -> P
         before: What the steps before have shown.
         agree: Returns what rank 0 has, so that all ranks make the same runs.
     """
-    found, whole, noise = measure(runs)
+    found, whole, noise = module_errors(runs)
     if not noise:
         return None
     is_bad = agree(found.ratio) >= MATTERS
@@ -170,7 +170,7 @@ def look(runs: Runs, before: Preflight | None, agree: Callable[[Any], Any]) -> P
     return all_found
 
 
-def measure(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
+def module_errors(runs: Runs) -> tuple[Preflight, Run, dict[str, float]]:
     """Return what half adds, the run in fp32, and the gradient noise of each parameter."""
     whole = runs.in_fp32(records=True)
     noise = _noise(runs, whole)

@@ -20,10 +20,10 @@ from lightning_mp.numerics.replay_state import RngState
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import cast_floats, replace_forward
 
-__all__ = ["Call", "Run", "Runs", "first_tensor"]
+__all__ = ["ModuleCall", "Run", "Runs", "first_tensor"]
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """The first call of a module in a run.
 
     Args:
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     output: Tensor
 
-    def rounded_like(self, other: "Call") -> "Call":
+    def rounded_like(self, other: "ModuleCall") -> "ModuleCall":
         """Return the call with inputs in the dtypes of another, at most as large as these reach."""
         left = iter([x.dtype for x in tensors_in((other.args, other.kwargs))])
 
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
     loss: float
     gradients: dict[str, Tensor]
-    calls: dict[str, Call]
+    calls: dict[str, ModuleCall]
     cotangents: dict[str, Tensor]
 
 
@@ -153,7 +153,9 @@ class Runs:
                 replace_forward(module, forward, undo)
             yield
 
-    def alone(self, path: str, call: Call, cotangent: Tensor | None, *, half: bool) -> list[Tensor]:
+    def alone(
+        self, path: str, call: ModuleCall, cotangent: Tensor | None, *, half: bool
+    ) -> list[Tensor]:
         """Run one module by itself; return its output, and gradients for inputs and parameters."""
         module = self.module.get_submodule(path)
         weights = nullcontext() if half else fp32_weights(module.modules())
@@ -191,7 +193,7 @@ class Runs:
     def _run(
         self, batch: Any, context: Any, scale: float, records: bool, half: bool = False
     ) -> Run:
-        calls: dict[str, Call] = {}
+        calls: dict[str, ModuleCall] = {}
         cotangents: dict[str, Tensor] = {}
         self._rng.restore()
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -221,7 +223,7 @@ class Runs:
 
 
 def _recording(
-    path: str, calls: dict[str, Call], cotangents: dict[str, Tensor]
+    path: str, calls: dict[str, ModuleCall], cotangents: dict[str, Tensor]
 ) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensor = first_tensor(output)
@@ -231,7 +233,7 @@ def _recording(
         # Objects that a call writes to, such as caches of keys and values, are not what they were.
         given = tuple(v if _is_plain(v) else None for v in detached[0])
         named = {k: v if _is_plain(v) else None for k, v in detached[1].items()}
-        calls[path] = Call(given, named, tensor.detach())
+        calls[path] = ModuleCall(given, named, tensor.detach())
         if tensor.requires_grad:
             tensor.register_hook(lambda g: cotangents.setdefault(path, g.detach()))
 

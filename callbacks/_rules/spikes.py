@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp.callbacks._rules.records import Severity, StepFacts, Verdict
 
-__all__ = ["RobustWindow", "Scene", "SignalVerdict", "describe", "is_slight"]
+__all__ = ["RobustWindow", "GuardContext", "SignalVerdict", "describe", "is_slight"]
 
 # The standard deviation of a normal distribution is 1.4826 times its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
@@ -140,7 +140,7 @@ def is_slight(verdict: SignalVerdict, highest: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class GuardContext:
     """A step, and what the guard knows beside it."""
 
     facts: StepFacts
@@ -152,7 +152,7 @@ class Scene:
     z_threshold: float
 
 
-def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
+def describe(scene: GuardContext, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
     """Return what to say of a step at which something was not finite, or a spike."""
     facts, lr = scene.facts, scene.facts.lr
     is_scaled, lowers = facts.loss_scale is not None, bool(lr) and not facts.is_rate_ending
@@ -195,7 +195,7 @@ def describe(scene: Scene, loss: SignalVerdict, norm: SignalVerdict) -> Verdict:
 
 
 def _ways(
-    scene: Scene, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
+    scene: GuardContext, worse: SignalVerdict, norm: SignalVerdict, numbers: dict[str, Any]
 ) -> list[str]:
     """Return what to set; each value leaves the healthy steps of the window as they are."""
     ways, lr, step = [], scene.facts.lr, scene.facts.step

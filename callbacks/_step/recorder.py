@@ -24,7 +24,7 @@ from lightning_mp.callbacks._step.training_state import (
     TrainingStep,
     is_fused,
     loss_scale_of,
-    measure,
+    measure_signals,
     parameter_names,
     scaler_of,
     step_of,
@@ -173,7 +173,7 @@ class FactsRecorder(pl.Callback):
         if self._measures_norm and (
             step.found.gradients or loss is not None or trainer.world_size > 1
         ):
-            step.signals = measure(trainer, step.found, loss)
+            step.signals = measure_signals(trainer, step.found, loss)
             loss = step.signals.values[0] if loss is not None else None
             pending.parts["signals"] = step.signals.packed
             pending.names = step.found.names

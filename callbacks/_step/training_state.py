@@ -28,7 +28,7 @@ __all__ = [
     "is_sharded",
     "learning_rate_of",
     "loss_scale_of",
-    "measure",
+    "measure_signals",
     "norms_of",
     "numbers_of",
     "parameter_names",
@@ -180,7 +180,7 @@ def gradients_of(trainer: pl.Trainer, optimizer: Optimizer, names: dict[int, str
     return found
 
 
-def measure(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
+def measure_signals(trainer: pl.Trainer, found: NamedTensors, loss: Tensor | None) -> Signals:
     """Return the signals of a step: the mean loss of the ranks that have one, the gradient norm."""
     # With FSDP a rank may hold no gradient at all, and must still join the collective.
     none = torch.zeros(1, device=trainer.strategy.root_device)

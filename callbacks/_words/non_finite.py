@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # which need torch
     from lightning_mp.callbacks._locate.finding import Finding
-    from lightning_mp.callbacks._locate.trace import Call, Seen
+    from lightning_mp.callbacks._locate.trace import Seen, TracedCall
 
 __all__ = [
     "REMEDIES",
@@ -47,7 +47,7 @@ def forward_words(
     bad: "Seen",
     inputs: Sequence["Seen"],
     *,
-    passed_to: "Call | None",
+    passed_to: "TracedCall | None",
     buffer: "Seen | None",
     has_submodules: bool,
 ) -> str:
@@ -64,7 +64,7 @@ def forward_words(
 
 
 def outside_words(
-    root: str, bad: "Seen", outputs: Sequence["Seen"], *, passed_to: "Call | None"
+    root: str, bad: "Seen", outputs: Sequence["Seen"], *, passed_to: "TracedCall | None"
 ) -> str:
     what = f"a loss of {bad.kind}"
     what = f"{bad.kind}, which it passed to `{passed_to.name}`" if passed_to else what

@@ -3,7 +3,7 @@
 A compiler sees the shapes that come out of it (the fake implementation) and the gradient formula,
 never its inside: how large the batches of other ranks are, which texts belong together, and what
 fits the workspace. So all that passes from the forward to the backward has this rank's sizes: the
-gradients themselves, see `Found`. What goes into it are the fields of a `Request`.
+gradients themselves, see `SweepResult`. What goes into it are the fields of a `Request`.
 
 Autocast does not change what it computes: features are taken in the dtype that they have, as
 `ContrastiveLoss` documents, and autocast is off inside.
@@ -34,7 +34,7 @@ from lightning_mp.contrastive._sums.combined import combined_loss
 from lightning_mp.contrastive._sums.prefixes import prefixes_loss
 from lightning_mp.contrastive._sums.sigmoid import sigmoid_loss
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import Found, Plan
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult
 from lightning_mp.contrastive._sums.targeted import targeted_loss
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
@@ -104,7 +104,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     return loss, *given_out
 
 
-def _found(plan: Plan) -> Found:
+def _found(plan: Plan) -> SweepResult:
     """Return the loss that a request asks for, and its gradients."""
     request = plan.request
     if request.widths:

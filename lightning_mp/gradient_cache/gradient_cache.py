@@ -30,7 +30,7 @@ from lightning_mp.gradient_cache._served.arguments import (
 )
 from lightning_mp.gradient_cache._served.auto_size import find_micro_batch_size
 from lightning_mp.gradient_cache._served.autograd import attach
-from lightning_mp.gradient_cache._served.call import Call, Replayed
+from lightning_mp.gradient_cache._served.call import Replayed, TowerCall
 from lightning_mp.gradient_cache._served.config import CHECKS, CacheConfig, takes_config
 from lightning_mp.gradient_cache._served.declared_names import DeclaredNames
 from lightning_mp.gradient_cache._served.outputs import Outputs
@@ -106,7 +106,7 @@ class GradientCache:
         # Of each tower: what its arguments were, and its outputs if it was tried with two sizes.
         self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
         self._known: defaultdict[tuple[str, int], dict[str, Role]] = defaultdict(dict)
-        self._pending: list[tuple[Call, Sequence[Tensor | None]]] = []
+        self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
         self._is_waiting = False  # for a difference to arrive
         self.calls = 0
@@ -252,7 +252,9 @@ class GradientCache:
             expected=self._expected_rows,
         )
         known = self._known[name, id(module)]
-        call = Call(self._config, name, function, module, sharded, arguments, self._declared, known)
+        call = TowerCall(
+            self._config, name, function, module, sharded, arguments, self._declared, known
+        )
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:
             outputs = call.run(self._rows_at_a_time(call, bool(known)))
@@ -284,7 +286,7 @@ class GradientCache:
         }
         _log.debug("The tower `%s` was called with these roles: %s", name, self.roles[name])
 
-    def _rows_at_a_time(self, call: Call, is_known: bool) -> int:
+    def _rows_at_a_time(self, call: TowerCall, is_known: bool) -> int:
         rows = self._config.micro_batch_size
         if rows == "auto":
             # A call without a graph, as of a teacher, holds less.
@@ -301,7 +303,7 @@ class GradientCache:
             call.check_shapes()
         return rows
 
-    def _replay(self, call: Call, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _replay(self, call: TowerCall, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         # FSDP's hooks do not run in a backward inside of another: left to `finish`.
         if call.sharded:
             self._pending.append((call, cotangents))
@@ -309,7 +311,7 @@ class GradientCache:
         return self._replay_now(call, cotangents)
 
     def _replay_now(
-        self, call: Call, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
+        self, call: TowerCall, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
     ) -> list[Tensor | None]:
         was_in_a_tower, self._in_a_tower = self._in_a_tower, True
         try:

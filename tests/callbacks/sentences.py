@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_mp.callbacks._locate.finding import Finding
-from lightning_mp.callbacks._locate.trace import Call, Seen
+from lightning_mp.callbacks._locate.trace import Seen, TracedCall
 from lightning_mp.callbacks._rules.records import Verdict
 from lightning_mp.callbacks._words import non_finite as locator
 from lightning_mp.callbacks._words.sentences import MESSAGES, REMEDIES, SENTENCES, words_for
@@ -89,7 +89,7 @@ def causes() -> Iterator[str]:
     nan, inf = Seen("", half, 3.0, 2, 0, 0), Seen("[0]", half, 3.0, 0, 1, 1)
     both = Seen("head.weight", single, 1.0, 1, 1, 0)
     mask, fine = Seen("['mask']", half, 0.0, 0, 4, 0), Seen("[0]", half, 64000.0, 0, 0, 0)
-    mlp, head = "`layers.0.mlp` (MLP)", Call("head", nn.Linear(1, 1))
+    mlp, head = "`layers.0.mlp` (MLP)", TracedCall("head", nn.Linear(1, 1))
     none: dict[str, Any] = {"passed_to": None, "buffer": None, "has_submodules": False}
     says: dict[str, Any] = {
         **{"count": 3, "name": "ValueError", "text": "no", "bad": both, "root": "Model"},

@@ -98,7 +98,7 @@ def test_facts_say_where_a_step_was() -> None:
 
 def test_gradients_are_collected_and_measured_once_for_all(monkeypatch: Any) -> None:
     calls: Counter[str] = Counter()
-    for module, name in ((training_state, "gradients_of"), (recorder, "measure")):
+    for module, name in ((training_state, "gradients_of"), (recorder, "measure_signals")):
         original = getattr(module, name)
 
         def counted(*args: Any, _name: str = name, _original: Any = original) -> Any:
@@ -113,7 +113,7 @@ def test_gradients_are_collected_and_measured_once_for_all(monkeypatch: Any) -> 
         AdamStateMonitor(every_n_steps=1),
     ]
     watch(Watched(steps=5), watching, fast_dev_run=5)
-    assert calls == {"gradients_of": 5, "measure": 5}
+    assert calls == {"gradients_of": 5, "measure_signals": 5}
 
 
 def monitors() -> Iterator[InstabilityMonitor]:

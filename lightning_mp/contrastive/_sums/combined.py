@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
-from lightning_mp.contrastive._sums.sweep import Found, Plan, sweep
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._sums.targeted import shifted
 from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
 
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     columns_are_images: bool = False
 
 
-def combined_loss(plan: Plan) -> Found:
+def combined_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients; up to four units of work for each part."""
     request, state, b = plan.request, plan.state, len(plan.request.image)
     image_bD, text_bD = request.image, request.text[: len(request.image)]
@@ -76,7 +76,7 @@ def combined_loss(plan: Plan) -> Found:
         total = _terms(plan, leaves[0], leaves[1], leaves[2], negs).sum()
     unit = 1 / plan.pairs
     if not plan.trains:
-        return Found(plan.exchange.all_reduce(total * unit))
+        return SweepResult(plan.exchange.all_reduce(total * unit))
     d_image_bD, d_own_bD, d_scale, *d_negs = torch.autograd.grad(total, [*leaves, *negs])
     d_text_nD = torch.cat([d_own_bD, d_own_bD.new_zeros(len(request.text) - b, d_own_bD.shape[1])])
     remaining = iter(d_negs)
@@ -94,7 +94,7 @@ def combined_loss(plan: Plan) -> Found:
     d_scale, loss = plan.exchange.all_reduce(torch.stack([d_scale, total.detach()]) * unit).unbind()
     factor = unit * plan.exchange.world_size
     # No views: the outputs of an operator share no memory.
-    return Found(
+    return SweepResult(
         loss.clone(), d_image_bD.mul_(factor), d_text_nD.mul_(factor), d_scale=d_scale.clone()
     )
 

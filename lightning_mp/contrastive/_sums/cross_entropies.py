@@ -49,7 +49,7 @@ class CrossEntropies(NamedTuple):
         matched: q.
         shares: What counts.
         smoothing: The part of a target that is spread evenly.
-        field: Over what.
+        denominator: The pairs that the log-sum-exp sums over.
         limits: What rows take for a false negative.
         wanted: Whether the cross entropies of images count, and those of texts.
     """
@@ -58,7 +58,7 @@ class CrossEntropies(NamedTuple):
     matched: int
     shares: Shares
     smoothing: float
-    field: Match
+    denominator: Match
     limits: Limits | None
     wanted: tuple[bool, bool]
 
@@ -131,9 +131,9 @@ class CrossEntropies(NamedTuple):
         target = product(self.match, others) / product(self.match, ones).clamp_min(1)
         if self.smoothing:
             # None are left for a text beyond the images' own whose id all images have.
-            count_n1 = (product(self.field, ones) + extra_nk.shape[1]).clamp_min(1)
+            count_n1 = (product(self.denominator, ones) + extra_nk.shape[1]).clamp_min(1)
             share_n1 = self.smoothing / count_n1
-            target = (1 - self.smoothing) * target + share_n1 * product(self.field, others)
+            target = (1 - self.smoothing) * target + share_n1 * product(self.denominator, others)
             if extra_nk.shape[1]:
                 terms = terms - share_n1[:, 0] * extra_nk.sum(1)
         return terms + scale * dots(features, own - target, scale.dtype)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.cut_features import CutFeatures, Prefix, prefixes_of
-from lightning_mp.contrastive._sums.sweep import Block, Found, Plan, sweep
+from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Kept, PairTerms, Prepared, row_dots
 
 __all__ = ["prefixes_loss"]
 
 
-def prefixes_loss(plan: Plan) -> Found:
+def prefixes_loss(plan: Plan) -> SweepResult:
     """Return the weighted sum of the losses of all prefixes, and its gradients."""
     request, prefixes = plan.request, prefixes_of(plan.request)
     image_bD, text_nD, scale = request.image, request.text, request.scale
@@ -43,7 +43,7 @@ def prefixes_loss(plan: Plan) -> Found:
         totals[1] += prefix.weight * loss
     # All ranks return here, or none: needs are agreed.
     if not plan.trains:
-        return Found(plan.exchange.all_reduce(totals)[1])
+        return SweepResult(plan.exchange.all_reduce(totals)[1])
     column_lse_nk = torch.stack([terms.column_lse_n for terms in found], 1)
     gradients = _Gradients(plan, prefixes, images, Kept(memory), found)
     ((d_images, d_text_nD),) = sweep(plan, [gradients], column_lse_nk)
@@ -67,7 +67,7 @@ def prefixes_loss(plan: Plan) -> Found:
         if grad is not None:
             grad.mul_(factor)
     d_scale, loss = plan.exchange.all_reduce(totals)
-    return Found(loss, d_image_bD, d_text_nD, d_scale=d_scale)
+    return SweepResult(loss, d_image_bD, d_text_nD, d_scale=d_scale)
 
 
 class _Negatives:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import add_rows
 from lightning_mp.contrastive._sums.products import dots
-from lightning_mp.contrastive._sums.statistics import Largest, measure
-from lightning_mp.contrastive._sums.sweep import Block, Found, Plan, sweep
+from lightning_mp.contrastive._sums.statistics import Largest, loss_statistics
+from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
 __all__ = ["sigmoid_loss"]
 
 
-def sigmoid_loss(plan: Plan) -> Found:
+def sigmoid_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients; one unit of work, and one more for each side's."""
     request, state = plan.request, plan.state
     image_bD, text_nD, scale = request.image, request.text, request.scale
@@ -67,10 +67,12 @@ def sigmoid_loss(plan: Plan) -> Found:
         # Triton's maxima pass over a NaN, and the loss does not.
         sound_b = torch.where(sums[0].isnan(), torch.nan, pos_b.sigmoid())
         # Maxima come without the bias.
-        statistics_5 = measure(plan, pos_b - bias, torch.stack([sound_b, sound_b]), maxima[0])
+        statistics_5 = loss_statistics(
+            plan, pos_b - bias, torch.stack([sound_b, sound_b]), maxima[0]
+        )
     loss, d_bias, d_scale = (x.clone() for x in sums)  # none may be a view
     d_negatives_bkD = further.d_negatives(plan.exchange.world_size / plan.pairs)
-    return Found(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
+    return SweepResult(loss, d_image_bD, d_text_nD, d_negatives_bkD, d_scale, d_bias, statistics_5)
 
 
 def _weights(plan: Plan) -> Tensor | None:

@@ -26,14 +26,18 @@ matrices, nothing of the other ranks, and no rank waits for another one's backwa
 
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.statistics import Largest, measure, softmax_probabilities
-from lightning_mp.contrastive._sums.sweep import Block, Found, Plan, sweep
+from lightning_mp.contrastive._sums.statistics import (
+    Largest,
+    loss_statistics,
+    softmax_probabilities,
+)
+from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import Kept, Prepared
 
 __all__ = ["Gradients", "Negatives", "softmax_loss"]
 
 
-def softmax_loss(plan: Plan) -> Found:
+def softmax_loss(plan: Plan) -> SweepResult:
     """Return the loss and its gradients; one unit of work, and up to three for the gradients."""
     request, tiles = plan.request, plan.tiles
     image_bD, text_nD, scale = request.image, request.text, request.scale
@@ -49,7 +53,7 @@ def softmax_loss(plan: Plan) -> Found:
         probability_2b = softmax_probabilities(
             prepared.pos_b, (row_neg_b, column_neg_Rn.logsumexp(0))
         )
-        statistics_5 = measure(plan, prepared.pos_b, probability_2b, maxima[0])
+        statistics_5 = loss_statistics(plan, prepared.pos_b, probability_2b, maxima[0])
     # The scale's gradient and the loss: each rank's parts, that one collective adds up.
     totals = row_neg_b.new_empty(1 + plan.needs.scale)
     row_lse_b, column_lse_n, weight_b = tiles.pair_terms(
@@ -64,7 +68,7 @@ def softmax_loss(plan: Plan) -> Found:
             plan.exchange.world_size, totals[0] if plan.needs.scale else None,
         )  # fmt: skip
     *d_scale, loss = plan.exchange.all_reduce(totals)
-    return Found(
+    return SweepResult(
         loss,
         d_image_bD,
         d_text_nD,

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.sweep import Block, Plan
 from lightning_mp.contrastive._tiles.tile_backend import Maxima
 
-__all__ = ["Largest", "measure", "softmax_probabilities"]
+__all__ = ["Largest", "loss_statistics", "softmax_probabilities"]
 
 
 class Largest:
@@ -48,7 +48,7 @@ def softmax_probabilities(pos_q: Tensor, negative_lses: Iterable[Tensor]) -> Ten
     return torch.stack([(pos_q - neg[: len(pos_q)]).sigmoid() for neg in negative_lses])
 
 
-def measure(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: Maxima) -> Tensor:
+def loss_statistics(plan: Plan, pos_q: Tensor, probability_2q: Tensor, maxima: Maxima) -> Tensor:
     """Return the values of `LossStatistics`, (5,), by one collective.
 
     Of images and texts the first q belong together. `pos_q` are their logits and `maxima` the

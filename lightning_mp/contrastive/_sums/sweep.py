@@ -19,7 +19,7 @@ from lightning_mp.contrastive._sums.false_negatives import limits_of
 from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits, TileBackend
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype
 
-__all__ = ["Block", "Found", "Needs", "OneRank", "Plan", "Visitor", "plan_of", "sweep"]
+__all__ = ["Block", "SweepResult", "Needs", "OneRank", "Plan", "Visitor", "plan_of", "sweep"]
 
 
 class Needs(NamedTuple):
@@ -30,7 +30,7 @@ class Needs(NamedTuple):
     scale: bool
 
 
-class Found(NamedTuple):
+class SweepResult(NamedTuple):
     """A loss, and its gradients of a cotangent of 1; `None` is what no rank needs.
 
     Gradients are those that a *mean* over ranks, as DDP and FSDP take it, turns into the gradients

@@ -20,15 +20,19 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.cross_entropies import CrossEntropies
 from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
-from lightning_mp.contrastive._sums.statistics import Largest, measure, softmax_probabilities
-from lightning_mp.contrastive._sums.sweep import Found, Plan, sweep
+from lightning_mp.contrastive._sums.statistics import (
+    Largest,
+    loss_statistics,
+    softmax_probabilities,
+)
+from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
 from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
 
 __all__ = ["shifted", "targeted_loss"]
 
 
-def targeted_loss(plan: Plan, negatives_need_grad: bool) -> Found:
+def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     """Return the loss and its gradients; one unit of work, and up to three for the gradients."""
     request, state, dtype = plan.request, plan.state, plan.dtype
     image_bD, text_nD, scale = request.image, request.text, request.scale
@@ -42,7 +46,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> Found:
     if maxima:  # there are pairs then, each of which has one positive
         q = plan.matched
         pos_q = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale.to(state).reshape(()))
-        statistics_5 = measure(plan, pos_q, softmax_probabilities(pos_q, lses), maxima[0])
+        statistics_5 = loss_statistics(plan, pos_q, softmax_probabilities(pos_q, lses), maxima[0])
     task = cross_entropies_of(plan)
     # Widened, because autograd adds gradients up in the dtype of its leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
@@ -70,7 +74,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> Found:
         if of_task is not None and of_sweep is not None:
             # The task's part has the scale in it, as autograd went through it; the sweep's has not.
             of_task.addcmul_(of_sweep, scale.to(dtype).reshape(())).mul_(unit)
-    return Found(
+    return SweepResult(
         loss, d_image_bD, d_text_nD,
         # Widened first: times the unit, of about 1 / 2B, fp16 would flush them.
         next((x.to(dtype).mul_(unit) for x in d_negatives if x is not None), None),

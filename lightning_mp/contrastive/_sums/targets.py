@@ -39,13 +39,13 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
     if request.grouped_ids is not None:
         match = Groups(request.grouped_ids, b, plan.exchange)
     everything = Everything(b, n, plan.exchange)
-    field: Match = everything
+    denominator: Match = everything
     if request.masked_ids is not None:
         groups = Groups(request.masked_ids, b, plan.exchange)
-        field = Unmasked(everything, groups, Own(b, n))
+        denominator = Unmasked(everything, groups, Own(b, n))
     return CrossEntropies(
-        match, plan.matched, _shares(weight_b, weight_n, plan), request.label_smoothing, field,
-        plan.limits, plan.wanted,
+        match, plan.matched, _shares(weight_b, weight_n, plan), request.label_smoothing,
+        denominator, plan.limits, plan.wanted,
     )  # fmt: skip
 
 

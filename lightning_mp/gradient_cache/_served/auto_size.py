@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from lightning_mp.gradient_cache._served.call import Call
+    from lightning_mp.gradient_cache._served.call import TowerCall
 
 __all__ = ["CPU_BYTES", "find_micro_batch_size"]
 
@@ -39,7 +39,7 @@ _USABLE = 0.5  # of free memory, where it may not run out: the last probe takes 
 
 
 def find_micro_batch_size(
-    call: "Call", activation_bytes: int | None, trained: Iterable[Tensor]
+    call: "TowerCall", activation_bytes: int | None, trained: Iterable[Tensor]
 ) -> int:
     """Return how many rows all ranks have memory for; all of them must call this.
 
@@ -73,7 +73,7 @@ def find_micro_batch_size(
     return least
 
 
-def _by_doubling(call: "Call", trained: Iterable[Tensor]) -> int:
+def _by_doubling(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     rows = fitting = _first_rows(call)
     if not _fits(call, rows):
         return 0
@@ -88,7 +88,7 @@ def _by_doubling(call: "Call", trained: Iterable[Tensor]) -> int:
     return fitting
 
 
-def _by_budget(call: "Call", limit: int) -> int:
+def _by_budget(call: "TowerCall", limit: int) -> int:
     """Return how many rows stay within a limit; a probe may take twice as much."""
     most, device = call.batch_size, call.device
     if call.sharded:  # in step, as layers are gathered from all ranks
@@ -114,11 +114,11 @@ def _by_budget(call: "Call", limit: int) -> int:
     return rows if rows < 16 or rows == most else rows // 8 * 8
 
 
-def _first_rows(call: "Call") -> int:
+def _first_rows(call: "TowerCall") -> int:
     return min(_FIRST_ROWS, call.batch_size)
 
 
-def _fits(call: "Call", rows: int) -> bool:
+def _fits(call: "TowerCall", rows: int) -> bool:
     try:
         call.probe(rows)
     except RuntimeError as error:
@@ -155,7 +155,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def _reserve(call: "Call", trained: Iterable[Tensor]) -> int:
+def _reserve(call: "TowerCall", trained: Iterable[Tensor]) -> int:
     """Return the bytes of what a step needs besides activations, as far as that is known."""
     features = call.probe(_first_rows(call)) * call.batch_size
     states = sum(_bytes(x) for x in trained)
@@ -173,7 +173,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(_USABLE * (free + cached))
 
 
-def _peak_bytes(call: "Call", rows: int) -> int:
+def _peak_bytes(call: "TowerCall", rows: int) -> int:
     if call.device.type == "cuda":
         # Beyond what was there before: parameters and the batch do not grow with the rows.
         before = torch.accelerator.memory_allocated(call.device)

@@ -39,7 +39,7 @@ from lightning_mp.numerics.replay_state import (
     version_of,
 )
 
-__all__ = ["Call", "Replayed"]
+__all__ = ["TowerCall", "Replayed"]
 
 
 class Replayed(NamedTuple):
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
     sketches: list[Sketch]
 
 
-class Call:
+class TowerCall:
     """A call of a tower.
 
     Args:

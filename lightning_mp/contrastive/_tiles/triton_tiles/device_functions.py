@@ -37,7 +37,7 @@ from torch import Tensor
 
 __all__ = [
     "NO_DIAGONAL",
-    "Tile",
+    "TileIndex",
     "above",
     "differ",
     "finite_or_zero",
@@ -68,7 +68,7 @@ _NONE = tl.constexpr(-(2**31))
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-class Tile(NamedTuple):
+class TileIndex(NamedTuple):
     """Which tile of a block, by rows and columns of tiles, and how large the block is."""
 
     row: Any
@@ -91,7 +91,7 @@ def tile_at(
     first = program // in_band * GROUP
     band = min(row_tiles - first, GROUP)  # the last one may be lower
     row = first + program % in_band % band
-    return Tile(row, program % in_band // band, num_rows, num_columns)
+    return TileIndex(row, program % in_band // band, num_rows, num_columns)
 
 
 @triton.jit

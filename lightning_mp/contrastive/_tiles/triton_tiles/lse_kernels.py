@@ -27,7 +27,7 @@ from lightning_mp.contrastive._tiles.tile_backend import Maxima
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
-    Tile,
+    TileIndex,
     above,
     differ,
     finite_or_zero,
@@ -168,7 +168,7 @@ def lse_kernel(
         again = 0
         if not TMA:
             again = zero
-        tile = Tile(tile.row + again, tile.column + again, num_rows, num_columns)
+        tile = TileIndex(tile.row + again, tile.column + again, num_rows, num_columns)
         dots = tile_dots(
             rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
         )
