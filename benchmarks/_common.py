@@ -17,21 +17,33 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import lightning
 import torch
-import triton
 from torch.utils.benchmark.utils.timer import timer
-from tqdm import tqdm
 from triton.testing import do_bench
 
-import lightning_mp
+from lightning_mp import __version__
 from lightning_mp.plan.table import aligned
 from papers.allocation import peak_allocated
-from papers.output import cpu_name
+from papers.machine import cpu_name
+
+try:
+    from tqdm import tqdm
+except ImportError:  # a machine with torch and Triton alone measures as well
+
+    class tqdm(list):  # type: ignore[no-redef,type-arg]  # noqa: N801
+        """Goes through a list without a word."""
+
+        def __init__(self, turns: Iterable[Any], *_: Any, **__: Any) -> None:
+            super().__init__(turns)
+
+        def set_postfix_str(self, *_: Any, **__: Any) -> None:
+            """Say nothing."""
+
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -139,7 +151,8 @@ def environment(device: torch.device) -> dict[str, str]:
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
-        **{p.__name__: str(p.__version__) for p in (torch, triton, lightning, lightning_mp)},
+        **{name: _version_of(name) for name in ("torch", "triton", "lightning")},
+        "lightning_mp": __version__,
     }
 
 
@@ -234,6 +247,13 @@ class Benchmark:
             print("\n".join([*missing, *report.said]), flush=True)
             all_sound &= report.sound
         return 0 if all_sound else 1
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return str(torch.__version__) if package == "torch" else version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cell(form: str, row: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@
 #     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 #
 #   PYTHON         interpreter; python3 if unset. Needs torch, lightning, torchmetrics, triton and
-#                  pytest; `ladder`, which comes last, matplotlib and pillow.
+#                  pytest; `ladder`, which comes last, matplotlib and pillow. The loss beside its
+#                  peers (benchmarks/contrastive_loss.py) needs torch and triton alone.
 #   PYTHONPATH     kept behind the repository; put the folder that holds inf_cl there.
 #   OUT            folder for what is written, from the root of the repository;
 #                  benchmarks/results if unset: suite.log, passed.txt, four CSV files, meta-vit/.

@@ -19,8 +19,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import lightning_mp
 from lightning_mp._files import save_new
 from lightning_mp.plan.table import aligned
+from papers.machine import cpu_name
 
-__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row", "cpu_name"]
+__all__ = ["COMPUTED", "MEASURED", "PRINTED", "Output", "Row"]
 
 MEASURED = "measured"
 COMPUTED = "computed"
@@ -30,16 +31,6 @@ _MARK = "lightning-mp "  # in all files: those of an earlier run are replaced, a
 T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
 """A line of a table, by columns; `kind` is one of the three above."""
-
-
-def cpu_name() -> str:
-    """Return the model of this machine's CPU, its architecture where nobody knows it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _provenance() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,3 +229,18 @@ def test_verdict_on_a_cpu_is_against_the_dense_formula():
     ours = OURS | {"device": CPU}
     dense = ours | {"contender": "dense, formula", "time_ratio": 1.5}
     assert [*verdict_of([ours, dense])] == ["1.50x as fast as dense (target: 1.4x): met."]
+
+
+@pytest.mark.slow
+def test_torch_and_triton_are_all_that_it_needs(tmp_path: Path) -> None:
+    code = (
+        "import sys, runpy\n"
+        "for name in ('lightning', 'torchmetrics', 'tqdm', 'yaml', 'jsonargparse'):\n"
+        "    sys.modules[name] = None\n"  # to import one of them is an ImportError
+        f"sys.argv = ['x', '--quick', '--device', 'cpu', '--csv', {str(tmp_path / 'rows.csv')!r}]\n"
+        "runpy.run_path('benchmarks/contrastive_loss.py', run_name='__main__')\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert "ours, torch tiles" in done.stdout, done.stderr
+    assert (tmp_path / "rows.csv").exists()
