@@ -253,7 +253,7 @@ class InstabilityReport(InstabilityMonitor):
             "written": now(),
             "end": self._end,
             "has_loss_scale": scaler_of(trainer) is not None,
-            "facts": run_facts(trainer),
+            "facts": run_facts(trainer, self.recorder.highest_rates),
             "monitors": [type(monitor).__name__ for monitor in monitors],
             "preflight": preflight_page_of(trainer, self.path),
         }

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,13 @@ def now() -> str:
     return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def run_facts(trainer: pl.Trainer) -> list[list[str]]:
-    """Return [label, value] pairs; reads learning rates, so it waits where they are on a GPU."""
+def run_facts(trainer: pl.Trainer, highest_rates: Mapping[int, float]) -> list[list[str]]:
+    """Return [label, value] pairs; reads learning rates, so it waits where they are on a GPU.
+
+    Args:
+        trainer: Of the run.
+        highest_rates: The highest learning rate of each optimizer so far.
+    """
     import lightning_mp
 
     module = trainer.lightning_module
@@ -40,7 +45,10 @@ def run_facts(trainer: pl.Trainer) -> list[list[str]]:
         ["Model", f"{type(module).__name__}, {parameters:,} parameters"],
         ["Precision", f"{type(plugin).__name__}({_settings(plugin)})"],
         *_preflights(trainer),
-        *(["Optimizer", _optimizer(each)] for each in trainer.optimizers[:_MAX_GROUPS]),
+        *(
+            ["Optimizer", _optimizer(each) + _rates(each, highest_rates.get(index))]
+            for index, each in enumerate(trainer.optimizers[:_MAX_GROUPS])
+        ),
         ["Accumulation", "none" if batches == 1 else f"{batches} batches a step"],
         ["Clipping", f"{clip_val:g} by {getattr(how, 'value', how)}" if clip_val else "none"],
         ["Strategy", f"{type(trainer.strategy).__name__}, world size {trainer.world_size}"],
@@ -87,10 +95,20 @@ def _settings(plugin: object) -> str:
 
 
 def _optimizer(optimizer: Any) -> str:
-    kinds = (_join((k, g[k]) for k in _GROUP_KEYS if k in g) for g in optimizer.param_groups)
+    # The rate as it was configured: a schedule moves `lr`, and keeps it as `initial_lr`.
+    groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} for g in optimizer.param_groups]
+    kinds = (_join((k, g[k]) for k in _GROUP_KEYS if g.get(k) is not None) for g in groups)
     texts = list(dict.fromkeys(kinds))
     more = f"; {len(texts) - _MAX_GROUPS} more kinds" if len(texts) > _MAX_GROUPS else ""
     return f"{type(optimizer).__name__}({'; '.join(texts[:_MAX_GROUPS])}{more})"
+
+
+def _rates(optimizer: Any, highest: float | None) -> str:
+    """Return what a schedule has made of the learning rate of the first group."""
+    group = optimizer.param_groups[0]
+    if "initial_lr" not in group or highest is None:
+        return ""
+    return f"; its schedule reached {highest:g}, and is at {float(group['lr']):g}"
 
 
 def _is_plain(value: object) -> bool:

@@ -54,6 +54,19 @@ def _values(data: dict[str, Any], name: str) -> dict[int, float]:
     return dict(zip(curve["steps"], curve["values"], strict=True))
 
 
+def test_rate_is_told_as_configured_reached_and_now(tmp_path: Path) -> None:
+    class Scheduled(Watched):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.5)
+            steps = torch.optim.lr_scheduler.LambdaLR(optimizer, [1.0, 0.5, 0.0, 0.0].__getitem__)
+            return [optimizer], [{"scheduler": steps, "interval": "step"}]
+
+    watch(Scheduled(steps=2), [InstabilityReport(dirpath=str(tmp_path))])
+    said = dict(_data(tmp_path)["run"]["facts"])["Optimizer"]
+    assert said.startswith("SGD(lr=0.5, ")
+    assert said.endswith("; its schedule reached 0.5, and is at 0")
+
+
 def test_report_without_monitors_and_logger_has_loss_and_gradient_norm(tmp_path: Path) -> None:
     model = Told(steps=13)
     report = InstabilityReport()
