@@ -105,7 +105,7 @@ def _optimizer(optimizer: Any) -> str:
 
 def _rates(optimizer: Any, highest: float | None) -> str:
     """Return what a schedule has made of the learning rate of the first group."""
-    group = optimizer.param_groups[0]
+    group = next(iter(optimizer.param_groups), {})  # Lightning's for a module without one has none
     if "initial_lr" not in group or highest is None:
         return ""
     return f"; its schedule reached {highest:g}, and is at {float(group['lr']):g}"
