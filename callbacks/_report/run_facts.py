@@ -105,7 +105,8 @@ def _optimizer(optimizer: Any) -> str:
 
 def _rates(optimizer: Any, highest: float | None) -> str:
     """Return what a schedule has made of the learning rate of the first group."""
-    group = next(iter(optimizer.param_groups), {})  # Lightning's for a module without one has none
+    # Of a module without an optimizer, Lightning's stand-in has no groups.
+    group: dict[str, Any] = next(iter(optimizer.param_groups), {})
     if "initial_lr" not in group or highest is None:
         return ""
     return f"; its schedule reached {highest:g}, and is at {float(group['lr']):g}"
