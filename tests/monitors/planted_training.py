@@ -1,4 +1,4 @@
-"""Failures in which every number is fine: parameters and features that do not train."""
+"""Parameters and features that do not train, and failures whose cause is not where they show."""
 
 import functools
 from collections.abc import Iterable
@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_mp import BalancedAMP, PureFP16
 from lightning_mp.contrastive import ContrastiveLoss
 from tests.monitors.planted import Fit, Planted
+from tests.monitors.planted_numbers import STEP, WithBatchNorm, at_step, repaired
 from tests.monitors.running import Learner
 
 
@@ -62,6 +65,15 @@ class Bounded(Fit):
 
     def progress(self) -> tuple[float, float]:
         return float(self.network[0].weight.detach().square().mean().sqrt()), 1.0
+
+
+def one_value(value: float) -> Any:
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[0, 0] = value
+        return x
+
+    return change
 
 
 class Pairs(Learner):
@@ -164,5 +176,29 @@ FAILURES = [
         monitor="RepresentationMonitor", kind="feature_collapse", tensors=("image",), step=70,
         advises="Check that the loss has negatives",
         cure="a loss with negatives", remedy={"has_negatives": True},
+    ),
+    Planted(
+        name="BatchNorm's running variance far off, and finite",
+        model=WithBatchNorm, settings={"corrupt": at_step(lambda x: 1e5 * x)},
+        monitor="ActivationRangeMonitor", kind="buffer_jump",
+        tensors=("network.1.running_var",), from_step=STEP, step=60,
+        advises="far out of range",
+        cure="inputs within limits", remedy={"corrupt": repaired(lambda x: 1e5 * x)},
+    ),
+    Planted(
+        name="one value of 1e6 in a batch",
+        settings={"corrupt": at_step(one_value(1e6), last=200)},
+        precision=lambda: BalancedAMP(loss_scale=1.0),
+        monitor="NonFiniteLocator", kind="non_finite", tensors=("batch[0]",),
+        from_step=STEP, step=STEP + 2,
+        advises="Repair or leave out such samples",
+        cure="inputs within limits", remedy={"corrupt": repaired(one_value(1e6), last=200)},
+    ),
+    Planted(
+        name="weights in fp16 under a plain AdamW",
+        precision=lambda: HalfPrecision("16-true"),
+        monitor="NonFiniteLocator", kind="non_finite", tensors=("network.0.weight",), step=1,
+        advises="PureFP16",
+        cure="PureFP16", cured_precision=PureFP16,
     ),
 ]  # fmt: skip
