@@ -106,12 +106,16 @@ class ParameterMonitor(SamplingMonitor):
         device = shards[0].device
         has = [p.grad is not None for p in parameters]
         given = [p.grad if p.grad is not None else p.detach().new_zeros(1) for p in parameters]
-        known = [
-            [float(shard.numel()) for shard in shards],
-            [float(each) for each in has],
-            [float(id(p) not in self._waiting) for p in parameters],
-        ]
-        numels, has_now, had = torch.tensor(known).to(device, non_blocking=True)
+        known = torch.tensor(
+            [
+                [float(shard.numel()) for shard in shards],
+                [float(each) for each in has],
+                [float(id(p) not in self._waiting) for p in parameters],
+            ]
+        )
+        if device.type == "cuda":  # from pageable memory a copy waits for the device
+            known = known.pin_memory()
+        numels, has_now, had = known.to(device, non_blocking=True)
         gradients = norms_of(given).to(device, non_blocking=True) * step.found.unscale
         weights = norms_of(shards).to(device, non_blocking=True)
         columns = [numels, weights**2, self._changes(step, shards), gradients**2, has_now, had]
