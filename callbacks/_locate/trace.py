@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_mp._nested import open_container
 from lightning_mp.callbacks._step.batches import named_tensors
 from lightning_mp.numerics.floats import VALUE_DTYPES
 from lightning_mp.numerics.tensor_stats import (
@@ -131,7 +132,7 @@ class Trace:
         # each of them gives.
         if torch.is_grad_enabled():
             views: dict[int, Tensor] = {}
-            args = tuple(_views(each, views) for each in args)
+            args = _views(args, views)
             kwargs = {key: _views(each, views) for key, each in kwargs.items()}
         inputs = [*named_tensors(args), *named_tensors(kwargs)]
         call.seen["input"] = self._take(inputs)
@@ -207,6 +208,7 @@ def _views(value: Any, views: dict[int, Tensor]) -> Any:
         return views[id(value)]
     # Lists and dicts stay as they are, as a module may put something into them.
     if isinstance(value, tuple):
-        items = [_views(each, views) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        opened = open_container(value)
+        assert opened is not None
+        return opened.close([_views(item, views) for item in opened.items])
     return value

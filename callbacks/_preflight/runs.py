@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp._nested import map_tensors
-from lightning_mp.callbacks._step.batches import copy_containers, loss_in, tensors_in
+from lightning_mp._nested import map_tensors, open_container, tensors_in
+from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import HALF_DTYPES
@@ -241,23 +241,15 @@ def _recording(
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
+    if isinstance(value, (tuple, list, Mapping)):
+        opened = open_container(value)
+        return opened is not None and all(map(_is_plain, opened.items))
     return value is None or isinstance(value, (Tensor, bool, int, float, str, torch.dtype))
 
 
 def first_tensor(value: Any) -> Tensor | None:
     """Return the first floating-point tensor of an output."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.extend([tensor] if tensor.is_floating_point() else [])
-        return tensor
-
-    map_tensors(value, note)
-    return found[0] if found else None
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What is inside of batches and of what modules return; batches as they came."""
 
 import copy
-import dataclasses
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from lightning_mp._files import Failures, save_new
+from lightning_mp._nested import open_container
 from lightning_mp.callbacks._rules.records import StepFacts
 from lightning_mp.callbacks._words.usage import usage
 
@@ -31,17 +31,12 @@ def copy_containers(value: Any) -> Any:
     """Return a batch with copied containers, as steps may do `batch.pop("labels")`."""
     if isinstance(value, Tensor | str | bytes | int | float | None):
         return value
-    if type(value) is tuple or type(value) is list:
-        return type(value)(map(copy_containers, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copy_containers, value))
     try:
+        opened = open_container(value)
+        if opened is not None:
+            return opened.close([copy_containers(item) for item in opened.items])
         copied = copy.copy(value)
-        if isinstance(value, Mapping):
-            for key, each in value.items():
-                copied[key] = copy_containers(each)
-        else:
-            vars(copied).update({k: copy_containers(each) for k, each in vars(value).items()})
+        vars(copied).update({k: copy_containers(each) for k, each in vars(value).items()})
     except Exception:  # it forbids that; then it is kept as it is
         return value
     return copied
@@ -120,15 +115,10 @@ def named_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):  # so are the outputs of Hugging Face models
-        yield from ((f"[{key!r}]", each) for key, each in value.items())
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None)
-        for index, each in enumerate(value):
-            yield (f".{names[index]}" if names else f"[{index}]"), each
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield f".{field.name}", getattr(value, field.name, None)
+    opened = open_container(value)
+    if opened is not None:
+        words = ".{}" if opened.has_fields else "[{!r}]"
+        yield from zip(map(words.format, opened.keys), opened.items, strict=True)
     elif hasattr(value, "to") and not isinstance(value, nn.Module):
         yield from ((f".{key}", each) for key, each in getattr(value, "__dict__", {}).items())
     else:

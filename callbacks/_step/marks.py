@@ -17,12 +17,11 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_mp._files import Failures, SignedFolder, save
+from lightning_mp._nested import tensors_in
 from lightning_mp.callbacks._step.training_state import is_sharded
 from lightning_mp.callbacks._words.usage import usage
 
@@ -189,9 +188,9 @@ class _WholeFiles(TorchCheckpointIO):
 
 def _bytes_of(trainer: pl.Trainer) -> int:
     module = trainer.lightning_module
-    states = tree_leaves([list(each.state.values()) for each in trainer.optimizers])
+    states = tensors_in([list(each.state.values()) for each in trainer.optimizers])
     tensors = [*module.parameters(), *module.buffers(), *states]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _load(trainer: pl.Trainer, path: str) -> dict[str, Any]:

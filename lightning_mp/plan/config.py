@@ -21,8 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from lightning_mp._nested import map_tensors, tensors_in
 from lightning_mp.gradient_cache._served.towers import find_tower
 from lightning_mp.plan.subject import PRECISIONS, StaticBytes, Subject, TowerBytes
 from lightning_mp.plan.tower_bytes import blank, computing_in, measure_towers
@@ -133,18 +134,18 @@ def _rows(batch: Any, size: int, fake: bool) -> Any:
     """Return a batch of another size; without memory its values do not matter."""
     pairs = _pairs(batch)
 
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != pairs:
+    def resize(leaf: Tensor) -> Tensor:
+        if not leaf.ndim or len(leaf) != pairs:
             return leaf
         if fake:
             return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype)
         return leaf[torch.arange(size) % pairs]
 
-    return tree_map(resize, batch)
+    return map_tensors(batch, resize)
 
 
 def _pairs(batch: Any) -> int:
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    leaves = [tensor for tensor in tensors_in(batch) if tensor.ndim]
     if not leaves:
         raise ValueError(
             f"Passed a config whose loader yields {type(batch).__name__} without tensors of rows. "

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+
+from lightning_mp._nested import tensors_in
 
 __all__ = ["PRECISIONS", "StaticBytes", "Subject", "TowerBytes", "state_bytes"]
 
@@ -168,7 +169,6 @@ def _state_bytes_of_one(
         param.grad = torch.zeros_like(param)
         optimizer.param_groups = [{**group, "params": [param]}]
         optimizer.step()
-    states = [leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)]
     # By storage, as views of one buffer count once.
-    storages = (state.untyped_storage() for state in states)
+    storages = (state.untyped_storage() for state in tensors_in([*optimizer.state.values()]))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

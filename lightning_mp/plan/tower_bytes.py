@@ -20,9 +20,9 @@ import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_mp._nested import tensors_in
 from lightning_mp.gradient_cache._served.towers import Tower
 from lightning_mp.plan.subject import StaticBytes, TowerBytes
 
@@ -93,7 +93,7 @@ class _Counter:
         finally:
             self._running.pop()
         counts.flops += flops.get_total_flops()
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(outputs)
         # Models of transformers return tokens beside the features.
         features = next((leaf for leaf in tensors if leaf.ndim == 2), tensors[0])
         counts.width = features.shape[-1]
@@ -116,7 +116,7 @@ class _Counter:
 
 def _trained_values(outputs: Any) -> int:
     """Count the parameters that outputs depend on, for a method has none of its own."""
-    reached = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    reached = [tensor.grad_fn for tensor in tensors_in(outputs)]
     seen, values = set(reached), 0
     while reached:
         node = reached.pop()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp._arguments import explains_arguments
-from lightning_mp._nested import map_tensors, map_values, with_items
+from lightning_mp._nested import map_tensors, map_values, open_container
 from lightning_mp.precision._choice.module_selection import as_written, find_modules
 from lightning_mp.precision._choice.residual_stream import find_residual_stream
 
@@ -182,7 +182,8 @@ class _Clamp:
     def clamp_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         clamp = functools.partial(self, is_training=module.training)
         if self.first_only and isinstance(output, (tuple, list)) and output:
-            return with_items(output, [map_tensors(output[0], clamp), *output[1:]])
+            _, (first, *others), close, _ = open_container(output)  # type: ignore[misc]
+            return close([map_tensors(first, clamp), *others])
         return map_tensors(output, clamp)
 
     def __call__(self, tensor: Tensor, *, is_training: bool) -> Tensor:

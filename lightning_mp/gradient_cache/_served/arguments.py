@@ -4,17 +4,17 @@ Shapes:
     B: the batch of one call.
 """
 
-import copy
 import dataclasses
 import inspect
-from collections import Counter, UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_mp._nested import open_container
 from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Role
 
 __all__ = ["Arguments", "EarlierCalls", "Tree", "described", "is_array", "open_tree", "rows_of"]
@@ -312,11 +312,12 @@ def open_tree(value: Any, path: str = "") -> Tree:
     opened = _open(value)
     if opened is None:
         return Tree(path, value)
+    steps, items, close = opened
     parts = [
-        open_tree(child, f"{path}{key}" if path else key.lstrip("."))
-        for key, child in zip(opened.keys, opened.children, strict=True)
+        open_tree(item, f"{path}{step}" if path else step.lstrip("."))
+        for step, item in zip(steps, items, strict=True)
     ]
-    return Tree(path, value, parts, opened.close)
+    return Tree(path, value, parts, close)
 
 
 def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
@@ -330,64 +331,17 @@ def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, 
     return Tree("", None, [open_tree(value, name) for name, value in values], close)
 
 
-class _Opened(NamedTuple):
-    keys: list[str]
-    children: list[Any]
-    close: Callable[[list[Any]], Any]
+def _open(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the path steps, the items and the `close` of a container; `None` for a leaf."""
+    node = None if hasattr(value, "_fields") else pytree.SUPPORTED_NODES.get(type(value))
+    if node is not None:  # built-in containers, and also Hugging Face's `ModelOutput`s
+        items, context = node.flatten_fn(value)
+        items = list(items)
+        steps = _steps(list(value) if isinstance(value, Mapping) else range(len(items)))
+        return steps, items, lambda items: node.unflatten_fn(items, context)
+    opened = open_container(value)
+    return None if opened is None else (_steps(opened.keys), opened.items, opened.close)
 
 
-def _open(value: Any) -> _Opened | None:
-    kind = type(value)
-    # A named tuple, before pytrees take it: its paths are names rather than numbers.
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _Opened([f".{name}" for name in value._fields], list(value), kind._make)
-    if kind in pytree.SUPPORTED_NODES:  # also Hugging Face's `ModelOutput`s
-        node = pytree.SUPPORTED_NODES[kind]
-        children, context = node.flatten_fn(value)
-        children = list(children)
-        keys = _keys(value, len(children))
-        return _Opened(keys, children, lambda children: node.unflatten_fn(children, context))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # A field without a default may not be set yet.
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        children = [getattr(value, name) for name in names]
-        return _Opened(
-            [f".{name}" for name in names],
-            children,
-            lambda children: _refill(value, names, children),
-        )
-    if isinstance(value, Mapping):
-        return _open_mapping(value)
-    if isinstance(value, (list, tuple)):
-        # A subclass: pytrees know `list` and `tuple` by their exact types.
-        return _Opened(_keys(value, len(value)), list(value), kind)
-    return None
-
-
-def _open_mapping(value: Mapping[Any, Any]) -> _Opened:
-    names = list(value)
-
-    def close(children: list[Any]) -> Any:
-        if not isinstance(value, (dict, UserDict)):
-            # A mapping of an unknown kind may refuse to be written to, so it is made anew.
-            return type(value)(dict(zip(names, children, strict=True)))  # type: ignore[call-arg]
-        copied = copy.copy(value)  # keeps the attributes of a `BatchEncoding`
-        for name, child in zip(names, children, strict=True):
-            copied[name] = child
-        return copied
-
-    return _Opened(_keys(value, len(names)), [value[name] for name in names], close)
-
-
-def _refill(value: Any, names: list[str], children: list[Any]) -> Any:
-    # Not `dataclasses.replace`, which calls the constructor: fields may not be its arguments.
-    copied = copy.copy(value)
-    for name, child in zip(names, children, strict=True):
-        object.__setattr__(copied, name, child)  # also where it is frozen
-    return copied
-
-
-def _keys(value: Any, count: int) -> list[str]:
-    if isinstance(value, Mapping):
-        return [f".{name}" if isinstance(name, str) else f"[{name!r}]" for name in value]
-    return [f"[{index}]" for index in range(count)]
+def _steps(keys: Iterable[Any]) -> list[str]:
+    return [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys]

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_mp._nested import tensors_in
 
 if TYPE_CHECKING:
     from lightning_mp.gradient_cache._served.call import TowerCall
@@ -208,10 +209,10 @@ class _LiveBytes(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             self._note(tensor, 0)  # made before: parameters, and the batch
         result = function(*args, **kwargs)
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             self._note(tensor, tensor.untyped_storage().nbytes())
         return result
 
@@ -230,7 +231,3 @@ class _LiveBytes(TorchDispatchMode):
         # Its address may be that of the next storage.
         self._known.discard(key)
         self.live -= size
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.utils import _pytree
 
-from lightning_mp._nested import map_tensors
+from lightning_mp._nested import map_tensors, tensors_in
 
 __all__ = [
     "cast_at_borders",
@@ -60,8 +59,7 @@ def replace_forward(
 
 def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # The first tensor given, as a module may have no parameters.
-    tensors = (t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-    device = next((t.device for t in tensors), None) or next(module.parameters()).device
+    device = next(iter([*tensors_in((args, kwargs)), *module.parameters()])).device
     with torch.autocast(device.type, enabled=False):
         args, kwargs = cast_floats((args, kwargs), torch.float32)
         # By the class: a bound method kept from before would give a deep copy this one's weights.
@@ -103,14 +101,8 @@ def cast_castable(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor]
 
 
 def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dtype]:
-    """Return the dtypes of those tensors in tuples, lists and dicts that are castable."""
-    if isinstance(value, Tensor):
-        return {value.dtype} if is_castable(value) else set()
-    dtypes: set[torch.dtype] = set()
-    if isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            dtypes |= dtypes_of(each, is_castable)
-    return dtypes
+    """Return the dtypes of those tensors that are castable."""
+    return {tensor.dtype for tensor in tensors_in(value) if is_castable(tensor)}
 
 
 def is_compiled(module: nn.Module) -> bool:
