@@ -90,10 +90,10 @@ class Launch:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """Return what tells it from others, such as `sm90 lse 256x128x64 w8 s4 bf16 ids kept`."""
+        """Return what tells it from others, such as `sm90 lse 256x128x64 w8 s4 bf16 ids stored`."""
         optional = {
-            "row_ids": "ids", "row_limits": "limits", "row_guides": "guides", "kept": "kept",
-            "row_maxima": "maxima", "weights_low": "low",
+            "row_ids": "ids", "row_thresholds": "thresholds", "row_guides": "guides",
+            "stored": "stored", "row_maxima": "maxima", "weights_low": "low",
         }  # fmt: skip
         names = self.source.fn.arg_names
         words = [f"sm{self.arch} {self.kernel.removesuffix('_kernel')}"]

@@ -42,7 +42,7 @@ from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.agreement import agreed_plan
 from lightning_mp.contrastive._sums.softmax import Negatives
 from lightning_mp.contrastive._sums.sweep import sweep
-from lightning_mp.contrastive._tiles.tile_backend import Kept
+from lightning_mp.contrastive._tiles.tile_backend import StoredTiles
 
 # The relative difference that storing gradients, and a softmax, in this dtype explains.
 STORAGE_TOLERANCE = {"fp32": 0.0, "bf16": 2e-2, "fp16": 4e-3}
@@ -111,7 +111,7 @@ def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
     image_bD, text_bD, scale = inputs.leaves
     plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None), None)
     prepared = plan.tiles.prepare(image_bD, text_bD, scale)
-    visitor = Negatives(plan, Kept(plan.memory_for_tiles()), prepared, None)
+    visitor = Negatives(plan, StoredTiles(plan.memory_for_tiles()), prepared, None)
     ((row_lse_b, column_lse_Rb),) = sweep(plan, [visitor])
     negatives = (row_lse_b, column_lse_Rb.logsumexp(0))
     # Sweeps leave the positives out.

@@ -32,7 +32,7 @@ from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import finish_gradients
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import Needs, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles, block
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
 from lightning_mp.plan.table import aligned
@@ -44,11 +44,11 @@ CASES = ((8, 8192), (64, 1024), (256, 256))
 SECONDS = {"op": 5e-6, "kernel": 40e-6, "product": 8e-6, "collective": 30e-6}
 FLOP_A_SECOND = 400e12
 
-# The same for tiles that are kept: an H100's memory, and products inside a sweep.
+# The same for tiles that are stored: an H100's memory, and products inside a sweep.
 BYTES_A_SECOND = 3e12
 FLOP_A_SECOND_SWEPT = 600e12
-# What is kept of a logit: bytes, and products of 16-bit halves that one of the loss's four takes.
-KEPT = {
+# What is stored of a logit: bytes, and products of 16-bit halves that one of the loss's four takes.
+STORED = {
     "bf16 features, logits in fp32": (4, 1),
     "bf16 features, exponentials in bf16": (2, 1),
     "fp32 features, logits in fp32": (4, 3),
@@ -134,8 +134,8 @@ def count(
                 sizes, features[0], exchange, lambda left: TritonTiles(left, arch=90),
                 workspace_bytes,
             )  # fmt: skip
-            needs = Needs(image=True, text=True, scale=True)
-            plan = plan_of(Request(*inputs), *travel, needs, pairs=sum(sizes))
+            needs_grad = NeedsGrad(image=True, text=True, scale=True)
+            plan = plan_of(Request(*inputs), *travel, needs_grad, pairs=sum(sizes))
             with counts:
                 found = softmax_loss(plan)
                 found.loss.float()  # as the operator does
@@ -148,31 +148,31 @@ def count(
     return counts
 
 
-def saved_by_keeping(kept_bytes: int, products: int, width: int) -> float:
-    """Return the share of a loss's products whose time kept tiles would save; negative: cost.
+def saved_by_storing(stored_bytes: int, products: int, width: int) -> float:
+    """Return the share of a loss's products whose time stored tiles would save; negative: cost.
 
     A logit's bytes are stored by the first sweep and loaded by the second, which saves one of four
     units of so many products.
     """
     unit = products * 2 * width / FLOP_A_SECOND_SWEPT
-    return (unit - 2 * kept_bytes / BYTES_A_SECOND) / (4 * unit)
+    return (unit - 2 * stored_bytes / BYTES_A_SECOND) / (4 * unit)
 
 
-def largest_kept(kept_bytes: int, budget: int) -> int:
-    """Return the largest batch of one process whose kept tiles, in rows by 16, fit a budget."""
-    most = math.isqrt(budget // kept_bytes)
-    return next(b for b in range(most, 0, -1) if b * -(-b // 16) * 16 * kept_bytes <= budget)
+def largest_stored(stored_bytes: int, budget: int) -> int:
+    """Return the largest batch of one process whose stored tiles, in rows by 16, fit a budget."""
+    most = math.isqrt(budget // stored_bytes)
+    return next(b for b in range(most, 0, -1) if b * -(-b // 16) * 16 * stored_bytes <= budget)
 
 
-def _kept_table() -> str:
+def _stored_table() -> str:
     widths = (512, 768, 1024)
-    header = ["tiles kept", *(f"D = {width}" for width in widths), "all fit up to b ="]
+    header = ["tiles stored", *(f"D = {width}" for width in widths), "all fit up to b ="]
     # Half of the workspace; and where it holds a quarter.
     sizes = (DEFAULT_WORKSPACE_BYTES // 2, 2 * DEFAULT_WORKSPACE_BYTES)
     rows = []
-    for name, kept in KEPT.items():
-        saved = [f"{saved_by_keeping(*kept, width):.0%}" for width in widths]
-        rows.append([name, *saved, *(f"{largest_kept(kept[0], size):,}" for size in sizes)])
+    for name, stored in STORED.items():
+        saved = [f"{saved_by_storing(*stored, width):.0%}" for width in widths]
+        rows.append([name, *saved, *(f"{largest_stored(stored[0], size):,}" for size in sizes)])
     return "\n".join(aligned([[*header, "a quarter up to b ="], *rows]))
 
 
@@ -196,7 +196,7 @@ def measure(args: argparse.Namespace) -> Iterator[Report]:
     costs = ", ".join(f"{1e6 * seconds:.0f} us a {name}" for name, seconds in SECONDS.items())
     said = [
         f"Counted without a GPU. Computed: {costs}; {FLOP_A_SECOND / 1e12:.0f} TFLOP/s.\n",
-        _kept_table(),
+        _stored_table(),
         f"Of the products' time, computed: {BYTES_A_SECOND / 1e12:.0f} TB/s, "
         f"{FLOP_A_SECOND_SWEPT / 1e12:.0f} TFLOP/s; nothing else is counted. The last is built.",
     ]

@@ -36,7 +36,7 @@ from benchmarks._launches import Launch, fake_gpu, launches_in
 from benchmarks._machine_code import Compiled, Compiler
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums.softmax import softmax_loss
-from lightning_mp.contrastive._sums.sweep import Needs, OneRank, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, plan_of
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import table_arch
 
@@ -104,8 +104,8 @@ def tiles(width: int, every_row: bool) -> dict[str, list[Prediction]]:
             with launches_in(90) as launches, fake_gpu(90):
                 rows, columns = (torch.empty(ROWS, width, dtype=torch.bfloat16) for _ in range(2))
                 table = TritonTiles(arch=table_arch((9, 0)), autotune=autotune)
-                request = Request(rows, columns, torch.empty(()), keeps_tiles=False)
-                softmax_loss(plan_of(request, OneRank(ROWS), table, Needs(True, True, True)))
+                request = Request(rows, columns, torch.empty(()), stores_tiles=False)
+                softmax_loss(plan_of(request, OneRank(ROWS), table, NeedsGrad(True, True, True)))
             for launch in launches.values():
                 if launch.kernel in found and launch.multiplies:
                     tile = predicted(launch, compiler(launch), width)

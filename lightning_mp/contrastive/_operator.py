@@ -28,7 +28,7 @@ from lightning_mp.contrastive._call.request import (
     group_named,
     ranks_of,
 )
-from lightning_mp.contrastive._exchange.failures import told_by
+from lightning_mp.contrastive._exchange.failures import collective_error
 from lightning_mp.contrastive._sums.agreement import agreed_plan, refuse
 from lightning_mp.contrastive._sums.combined import combined_loss
 from lightning_mp.contrastive._sums.prefixes import prefixes_loss
@@ -80,7 +80,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
             plan = agreed_plan(request, pairing)
             found = _found(plan)
         except RuntimeError as error:
-            told = told_by(request.owner, error)
+            told = collective_error(request.owner, error)
             if told is None:
                 raise
             raise told from error
@@ -241,10 +241,10 @@ def _flops(*values: Any, **_: Any) -> int:
     again = 0
     if request.is_softmax and sides:
         again = b * n
-        if request.keeps_tiles and request.false_negatives == "keep":
+        if request.stores_tiles and request.false_negatives == "keep":
             features = (request.image.dtype, request.image.device)
-            kept = tiles.kept_values(b, len(widths) * n, *features)
-            again = tiles.multiplied_twice(b, n, widths[0], *features, kept)
+            stored = tiles.stored_values(b, len(widths) * n, *features)
+            again = tiles.multiplied_twice(b, n, widths[0], *features, stored)
     if request.is_combined:
         return _combined_flops(request, b, len(request.text), n // max(1, len(request.text)))
     guides = 0 if request.guide_image is None else request.guide_image.shape[1]

@@ -23,7 +23,7 @@ from lightning_mp.contrastive._exchange.failures import CollectiveError
 from lightning_mp.contrastive._operator import loss_of
 from lightning_mp.contrastive._sums.agreement import device_problem, refuse
 from lightning_mp.contrastive._tiles.backends import triton_problem
-from lightning_mp.contrastive._tiles.words import (
+from lightning_mp.contrastive._tiles.literals import (
     Backend,
     Directions,
     Duplicates,

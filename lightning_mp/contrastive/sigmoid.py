@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.contrastive._call.request import RULES, Request
-from lightning_mp.contrastive._tiles.words import Backend, ExchangeName, TileDtype
+from lightning_mp.contrastive._tiles.literals import Backend, ExchangeName, TileDtype
 from lightning_mp.contrastive.loss import ContrastiveLoss
 
 __all__ = ["SigmoidContrastiveLoss"]

@@ -169,7 +169,7 @@ def products(method: Method, batch: int, subject: Subject, machine: Machine) -> 
     if machine.gpus > 1:
         _, left = share_workspace([rows] * machine.gpus, subject.width, dtype, left)
     tiles = _tiles_on(machine.device, left)
-    kept = tiles.kept_values(rows, batch, dtype, device)
+    kept = tiles.stored_values(rows, batch, dtype, device)
     again = tiles.multiplied_twice(rows, batch, subject.width, dtype, device, kept)
     return method.products - 1 + again / (rows * batch)
 

@@ -114,7 +114,7 @@ class NothingKept(nn.Module):
 
     def forward(self, image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
         """Return the loss of one process."""
-        loss, _ = ContrastiveLoss()._compute(image_bD, text_bD, scale, None, keeps_tiles=False)
+        loss, _ = ContrastiveLoss()._compute(image_bD, text_bD, scale, None, stores_tiles=False)
         return loss
 
 

@@ -13,9 +13,9 @@ from benchmarks.exchange import (
     FLOP_A_SECOND,
     Counts,
     count,
-    largest_kept,
+    largest_stored,
     main,
-    saved_by_keeping,
+    saved_by_storing,
 )
 from benchmarks.tables import read
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
@@ -143,18 +143,18 @@ def test_loss_that_keeps_products_takes_the_workspace_and_eight_batches(
 
 def test_kept_tiles_pay_where_products_take_longer_than_memory() -> None:
     # 8 bytes at 3 TB/s against 2 x 800 FLOP at 600 TFLOP/s: as long, so nothing is saved.
-    assert saved_by_keeping(4, 1, 800) == pytest.approx(0.0, abs=1e-12)
+    assert saved_by_storing(4, 1, 800) == pytest.approx(0.0, abs=1e-12)
     # Nothing to load would leave three units of four.
-    assert saved_by_keeping(0, 1, 800) == 0.25
-    assert saved_by_keeping(4, 3, 800) == pytest.approx(0.25 * 2 / 3)
+    assert saved_by_storing(0, 1, 800) == 0.25
+    assert saved_by_storing(4, 3, 800) == pytest.approx(0.25 * 2 / 3)
 
 
 def test_largest_batches_that_are_said_to_be_kept_are() -> None:
     tiles = TritonTiles()
     for budget, least in ((DEFAULT_BYTES // 2, 1.0), (2 * DEFAULT_BYTES, 0.25)):
-        b = largest_kept(4, budget)
+        b = largest_stored(4, budget)
         shares = [
-            tiles.kept_values(n, n, torch.float32, torch.device("cpu")) / (n * -(-n // 16) * 16)
+            tiles.stored_values(n, n, torch.float32, torch.device("cpu")) / (n * -(-n // 16) * 16)
             for n in (b, b + 1)
         ]
         assert shares[0] >= least > shares[1]

@@ -159,21 +159,21 @@ class Case:
         positive_b = similarities[torch.arange(self.b), self.own]
         margin = self.setup["margin"]
         is_absolute = self.setup["false_negatives"] == "absolute"
-        limit_b = positive_b - margin if is_absolute else positive_b - positive_b.abs() * margin
-        limit_n = torch.full((self.n,), torch.inf, dtype=torch.float64)
-        limit_n[self.own] = limit_b
+        threshold_b = positive_b - margin if is_absolute else positive_b - positive_b.abs() * margin
+        threshold_n = torch.full((self.n,), torch.inf, dtype=torch.float64)
+        threshold_n[self.own] = threshold_b
         # No tie that fp32 may see another way: 12 products of 1 at most are off by 12 2^-24.
-        for limit in (limit_b[:, None], limit_n):
+        for limit in (threshold_b[:, None], threshold_n):
             assert (similarities - limit).abs().masked_fill(self.match, 1.0).min() > 8e-7
         masked = self.dense.get("left_out", torch.zeros_like(self.match))
         found = {
-            "left_out": masked | (similarities > limit_b[:, None]),
-            "column_left_out": masked | (similarities > limit_n),
+            "left_out": masked | (similarities > threshold_b[:, None]),
+            "column_left_out": masked | (similarities > threshold_n),
         }
         assert all(0.02 < x[~self.match].double().mean() < 0.98 for x in found.values())
         if negatives is not None:
             found["negatives_left_out"] = (
-                torch.einsum("id,ikd->ik", image, negatives) > limit_b[:, None]
+                torch.einsum("id,ikd->ik", image, negatives) > threshold_b[:, None]
             )
         return found
 

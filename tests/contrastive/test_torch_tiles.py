@@ -142,7 +142,7 @@ def test_loss_takes_four_units_of_work_and_fewer_with_kept_tiles_or_a_locked_tow
     # 31 tiles of 64 x 112 or less; a workspace of 1 MiB keeps half a MiB of 444 kB.
     workspace_bytes = {None: 1, "some": 400_000, "all": 2**20}[keeps]
     tiles = TorchTiles(workspace_bytes)
-    size = tiles.kept_values(b, b, torch.float32, CPU)
+    size = tiles.stored_values(b, b, torch.float32, CPU)
     again = tiles.multiplied_twice(b, b, width, torch.float32, CPU, size) / b**2
     assert (again > 0, again < 1) == {
         None: (True, False),

@@ -21,9 +21,7 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 
 from lightning_mp.contrastive._tiles.backends import triton_problem, triton_tiles
-from lightning_mp.contrastive._tiles.tile_backend import TileBackend
-from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
-from lightning_mp.contrastive._tiles.words import (
+from lightning_mp.contrastive._tiles.literals import (
     Backend,
     Directions,
     Duplicates,
@@ -33,6 +31,8 @@ from lightning_mp.contrastive._tiles.words import (
     TileDtype,
     Within,
 )
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend
+from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, FLOAT_DTYPES
 
 __all__ = [
@@ -80,7 +80,7 @@ class Request:
         statistics: Whether the call returns `LossStatistics`.
         widths, width_weights, normalize: The prefixes of `MatryoshkaLoss`; none are the features.
         backend, tile_dtype, workspace_bytes, autotune: Which code multiplies tiles, and how.
-        keeps_tiles: Whether tiles of the first sweep are kept for the second where they fit.
+        stores_tiles: Whether tiles of the first sweep are kept for the second where they fit.
         exchange: How texts travel.
         group: The name of the process group, by which torch finds it; `""` is the default one.
         owner: The class that was called, for errors.
@@ -116,7 +116,7 @@ class Request:
     tile_dtype: TileDtype = "auto"
     workspace_bytes: int | None = None
     autotune: bool = False
-    keeps_tiles: bool = True
+    stores_tiles: bool = True
     exchange: ExchangeName = "slices"
     group: str = ""
     owner: str = "ContrastiveLoss"

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveError", "told_by"]
+__all__ = ["CollectiveError", "collective_error"]
 
 _ROOMS = (os.path.dirname(dist.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
@@ -14,7 +14,7 @@ class CollectiveError(RuntimeError):
     """A collective of a loss has failed; its cause says how."""
 
 
-def told_by(owner: str, error: RuntimeError) -> CollectiveError | None:
+def collective_error(owner: str, error: RuntimeError) -> CollectiveError | None:
     """Return what an error says about a collective of a loss; `None` if it is of none."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

@@ -27,9 +27,9 @@ from lightning_mp.contrastive._call.request import GIVEN, RULES, Request, group_
 from lightning_mp.contrastive._exchange.exchange import Exchange
 from lightning_mp.contrastive._exchange.ring import Ring
 from lightning_mp.contrastive._exchange.slices import Slices, all_gather, block_bytes, slice_count
-from lightning_mp.contrastive._sums.sweep import Needs, OneRank, Plan, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, OneRank, Plan, plan_of
+from lightning_mp.contrastive._tiles.literals import ExchangeName
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
-from lightning_mp.contrastive._tiles.words import ExchangeName
 from lightning_mp.numerics.async_readback import AsyncReadback
 from lightning_mp.numerics.floats import FLOAT_DTYPES, accumulation_dtype
 
@@ -58,7 +58,7 @@ class Facts(NamedTuple):
         scale, bias: The bits of the value where the host has it, else 0; of a scale on a CUDA
             device those of the value that the host has read last.
         scale_call: At which call of the loss that value was passed; 0 is this call.
-        image_needs, text_needs, scale_needs: Whether they need a gradient.
+        image_needs_grad, text_needs_grad, scale_needs_grad: Whether they need a gradient.
         statistics: Whether the call returns them.
     """
 
@@ -74,9 +74,9 @@ class Facts(NamedTuple):
     scale: int = 0
     bias: int = 0
     scale_call: int = 0
-    image_needs: int = 0
-    text_needs: int = 0
-    scale_needs: int = 0
+    image_needs_grad: int = 0
+    text_needs_grad: int = 0
+    scale_needs_grad: int = 0
     statistics: int = 0
 
 
@@ -92,12 +92,12 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     """
     image, text, scale, bias, _ = request.needs_grad
     # A softmax does not see a bias; a sigmoid's has its gradient from the scale's products.
-    needs = Needs(image, text, scale or (bias and not request.is_softmax))
+    needs_grad = NeedsGrad(image, text, scale or (bias and not request.is_softmax))
     group = group_named(request.group) if request.group else None
     if ranks_of(group, request.owner) == 1:
         tiles = request.tiles(request.workspace_bytes)
-        return plan_of(request, OneRank(len(request.text)), tiles, needs, pairing=pairing)
-    by_rank = _gather(_facts(request, needs), request.image.device, group)
+        return plan_of(request, OneRank(len(request.text)), tiles, needs_grad, pairing=pairing)
+    by_rank = _gather(_facts(request, needs_grad), request.image.device, group)
     _refuse_what_differs(by_rank, request.owner)
     # The least workspace of all, for all have to cut the same slices.
     shared = request.exchange, request.tiles, min(facts.budget for facts in by_rank), group
@@ -106,13 +106,13 @@ def agreed_plan(request: Request, pairing: Pairing | None) -> Plan:
     if request.within in ("image", "both"):
         of_images, _ = exchange_for([facts.images for facts in by_rank], request.image, *shared)
     # What one rank wants, all work out.
-    needs = Needs(
-        image=any(facts.image_needs for facts in by_rank),
-        text=any(facts.text_needs for facts in by_rank),
-        scale=any(facts.scale_needs for facts in by_rank),
+    needs_grad = NeedsGrad(
+        image=any(facts.image_needs_grad for facts in by_rank),
+        text=any(facts.text_needs_grad for facts in by_rank),
+        scale=any(facts.scale_needs_grad for facts in by_rank),
     )
     return plan_of(
-        request, exchange, tiles, needs, pairing=pairing,
+        request, exchange, tiles, needs_grad, pairing=pairing,
         pairs=sum(facts.images for facts in by_rank),
         statistics=any(facts.statistics for facts in by_rank), image_exchange=of_images,
     )  # fmt: skip
@@ -200,14 +200,14 @@ def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
     return "nccl" in backends and "cpu:" not in backends
 
 
-def _facts(request: Request, needs: Needs) -> Facts:
+def _facts(request: Request, needs_grad: NeedsGrad) -> Facts:
     is_read = request.read_call > 0 and request.scale.device.type != "cpu"
     scale = _bits(request.read_scale if is_read else request.scale)
     return Facts(
         1, len(request.image), len(request.text), request.image.shape[1],
         FLOAT_DTYPES.index(request.image.dtype), _EXCHANGES.index(request.exchange),
         request.tiles(request.workspace_bytes).budget(request.image.device), request.given,
-        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs,
+        request.checksum, scale, _bits(request.bias), request.read_call * is_read, *needs_grad,
         request.statistics,
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ from lightning_mp.contrastive._sums.products import dots
 from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._sums.targeted import shifted
-from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import RowsColumns, StoredTiles, row_dots
 
 __all__ = ["combined_loss"]
 
@@ -61,7 +61,7 @@ def combined_loss(plan: Plan) -> SweepResult:
     lses: list[tuple[Tensor, Tensor]] = []
     for part in parts:
         ((row_neg_b, column_neg_Rn),) = sweep(
-            part.plan, [Negatives(part.plan, _none_kept(plan), None, None)]
+            part.plan, [Negatives(part.plan, _nothing_stored(plan), None, None)]
         )
         lses.append((row_neg_b, column_neg_Rn.logsumexp(0)))
     trained = [image_bD.to(plan.dtype), text_bD.to(plan.dtype), scale]
@@ -100,9 +100,11 @@ def combined_loss(plan: Plan) -> SweepResult:
 
 
 def _parts(plan: Plan) -> list[_Part]:
-    request, (to_text, to_image) = plan.request, plan.wanted
+    request, (to_text, to_image) = plan.request, plan.has_terms
     # The scale's gradient is a sum over the rows' ones.
-    plan = dataclasses.replace(plan, sides=(True, plan.needs.text), limits=None)
+    plan = dataclasses.replace(
+        plan, computes_grad=RowsColumns(True, plan.needs_grad.text), thresholds=None
+    )
     if request.hardness and to_text:
         harder = dataclasses.replace(request, scale=request.scale + request.hardness)
         parts = [_Part(dataclasses.replace(plan, request=harder), True, False)]
@@ -117,7 +119,7 @@ def _parts(plan: Plan) -> list[_Part]:
             request=dataclasses.replace(request, text=request.image),
             exchange=plan.image_exchange,
             ids_n=ids_n,
-            sides=(True, plan.needs.image),
+            computes_grad=RowsColumns(True, plan.needs_grad.image),
         )
         parts.append(_Part(of_images, True, False, columns_are_images=True))
     if request.within in ("text", "both"):
@@ -137,7 +139,7 @@ def _terms(
     pos_b = pos_b.masked_fill(pos_b == torch.inf, torch.nan)
     margin_Pb = torch.stack(list(negs)) - pos_b
     if plan.request.partition == "joint":
-        positives_1b = torch.full_like(margin_Pb[:1], math.log(sum(plan.wanted)))
+        positives_1b = torch.full_like(margin_Pb[:1], math.log(sum(plan.has_terms)))
         # With a finite term, so that rows without negatives have gradients of 0.
         return torch.cat([positives_1b.detach(), margin_Pb]).logsumexp(0)
     return torch.logaddexp(margin_Pb, margin_Pb.new_zeros(())).mean(0)
@@ -154,10 +156,10 @@ def _gradients(
     if d_column is not None:
         # Texts beyond the images' own have no term.
         column_lse_n[: len(d_column)] = shifted(column_neg[: len(d_column)], d_column)
-    visitor = Gradients(part.plan, row_lse_b, _none_kept(part.plan))
+    visitor = Gradients(part.plan, row_lse_b, _nothing_stored(part.plan))
     ((of_rows, of_columns),) = sweep(part.plan, [visitor], column_lse_n)
     return of_rows, of_columns
 
 
-def _none_kept(plan: Plan) -> Kept:
-    return Kept(plan.request.image.new_empty(0, dtype=plan.dtype))
+def _nothing_stored(plan: Plan) -> StoredTiles:
+    return StoredTiles(plan.request.image.new_empty(0, dtype=plan.dtype))

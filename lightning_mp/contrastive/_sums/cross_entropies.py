@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import Match, Own
 from lightning_mp.contrastive._sums.products import dots, to_columns, to_rows
-from lightning_mp.contrastive._tiles.tile_backend import Limits
+from lightning_mp.contrastive._tiles.exclusions import Thresholds
+from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
 
 __all__ = ["CrossEntropies", "Shares"]
 
@@ -51,7 +52,7 @@ class CrossEntropies(NamedTuple):
         smoothing: The part of a target that is spread evenly.
         denominator: The pairs that the log-sum-exp sums over.
         limits: What rows take for a false negative.
-        wanted: Whether the cross entropies of images count, and those of texts.
+        has_terms: Whether the cross entropies of images count, and those of texts.
     """
 
     match: Match
@@ -59,8 +60,8 @@ class CrossEntropies(NamedTuple):
     shares: Shares
     smoothing: float
     denominator: Match
-    limits: Limits | None
-    wanted: tuple[bool, bool]
+    thresholds: Thresholds | None
+    has_terms: RowsColumns
 
     def loss(
         self,
@@ -89,9 +90,9 @@ class CrossEntropies(NamedTuple):
         if negatives_bkD is not None and negatives_bkD.shape[1]:
             dots_bk = dots(image_bD, negatives_bkD, scale.dtype)
             extra_bk = dots_bk * scale
-            if self.limits is not None:
+            if self.thresholds is not None:
                 # A number that no exponential reaches; infinities would make gradients NaN.
-                left_out_bk = dots_bk > self.limits.rows_b[:, None]
+                left_out_bk = dots_bk > self.thresholds.rows_b[:, None]
                 extra_bk = extra_bk.masked_fill(left_out_bk, torch.finfo(scale.dtype).min / 2)
             row_neg_b = torch.logaddexp(row_neg_b, extra_bk.logsumexp(1))
         total = scale.new_zeros(())
@@ -99,8 +100,8 @@ class CrossEntropies(NamedTuple):
             (self.shares.rows_b, row_neg_b, image_bD, text_nD, to_rows, extra_bk),
             (self.shares.columns_n, column_neg_n, text_nD, image_bD, to_columns, extra_bk[:0, :0]),
         )
-        for is_wanted, (share, *way) in zip(self.wanted, ways, strict=True):
-            if is_wanted:
+        for has_terms, (share, *way) in zip(self.has_terms, ways, strict=True):
+            if has_terms:
                 terms = self._terms(pos_q, scale, *way)
                 # A term that does not count may be infinite, and 0 times that is NaN.
                 total = total + (share * terms).where(share != 0, 0.0).sum()

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._tiles.tile_backend import Limits, TileBackend, row_dots
+from lightning_mp.contrastive._tiles.exclusions import Thresholds
+from lightning_mp.contrastive._tiles.tile_backend import TileBackend, row_dots
 from lightning_mp.numerics.floats import accumulation_dtype, state_dtype
 
-__all__ = ["limits_of"]
+__all__ = ["thresholds_of"]
 
 
 @torch.no_grad()
-def limits_of(request: Request, tiles: TileBackend) -> Limits:
+def thresholds_of(request: Request, tiles: TileBackend) -> Thresholds:
     """Return what each image and each text takes for a false negative, by its own positive.
 
     A limit is raised by what rounding moves a similarity: without a margin a copy of the positive
@@ -33,21 +34,21 @@ def limits_of(request: Request, tiles: TileBackend) -> Limits:
     dtype = accumulation_dtype(image_bD.dtype)
     guides = [_as_multiplied(x, dtype) for x in request.guides or ()]
     left, right = guides or (image_bD, text_nD)
-    limit_b = row_dots(left, right[:b], state)
+    threshold_b = row_dots(left, right[:b], state)
     if request.false_negatives == "absolute":
-        limit_b = limit_b - request.margin
+        threshold_b = threshold_b - request.margin
     else:
         # Of its magnitude: the limit of a negative similarity is below it too.
-        limit_b = limit_b - limit_b.abs() * request.margin
+        threshold_b = threshold_b - threshold_b.abs() * request.margin
     # The constant is that of maxima, which no limit is compared with.
     rounding, _ = tiles.rounding(left.shape[1], left.dtype, of_guides=bool(guides))
     norms_b = (torch.linalg.vector_norm(x, dim=1, dtype=dtype) for x in (left, right[:b]))
     # The positive's own norms are also those of its copies.
-    limit_b = limit_b + rounding * math.prod(norms_b)
+    threshold_b = threshold_b + rounding * math.prod(norms_b)
     # No similarity is above infinity: texts without an image leave nothing out.
-    limit_n = limit_b.new_full((len(text_nD),), torch.inf)
-    limit_n[:b] = limit_b
-    return Limits(limit_b, limit_n, (left, right) if guides else None)
+    threshold_n = threshold_b.new_full((len(text_nD),), torch.inf)
+    threshold_n[:b] = threshold_b
+    return Thresholds(threshold_b, threshold_n, (left, right) if guides else None)
 
 
 def _as_multiplied(guide_nG: Tensor, dtype: torch.dtype) -> Tensor:

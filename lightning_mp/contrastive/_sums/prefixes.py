@@ -12,9 +12,9 @@ Gradients go home once, at full width, for what normalisation makes of them is l
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._sums.cut_features import CutFeatures, Prefix, prefixes_of
+from lightning_mp.contrastive._sums.prefix_features import Prefix, PrefixFeatures, prefixes_of
 from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
-from lightning_mp.contrastive._tiles.tile_backend import Kept, PairTerms, Prepared, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared, StoredTiles, row_dots
 
 __all__ = ["prefixes_loss"]
 
@@ -29,7 +29,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         plan.tiles.prepare(image.features_nd, prefix.of(text_nD).features_nd, scale)
         for image, prefix in zip(images, prefixes, strict=True)
     ]
-    (lses,) = sweep(plan, [_Negatives(plan, prefixes, images, Kept(memory), prepared)])
+    (lses,) = sweep(plan, [_Negatives(plan, prefixes, images, StoredTiles(memory), prepared)])
     totals = lses[0].new_zeros(2)  # the scale's gradient, and the loss
     losses_k, found = lses[0].new_empty(len(prefixes)), []
     for index, (prefix, loss) in enumerate(zip(prefixes, losses_k, strict=True)):
@@ -37,7 +37,7 @@ def prefixes_loss(plan: Plan) -> SweepResult:
         row_b, column_n = (x[:, index].contiguous() for x in lses)
         found.append(
             plan.tiles.pair_terms(
-                row_b, column_n[None], prepared[index].pos_b, plan.wanted, plan.terms, loss
+                row_b, column_n[None], prepared[index].pos_b, plan.has_terms, plan.terms, loss
             )
         )
         totals[1] += prefix.weight * loss
@@ -45,9 +45,9 @@ def prefixes_loss(plan: Plan) -> SweepResult:
     if not plan.trains:
         return SweepResult(plan.exchange.all_reduce(totals)[1])
     column_lse_nk = torch.stack([terms.column_lse_n for terms in found], 1)
-    gradients = _Gradients(plan, prefixes, images, Kept(memory), found)
+    gradients = _Gradients(plan, prefixes, images, StoredTiles(memory), found)
     ((d_images, d_text_nD),) = sweep(plan, [gradients], column_lse_nk)
-    d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs.image else None
+    d_image_bD = torch.zeros_like(image_bD, dtype=plan.dtype) if plan.needs_grad.image else None
     for index, (prefix, image) in enumerate(zip(prefixes, images, strict=True)):
         weight_b1 = found[index].weight_b.to(plan.dtype)[:, None]
         # Cut once more: to keep it would take a copy of the texts for each prefix.
@@ -77,13 +77,13 @@ class _Negatives:
         self,
         plan: Plan,
         prefixes: list[Prefix],
-        images: list[CutFeatures],
-        kept: Kept,
+        images: list[PrefixFeatures],
+        stored: StoredTiles,
         prepared: list[Prepared],
     ) -> None:
         image_bD = plan.request.image
         self._rows_kb = image_bD.new_empty(len(prefixes), len(image_bD), dtype=plan.state)
-        self._columns, self._kept = plan.exchange.home("logsumexp"), kept
+        self._columns, self._stored = plan.exchange.home("logsumexp"), stored
         self._prefixes, self._images, self._prepared = prefixes, images, prepared
 
     def block(self, block: Block) -> None:
@@ -92,7 +92,7 @@ class _Negatives:
         for index, prefix in enumerate(self._prefixes):
             # Cut from the block here: prefixes would travel beside the features otherwise.
             text_md = prefix.of(block.text_mD).features_nd
-            logits = block.logits(self._images[index].features_nd, text_md, self._kept)
+            logits = block.logits(self._images[index].features_nd, text_md, self._stored)
             block.plan.tiles.lse_sweep(
                 logits, self._rows_kb[index], part_km[index], self._prepared[index]
             )
@@ -111,16 +111,16 @@ class _Gradients:
         self,
         plan: Plan,
         prefixes: list[Prefix],
-        images: list[CutFeatures],
-        kept: Kept,
+        images: list[PrefixFeatures],
+        stored: StoredTiles,
         found: list[PairTerms],
     ) -> None:
         self._d_images = None
         # The scale's is in that of the images; normalisation takes it out of that of the texts.
-        if plan.needs.image or plan.needs.scale:
+        if plan.needs_grad.image or plan.needs_grad.scale:
             self._d_images = [torch.empty_like(x.features_nd, dtype=plan.dtype) for x in images]
-        self._text = plan.exchange.home("sum") if plan.needs.text else None
-        self._kept = kept
+        self._text = plan.exchange.home("sum") if plan.needs_grad.text else None
+        self._stored = stored
         self._prefixes, self._images, self._found = prefixes, images, found
 
     def block(self, block: Block) -> None:
@@ -133,7 +133,7 @@ class _Gradients:
             if total_mD is not None:
                 part_md = torch.empty_like(text.features_nd, dtype=dtype)
             block.plan.tiles.grad_sweep(
-                block.logits(self._images[index].features_nd, text.features_nd, self._kept),
+                block.logits(self._images[index].features_nd, text.features_nd, self._stored),
                 self._found[index].row_lse_b,
                 block.values[:, index].contiguous(),
                 None if self._d_images is None else self._d_images[index],

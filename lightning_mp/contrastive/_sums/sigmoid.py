@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_mp.contrastive._sums.matches import add_rows
 from lightning_mp.contrastive._sums.products import dots
-from lightning_mp.contrastive._sums.statistics import Largest, loss_statistics
+from lightning_mp.contrastive._sums.statistics import LargestNegatives, loss_statistics
 from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
 from lightning_mp.contrastive._tiles.tile_backend import row_dots
 
@@ -32,12 +32,12 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     image_bD, text_nD, scale = request.image, request.text, request.scale
     bias = scale.new_zeros(()) if request.bias is None else request.bias
     scale, bias = (x.to(state).reshape(()) for x in (scale, bias))
-    largest = Largest(plan) if plan.statistics else None
+    largest = LargestNegatives(plan) if plan.statistics else None
     weights_b = _weights(plan)
     pairs = _Pairs(plan, scale, bias, weights_b, largest)
     found, *maxima = sweep(plan, [pairs, largest] if largest else [pairs])
     totals_2, d_image_bD, d_text_nD = found
-    further = _Further(plan, scale, bias, weights_b)
+    further = _ExtraPairs(plan, scale, bias, weights_b)
     further.add(totals_2, d_image_bD, d_text_nD)
     q = plan.matched
     pos_b = row_dots(image_bD[:q], text_nD[:q], state).mul_(scale).add_(bias)
@@ -57,7 +57,7 @@ def sigmoid_loss(plan: Plan) -> SweepResult:
     if plan.trains:
         plan.tiles.finish(
             image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.pairs,
-            plan.exchange.world_size, sums[2] if plan.needs.scale else None,
+            plan.exchange.world_size, sums[2] if plan.needs_grad.scale else None,
         )  # fmt: skip
     if d_image_bD is None:  # else the scale's gradient is a sum over that of the images
         sums[2] += further.d_scale / plan.pairs
@@ -87,7 +87,7 @@ def _weights(plan: Plan) -> Tensor | None:
     return weights_b * (plan.pairs / total.masked_fill(total == 0, 1))
 
 
-class _Further:
+class _ExtraPairs:
     """What stands beside one positive a row and the negatives of all: O(b D) products.
 
     A further positive was summed as a negative, and `softplus(-x) = softplus(x) - x`: it has the
@@ -164,9 +164,9 @@ class _Pairs:
         scale: Tensor,
         bias: Tensor,
         weights_b: Tensor | None,
-        largest: Largest | None,
+        largest: LargestNegatives | None,
     ) -> None:
-        image_bD, (use_image, use_text) = plan.request.image, plan.sides
+        image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
         # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
         self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
         self._text = plan.exchange.home("sum") if use_text else None

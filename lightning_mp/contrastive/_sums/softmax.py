@@ -27,12 +27,12 @@ matrices, nothing of the other ranks, and no rank waits for another one's backwa
 from torch import Tensor
 
 from lightning_mp.contrastive._sums.statistics import (
-    Largest,
+    LargestNegatives,
     loss_statistics,
     softmax_probabilities,
 )
 from lightning_mp.contrastive._sums.sweep import Block, Plan, SweepResult, sweep
-from lightning_mp.contrastive._tiles.tile_backend import Kept, Prepared
+from lightning_mp.contrastive._tiles.tile_backend import Prepared, StoredTiles
 
 __all__ = ["Gradients", "Negatives", "softmax_loss"]
 
@@ -43,8 +43,8 @@ def softmax_loss(plan: Plan) -> SweepResult:
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory = plan.memory_for_tiles()
     prepared = tiles.prepare(image_bD, text_nD, scale)
-    largest = Largest(plan) if plan.statistics else None
-    negatives = Negatives(plan, Kept(memory), prepared, largest)
+    largest = LargestNegatives(plan) if plan.statistics else None
+    negatives = Negatives(plan, StoredTiles(memory), prepared, largest)
     (row_neg_b, column_neg_Rn), *maxima = sweep(
         plan, [negatives, largest] if largest else [negatives]
     )
@@ -55,17 +55,17 @@ def softmax_loss(plan: Plan) -> SweepResult:
         )
         statistics_5 = loss_statistics(plan, prepared.pos_b, probability_2b, maxima[0])
     # The scale's gradient and the loss: each rank's parts, that one collective adds up.
-    totals = row_neg_b.new_empty(1 + plan.needs.scale)
+    totals = row_neg_b.new_empty(1 + plan.needs_grad.scale)
     row_lse_b, column_lse_n, weight_b = tiles.pair_terms(
-        row_neg_b, column_neg_Rn, prepared.pos_b, plan.wanted, plan.terms, totals[-1]
+        row_neg_b, column_neg_Rn, prepared.pos_b, plan.has_terms, plan.terms, totals[-1]
     )
     d_image_bD = d_text_nD = None
     if plan.trains:
-        gradients = Gradients(plan, row_lse_b, Kept(memory))
+        gradients = Gradients(plan, row_lse_b, StoredTiles(memory))
         ((d_image_bD, d_text_nD),) = sweep(plan, [gradients], column_lse_n)
         tiles.finish(
             image_bD, text_nD, d_image_bD, d_text_nD, weight_b, scale, plan.terms,
-            plan.exchange.world_size, totals[0] if plan.needs.scale else None,
+            plan.exchange.world_size, totals[0] if plan.needs_grad.scale else None,
         )  # fmt: skip
     *d_scale, loss = plan.exchange.all_reduce(totals)
     return SweepResult(
@@ -88,11 +88,15 @@ class Negatives:
     """
 
     def __init__(
-        self, plan: Plan, kept: Kept, prepared: Prepared | None, largest: Largest | None
+        self,
+        plan: Plan,
+        stored: StoredTiles,
+        prepared: Prepared | None,
+        largest: LargestNegatives | None,
     ) -> None:
         image_bD = plan.request.image
         self._rows_b = image_bD.new_empty(len(image_bD), dtype=plan.state)
-        self._columns, self._kept = plan.exchange.home("logsumexp"), kept
+        self._columns, self._stored = plan.exchange.home("logsumexp"), stored
         self._prepared, self._largest = prepared, largest
 
     def block(self, block: Block) -> None:
@@ -100,7 +104,7 @@ class Negatives:
         # Not filled: by `Logits.fresh` it is overwritten.
         part_m = self._rows_b.new_empty(len(block.text_mD))
         maxima = None if self._largest is None else self._largest.fresh(part_m)
-        logits = block.logits(block.plan.request.image, block.text_mD, self._kept)
+        logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
         block.plan.tiles.lse_sweep(logits, self._rows_b, part_m, self._prepared, maxima)
         self._columns.add(part_m)
 
@@ -121,20 +125,20 @@ class Gradients:
             the same order.
     """
 
-    def __init__(self, plan: Plan, row_lse_b: Tensor, kept: Kept) -> None:
-        image_bD, (use_image, use_text) = plan.request.image, plan.sides
+    def __init__(self, plan: Plan, row_lse_b: Tensor, stored: StoredTiles) -> None:
+        image_bD, (use_image, use_text) = plan.request.image, plan.computes_grad
         # Not `empty_like`, which keeps strides: `finish` in Triton takes it for contiguous.
         self._image_bD = image_bD.new_empty(image_bD.shape, dtype=plan.dtype) if use_image else None
         self._text = plan.exchange.home("sum") if use_text else None
         self._row_lse_b = row_lse_b
-        self._kept = kept
+        self._stored = stored
 
     def block(self, block: Block) -> None:
         """Add what these columns and the rows make of each other."""
         part_mD = None
         if self._text is not None:
             part_mD = block.text_mD.new_empty(block.text_mD.shape, dtype=block.plan.dtype)
-        logits = block.logits(block.plan.request.image, block.text_mD, self._kept)
+        logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
         block.plan.tiles.grad_sweep(logits, self._row_lse_b, block.values, self._image_bD, part_mD)
         if self._text is not None and part_mD is not None:
             self._text.add(part_mD)

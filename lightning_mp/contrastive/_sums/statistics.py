@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.sweep import Block, Plan
 from lightning_mp.contrastive._tiles.tile_backend import Maxima
 
-__all__ = ["Largest", "loss_statistics", "softmax_probabilities"]
+__all__ = ["LargestNegatives", "loss_statistics", "softmax_probabilities"]
 
 
-class Largest:
+class LargestNegatives:
     """The largest negatives of this rank's rows and columns, as a visitor after that of the loss.
 
     Args:

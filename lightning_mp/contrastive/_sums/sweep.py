@@ -15,14 +15,20 @@ from torch import Tensor
 from lightning_mp.contrastive._call.pairing import Pairing
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._exchange.exchange import Combine, Exchange, Visit
-from lightning_mp.contrastive._sums.false_negatives import limits_of
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits, TileBackend
+from lightning_mp.contrastive._sums.false_negatives import thresholds_of
+from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.tile_backend import (
+    Logits,
+    RowsColumns,
+    StoredTiles,
+    TileBackend,
+)
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype
 
-__all__ = ["Block", "SweepResult", "Needs", "OneRank", "Plan", "Visitor", "plan_of", "sweep"]
+__all__ = ["Block", "SweepResult", "NeedsGrad", "OneRank", "Plan", "Visitor", "plan_of", "sweep"]
 
 
-class Needs(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Whether any rank needs gradients for its images, for its texts, and for the scale."""
 
     image: bool
@@ -65,7 +71,7 @@ class Plan:
         request: What this rank's call says, rows in the order of their columns.
         exchange: How the ranks share their columns.
         tiles: What multiplies tiles.
-        needs: Which gradients any rank needs.
+        needs_grad: Which gradients any rank needs.
         pairs: B; other texts may be beside.
         matched: How many of this rank's images have a text of their own, the first ones: text i is
             that of image i.
@@ -75,9 +81,9 @@ class Plan:
             nothing.
         ids_n: What this rank's texts show, int64: pairs of equal ids, on whatever ranks, are no
             negatives of each other. `None` on all ranks or on none.
-        wanted: Whether the cross entropies of images count, and those of texts.
+        has_terms: Whether the cross entropies of images count, and those of texts.
         terms: Cross entropies that the loss is the mean of.
-        sides: Whether the gradients of images and of texts are to be worked out. The scale's is a
+        computes_grad: Whether the gradients of images and of texts are computed. The scale's is a
             sum over either: with no features to train it still needs one of them.
         trains: Whether a backward can follow.
         dtype: Of sums over products.
@@ -88,16 +94,16 @@ class Plan:
     request: Request
     exchange: Exchange
     tiles: TileBackend
-    needs: Needs
+    needs_grad: NeedsGrad
     pairs: int
     matched: int
     pairing: Pairing | None
     statistics: bool
-    limits: Limits | None
+    thresholds: Thresholds | None
     ids_n: Tensor | None
-    wanted: tuple[bool, bool]
+    has_terms: RowsColumns
     terms: int
-    sides: tuple[bool, bool]
+    computes_grad: RowsColumns
     trains: bool
     dtype: torch.dtype
     state: torch.dtype
@@ -106,10 +112,10 @@ class Plan:
     def memory_for_tiles(self, sweeps: int = 1) -> Tensor:
         """Return memory for what gradients of some sweeps need not work out again; may be empty."""
         size, image_bD = 0, self.request.image
-        # Limits leave out more than one reference of a tile can tell.
-        if self.trains and self.request.keeps_tiles and self.limits is None:
+        # Thresholds leave out more than one reference of a tile can tell.
+        if self.trains and self.request.stores_tiles and self.thresholds is None:
             columns = sweeps * self.exchange.global_batch_size
-            size = self.tiles.kept_values(len(image_bD), columns, image_bD.dtype, image_bD.device)
+            size = self.tiles.stored_values(len(image_bD), columns, image_bD.dtype, image_bD.device)
         return image_bD.new_empty(size, dtype=self.dtype)
 
 
@@ -117,7 +123,7 @@ def plan_of(
     request: Request,
     exchange: Exchange,
     tiles: TileBackend,
-    needs: Needs,
+    needs_grad: NeedsGrad,
     *,
     pairs: int | None = None,
     pairing: Pairing | None = None,
@@ -126,16 +132,18 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a request: see `Plan`; `pairs` and `statistics` as on one rank."""
     b, directions = len(request.image), request.directions
-    wanted = directions != "text_to_image", directions != "image_to_text"
+    has_terms = RowsColumns(directions != "text_to_image", directions != "image_to_text")
     pairs = b if pairs is None else pairs
-    limits = None if request.false_negatives == "keep" else limits_of(request, tiles)
+    thresholds = None if request.false_negatives == "keep" else thresholds_of(request, tiles)
     return Plan(
-        request, exchange, tiles, needs, pairs,
-        matched=b if pairing is None else pairing.matched, pairing=pairing, limits=limits,
+        request, exchange, tiles, needs_grad, pairs,
+        matched=b if pairing is None else pairing.matched, pairing=pairing, thresholds=thresholds,
         statistics=request.statistics if statistics is None else statistics,
         ids_n=None if request.ids is None else request.masked_ids,
-        wanted=wanted, terms=sum(wanted) * pairs,
-        sides=(needs.image or (needs.scale and not needs.text), needs.text), trains=any(needs),
+        has_terms=has_terms, terms=sum(has_terms) * pairs,
+        computes_grad=RowsColumns(
+            needs_grad.image or (needs_grad.scale and not needs_grad.text), needs_grad.text
+        ), trains=any(needs_grad),
         dtype=ACCUMULATION_DTYPES[request.image.dtype], state=state_dtype(request.image.device),
         image_exchange=image_exchange or OneRank(b),
     )  # fmt: skip
@@ -158,27 +166,29 @@ class Block(NamedTuple):
     values: Any
     is_first: bool
 
-    def logits(self, image_bD: Tensor, text_mD: Tensor, kept: Kept | None = None) -> Logits:
+    def logits(
+        self, image_bD: Tensor, text_mD: Tensor, stored: StoredTiles | None = None
+    ) -> Logits:
         """Return this rank's rows against these columns, with what is left out.
 
         Args:
             image_bD: The rows, or a part of their width.
             text_mD: The columns, likewise.
-            kept: Memory for tiles.
+            stored: Memory for tiles.
         """
         plan = self.plan
         # They come in the order of `sweep`.
         others = self.visit.columns[1:]
         ids = None if plan.ids_n is None else Ids(plan.ids_n[: len(image_bD)], others.pop(0))
-        limits = None if plan.limits is None else plan.limits.at(others)
+        thresholds = None if plan.thresholds is None else plan.thresholds.at(others)
         # Texts beyond the images' own have no row.
         own, matched = self.visit.positive_rows, plan.matched
         rows = slice(min(own.start, matched), min(own.stop, matched))
         # Sums about columns go home after each visit, so that each starts with new ones.
-        fresh = (self.is_first, True)
+        fresh = RowsColumns(self.is_first, True)
         return Logits(
-            image_bD, text_mD, plan.request.scale, self.visit.diagonal, rows, ids, limits, kept,
-            fresh,
+            image_bD, text_mD, plan.request.scale, self.visit.diagonal, rows, ids, thresholds,
+            stored, fresh,
         )  # fmt: skip
 
 
@@ -205,8 +215,8 @@ def sweep(plan: Plan, visitors: Sequence[Visitor], values: Tensor | None = None)
     travelling = [plan.request.text]
     if plan.ids_n is not None:
         travelling.append(plan.ids_n)
-    if plan.limits is not None:
-        travelling += plan.limits.travelling
+    if plan.thresholds is not None:
+        travelling += plan.thresholds.travelling
     for index, visit in enumerate(plan.exchange.visit(travelling, values)):
         _show(plan, visitors, visit, values is not None, index == 0)
     return [visitor.home() for visitor in visitors]

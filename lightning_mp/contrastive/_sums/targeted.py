@@ -21,13 +21,13 @@ from torch import Tensor
 from lightning_mp.contrastive._sums.cross_entropies import CrossEntropies
 from lightning_mp.contrastive._sums.softmax import Gradients, Negatives
 from lightning_mp.contrastive._sums.statistics import (
-    Largest,
+    LargestNegatives,
     loss_statistics,
     softmax_probabilities,
 )
 from lightning_mp.contrastive._sums.sweep import Plan, SweepResult, sweep
 from lightning_mp.contrastive._sums.targets import cross_entropies_of
-from lightning_mp.contrastive._tiles.tile_backend import Kept, row_dots
+from lightning_mp.contrastive._tiles.tile_backend import StoredTiles, row_dots
 
 __all__ = ["shifted", "targeted_loss"]
 
@@ -37,8 +37,8 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     request, state, dtype = plan.request, plan.state, plan.dtype
     image_bD, text_nD, scale = request.image, request.text, request.scale
     memory = plan.memory_for_tiles()
-    largest = Largest(plan) if plan.statistics else None
-    negatives = Negatives(plan, Kept(memory), None, largest)
+    largest = LargestNegatives(plan) if plan.statistics else None
+    negatives = Negatives(plan, StoredTiles(memory), None, largest)
     found, *maxima = sweep(plan, [negatives, largest] if largest else [negatives])
     row_neg_b, column_neg_Rn = found
     lses = [row_neg_b, column_neg_Rn.logsumexp(0)]
@@ -51,7 +51,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     # Widened, because autograd adds gradients up in the dtype of its leaves.
     inputs = [image_bD.to(dtype), text_nD.to(dtype), scale.to(state).reshape(()), *lses]
     # As all ranks agreed: in the task's graph there may be collectives, which need all of them.
-    needs = [*plan.needs, plan.trains, plan.trains]
+    needs = [*plan.needs_grad, plan.trains, plan.trains]
     if request.negatives is not None:
         inputs, needs = [*inputs, request.negatives], [*needs, negatives_need_grad]
     part, gradients = _differentiated(task, inputs, needs)
@@ -59,7 +59,7 @@ def targeted_loss(plan: Plan, negatives_need_grad: bool) -> SweepResult:
     of_sweeps: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.trains:
         row_lse_b, column_lse_n = shifted(row_neg_b, d_row_b), shifted(lses[1], d_column_n)
-        (of_sweeps,) = sweep(plan, [Gradients(plan, row_lse_b, Kept(memory))], column_lse_n)
+        (of_sweeps,) = sweep(plan, [Gradients(plan, row_lse_b, StoredTiles(memory))], column_lse_n)
     if d_scale is not None:
         # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
         sides = zip((image_bD, text_nD), of_sweeps, strict=True)

@@ -45,13 +45,13 @@ def cross_entropies_of(plan: Plan) -> CrossEntropies:
         denominator = Unmasked(everything, groups, Own(b, n))
     return CrossEntropies(
         match, plan.matched, _shares(weight_b, weight_n, plan), request.label_smoothing,
-        denominator, plan.limits, plan.wanted,
+        denominator, plan.thresholds, plan.has_terms,
     )  # fmt: skip
 
 
 def _shares(rows_b: Tensor, columns_n: Tensor, plan: Plan) -> Shares:
     """Return what weights count, whose sums over all ranks are 1 in either direction."""
-    ways = plan.wanted
+    ways = plan.has_terms
     world_size, rank = plan.exchange.world_size, plan.exchange.rank
     # Every rank puts its largest in a place of its own: a sum is all that an exchange has.
     numbers = rows_b.new_zeros(2, 1 + world_size)

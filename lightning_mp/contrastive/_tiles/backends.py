@@ -5,8 +5,8 @@ import importlib.util
 
 import torch
 
+from lightning_mp.contrastive._tiles.literals import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import TileBackend
-from lightning_mp.contrastive._tiles.words import TileDtype
 from lightning_mp.numerics import triton_support
 
 __all__ = ["triton_problem", "triton_tiles"]

@@ -1,104 +1,69 @@
-"""What the loss asks of the code that multiplies tiles, and what it does beside the sweeps.
+"""`TileBackend`: the interface of the code that multiplies tiles of the logits, and its arguments.
 
 Shapes:
-    b: rows, the images of one rank. m: columns, the texts of one shard (one rank's). D: width.
-    n: this rank's texts, of which the first b belong to its images. R: parts of a sum.
+    b: rows, the images of one rank. m: columns, the texts of one shard. D: width. n: this rank's
+    texts; text i belongs to image i for i < b. R: parts of a sum.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
 from lightning_mp.numerics import triton_support
 from lightning_mp.numerics.floats import state_dtype
 from lightning_mp.numerics.row_dots import fused_row_dots
 
 __all__ = [
-    "Ids",
-    "Kept",
-    "Limits",
     "Logits",
     "Maxima",
     "PairTerms",
     "Prepared",
+    "RowsColumns",
+    "StoredTiles",
     "TileBackend",
     "row_dots",
 ]
 
-# Where torch makes float64 copies, rows are taken in chunks of about this many values: 512 KiB for
-# a copy on a CPU, which fits its caches; 32 MiB on CUDA, where a chunk should outlast its launch.
+# `row_dots` makes float64 copies of about this many values at a time: 512 KiB on a CPU, which fits
+# its caches; 32 MiB on CUDA, where the work of a chunk should take longer than its launch.
 _CHUNK_VALUES = {"cpu": 2**16, "cuda": 2**22}
 
 
-class Ids(NamedTuple):
-    """What each row and column shows; pairs of equal ids are no negatives."""
+class RowsColumns(NamedTuple):
+    """A flag for the rows (images) and a flag for the columns (texts)."""
 
-    rows_b: Tensor
-    columns_m: Tensor
-
-    def block(self, rows: slice, columns: slice) -> "Ids":
-        """Return those of some rows and columns."""
-        return Ids(self.rows_b[rows], self.columns_m[columns])
-
-
-class Limits(NamedTuple):
-    """The similarities above which a pair is left out of its row's sum, and of its column's.
-
-    Args:
-        rows_b: Of the rows, in the state dtype.
-        columns_m: Of the columns.
-        guides: Rows and columns, contiguous, whose products are the similarities; `None`: those of
-            the features are.
-    """
-
-    rows_b: Tensor
-    columns_m: Tensor
-    guides: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def travelling(self) -> list[Tensor]:
-        """What travels with the columns."""
-        return [self.columns_m] if self.guides is None else [self.columns_m, self.guides[1]]
-
-    def at(self, columns: Sequence[Tensor]) -> "Limits":
-        """Return the limits of the same rows at other columns, with what came with these."""
-        guides = None if self.guides is None else (self.guides[0], columns[1])
-        return self._replace(columns_m=columns[0], guides=guides)
-
-    def block(self, rows: slice, columns: slice) -> "Limits":
-        """Return the limits of some rows and columns."""
-        guides = None
-        if self.guides is not None:
-            guides = self.guides[0][rows], self.guides[1][columns]
-        return Limits(self.rows_b[rows], self.columns_m[columns], guides)
+    rows: bool
+    columns: bool
 
 
 class Maxima(NamedTuple):
-    """The largest logit of each row's and each column's negatives, -inf until a sweep raises it."""
+    """The largest negative logit of each row and column; -inf before the first sweep."""
 
     rows_b: Tensor
     columns_m: Tensor
 
     def block(self, rows: slice, columns: slice) -> "Maxima":
-        """Return those of some rows and columns, in the same memory."""
+        """Return views of the maxima of some rows and columns."""
         return Maxima(self.rows_b[rows], self.columns_m[columns])
 
     def raise_to(self, row_n: Tensor, column_c: Tensor, unit: float) -> None:
-        """Put larger values, times `unit`, in place of the smaller ones that are here."""
+        """Raise the maxima in place to the given values times `unit`, where those are larger."""
         for mine, other in zip(self, (row_n, column_c), strict=True):
-            # Widened before the change of unit, which in fp32 would round once more. Not `fmax`:
-            # it drops a NaN, and no positive may be larger than that.
+            # The product with `unit` would round again in fp32. `fmax` would drop a NaN, so that
+            # a positive could exceed it.
             torch.maximum(mine, other.to(mine.dtype) * unit, out=mine)
 
 
-class Kept:
-    """Tiles that the first sweep leaves for the second; both take places in the same order.
+class StoredTiles:
+    """Memory for tiles that the first sweep stores for the second.
+
+    Both sweeps take their places in the same order. Tiles that do not fit are computed again.
 
     Args:
-        values: The memory. What no longer fits is not kept, and is worked out again.
+        values: The memory.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -107,7 +72,7 @@ class Kept:
 
     def take(self, size: int) -> Tensor | None:
         """Return the next `size` values, aligned to 64 bytes; `None` if they do not fit."""
-        # A smaller tile after it may still fit; both sweeps meet the same tiles, and so agree.
+        # A later, smaller tile may still fit. Both sweeps visit the same tiles, so they agree.
         if self._used + size > self._values.numel():
             return None
         taken = self._values[self._used : self._used + size]
@@ -115,12 +80,12 @@ class Kept:
         return taken
 
     def take_rows(self, rows: int, width: int) -> Tensor:
-        """Return (r, width) memory for the first of some rows: for all of them, or r % 128 == 0.
+        """Return (r, width) memory for the first r rows: all `rows`, or a multiple of 128.
 
-        Rows lie a multiple of 16 values apart.
+        The row stride is a multiple of 16 values.
         """
         stride = -(-width // 16) * 16
-        # By 128, as blocks of rows go: those that are kept and others are not put into one.
+        # Blocks have a multiple of 128 rows, and their rows are all stored or none is.
         if (fit := (self._values.numel() - self._used) // stride) < rows:
             rows = fit // 128 * 128
         taken = self._values[self._used : self._used + rows * stride]
@@ -129,26 +94,25 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """Of all the memory."""
+        """Size of the memory in bytes."""
         return self._values.nbytes
 
 
 class Logits(NamedTuple):
-    """What a sweep works on: `S = scale * rows @ columns.T`, and which of it are no negatives.
+    """The operands of a sweep, `S = scale * rows @ columns.T`, and the pairs that it omits.
 
     Args:
         rows_bD: Rows.
         columns_mD: Columns of one shard.
         scale: One value.
-        diagonal: The positive of row `i` is column `i + diagonal`; `None`: these columns hold none.
-        positive_rows: The rows that have their positive among these columns; `None` for all.
-        ids: Pairs of equal ids are left out, with the positives.
-        limits: What is above a row's limit is left out of the row's sums, and likewise by column.
-            Such tiles are not kept.
-        kept: Memory that lasts from the first sweep to the second.
-        fresh: Whether what the sweep adds to for rows, and for columns, holds nothing yet: it is
-            overwritten.
-        weights_b: What rows weigh in `sigmoid_sweep` of torch's tiles; `None`: 1 each.
+        diagonal: The positive of row `i` is column `i + diagonal`; `None` without positives.
+        positive_rows: The rows whose positive is among these columns; `None` for all rows.
+        ids: A pair with equal ids is omitted, as positives are.
+        thresholds: False-negative thresholds; tiles are not stored with them.
+        stored: Memory that lasts from the first sweep to the second.
+        fresh: Whether the outputs for rows, and for columns, are uninitialised: the sweep then
+            overwrites them instead of adding to them.
+        weights_b: Weights of the rows in `TorchTiles.sigmoid_sweep`; `None` for 1 each.
     """
 
     rows_bD: Tensor
@@ -157,18 +121,18 @@ class Logits(NamedTuple):
     diagonal: int | None
     positive_rows: slice | None = None
     ids: Ids | None = None
-    limits: Limits | None = None
-    kept: Kept | None = None
-    fresh: tuple[bool, bool] = (False, False)
+    thresholds: Thresholds | None = None
+    stored: StoredTiles | None = None
+    fresh: RowsColumns = RowsColumns(False, False)
     weights_b: Tensor | None = None
 
 
 class Prepared(NamedTuple):
-    """What a loss works out once, whatever columns visit.
+    """Values that a loss computes once, before its sweeps.
 
     Args:
-        pos_b: Logits of the pairs, in the state dtype.
-        own: What else the backend's own sweep wants.
+        pos_b: Logits of the positives, in the state dtype.
+        own: Further values for `lse_sweep` of the same backend.
     """
 
     pos_b: Tensor
@@ -176,12 +140,12 @@ class Prepared(NamedTuple):
 
 
 class PairTerms(NamedTuple):
-    """What pairs make of the log-sum-exps of their negatives.
+    """Log-sum-exps with the positives, and the gradients of the positives' logits.
 
     Args:
-        row_lse_b: Log-sum-exps of the rows with their positives; infinite where they do not count.
-        column_lse_n: Those of the columns.
-        weight_b: `-2B` times the positives' cotangents.
+        row_lse_b: Log-sum-exps of the rows; infinite for rows without a term in the loss.
+        column_lse_n: Log-sum-exps of the columns, likewise.
+        weight_b: `-2B` times the gradients of the loss with respect to the positives' logits.
     """
 
     row_lse_b: Tensor
@@ -190,47 +154,53 @@ class PairTerms(NamedTuple):
 
 
 class TileBackend(ABC):
-    """Sweeps over `Logits`, which are never held as a whole; positives take part in none.
+    """Sweeps over the negatives of `Logits`, of which only tiles are in memory.
 
-    Log-sum-exps are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`; all
-    sweeps add to what they are given, in an order that does not depend on the run.
+    Log-sum-exps are natural logarithms in `state_dtype`, gradients are in `accumulation_dtype`.
+    Sweeps accumulate into their outputs in a fixed order, so results repeat bit for bit.
     """
 
     @abstractmethod
     def budget(self, device: torch.device) -> int:
-        """Return how many bytes the sweeps may take at a time on a device."""
+        """Return the workspace on a device, in bytes."""
 
     @abstractmethod
     def rounding(
         self, width: int, dtype: torch.dtype, *, of_guides: bool = False
     ) -> tuple[float, float]:
-        """Return the error of `Maxima`: a factor of `|scale|` and both norms, and a constant.
+        """Return the largest error of a logit: a factor of `|scale|` and both norms, a constant.
 
         Args:
             width: D.
-            dtype: Of the features.
-            of_guides: They are guides, which may be multiplied in another way.
+            dtype: Dtype of the features.
+            of_guides: Whether the features are guides, whose products may have another precision.
         """
 
     @abstractmethod
-    def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Return the size of the memory for `Kept`, in values of the accumulation dtype.
+    def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Return the size of the memory for `StoredTiles`, in values of the accumulation dtype.
 
         Args:
             b: Rows.
-            m: Columns of all shards. Both may be symbolic: no branch is taken on them.
-            dtype: Of the features.
-            device: Theirs.
+            m: Columns of all shards. Neither may decide a branch: both may be symbolic.
+            dtype: Dtype of the features.
+            device: Device of the features.
         """
 
     @abstractmethod
     def multiplied_twice(
-        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored_values: int,
     ) -> int:
-        """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
+        """Return how many of the `b m` logits of one process do not fit a memory of that size."""
 
     def prepare(self, rows_bD: Tensor, columns_nD: Tensor, scale: Tensor) -> Prepared:
-        """Return what a loss works out once; row `i` of both sides is a pair, `n >= b`."""
+        """Return the values that a loss computes once; row `i` and column `i` are a pair."""
         state = state_dtype(rows_bD.device)
         pos_b = row_dots(rows_bD, columns_nD[: len(rows_bD)], state)
         return Prepared(pos_b.mul_(scale.to(state).reshape(())))
@@ -240,40 +210,40 @@ class TileBackend(ABC):
         row_neg_b: Tensor,
         column_neg_Rn: Tensor,
         pos_b: Tensor,
-        wanted: tuple[bool, bool],
+        has_terms: RowsColumns,
         terms: int,
         loss: Tensor,
     ) -> PairTerms:
-        """Return what the pairs make of their negatives, and store this rank's part of the loss.
+        """Combine positives and negatives, and write this rank's part of the loss.
 
         Args:
-            row_neg_b: Log-sum-exps of the negatives of the rows.
-            column_neg_Rn: Parts of those of the columns, whose exponentials add up.
-            pos_b: The pairs' logits.
-            wanted: Whether the cross entropies of rows count, and those of columns.
-            terms: Cross entropies that the loss is the mean of.
-            loss: Gets the part, one value in the state dtype.
+            row_neg_b: Log-sum-exps of the rows' negatives.
+            column_neg_Rn: Parts of the log-sum-exps of the columns' negatives.
+            pos_b: Logits of the positives.
+            has_terms: Whether the loss has cross entropies of rows, and of columns.
+            terms: Number of cross entropies; the loss is their mean.
+            loss: Output: this rank's part of the loss, one value in the state dtype.
         """
         b = len(pos_b)
-        # A single part is the sum: another logarithm would only round it.
+        # The log-sum-exp of a single part would only round it.
         column_neg_n = column_neg_Rn[0] if len(column_neg_Rn) == 1 else column_neg_Rn.logsumexp(0)
         margin_2b = torch.stack([row_neg_b - pos_b, column_neg_n[:b] - pos_b])
         # A positive of +inf is an overflow, not a loss of 0.
         margin_2b.masked_fill_(pos_b == torch.inf, torch.nan)
-        # Not `softplus`, which is the identity above 20: that is 2e-9 off, and this is float64.
+        # `softplus` is the identity above 20, an error of 2e-9 in float64.
         softplus_2b = torch.logaddexp(margin_2b, margin_2b.new_zeros(()))
-        if False in wanted:  # what does not count weighs nothing
-            unwanted = wanted.index(False)
-            softplus_2b, margin_2b[unwanted] = softplus_2b[1 - unwanted], -torch.inf
+        if False in has_terms:  # a margin of -inf has a gradient of 0
+            omitted = has_terms.index(False)
+            softplus_2b, margin_2b[omitted] = softplus_2b[1 - omitted], -torch.inf
         row_lse_b = torch.logaddexp(row_neg_b, pos_b)
-        # Texts without an image have no term: an infinite sum leaves them a softmax of zero.
+        # Texts without an image have no term: their softmax is 0 with an infinite log-sum-exp.
         column_lse_n = torch.full_like(column_neg_n, torch.inf)
-        if wanted[1]:
+        if has_terms.columns:
             column_lse_n[:b] = torch.logaddexp(column_neg_n[:b], pos_b)
-        # Put where its caller wants it, beside the scale's gradient: one collective adds up both.
+        # `loss` lies beside the scale's gradient, so that one collective sums both.
         torch.div(softplus_2b.sum(), terms, out=loss)
         return PairTerms(
-            row_lse_b if wanted[0] else torch.full_like(row_lse_b, torch.inf),
+            row_lse_b if has_terms.rows else torch.full_like(row_lse_b, torch.inf),
             column_lse_n,
             margin_2b.sigmoid().sum(0),
         )
@@ -290,19 +260,19 @@ class TileBackend(ABC):
         ranks: int,
         d_scale: Tensor | None,
     ) -> None:
-        """Add the positives to the gradients and scale them, in place; one of them is not `None`.
+        """Add the positives to the gradients and scale them, in place; at least one is a tensor.
 
         Args:
             rows_bD: Images.
             columns_nD: Texts, n >= b.
-            d_rows_bD: `terms dL/dS texts` of the negatives; `None` if not wanted.
+            d_rows_bD: `terms dL/dS texts` of the negatives; `None` if not needed.
             d_columns_nD: `terms dL/dS.T images`, likewise.
-            weight_b: The weights of the positives.
+            weight_b: `PairTerms.weight_b`.
             scale: One value.
-            terms: What the loss is the mean of.
-            ranks: W, which a mean over ranks divides by.
-            d_scale: Gets this rank's part of the scale's gradient, one value in the state dtype;
-                `None` if not wanted.
+            terms: Number of cross entropies; the loss is their mean.
+            ranks: W, the divisor of a mean over ranks.
+            d_scale: Output: this rank's part of the scale's gradient, one value in the state
+                dtype; `None` if not needed.
         """
         b, factor = len(weight_b), scale.to(weight_b.dtype).reshape(()) * (ranks / terms)
         sides = ((rows_bD, columns_nD, d_rows_bD), (columns_nD, rows_bD, d_columns_nD))
@@ -311,8 +281,8 @@ class TileBackend(ABC):
                 continue
             grad_D[:b].addcmul_(other_D[:b], weight_b.to(grad_D.dtype)[:, None], value=-1.0)
             if d_scale is not None and (own_D is rows_bD or d_rows_bD is None):
-                # sum <I, dL/dS T> = sum <T, dL/dS^T I>: whichever is there anyway.
-                # Before the factor, which has a scale too many and W: ranks add up their parts.
+                # sum <I, dL/dS T> = sum <T, dL/dS^T I>: either gradient serves. The factor comes
+                # later, since it holds the scale and W, and ranks sum their parts.
                 torch.div(row_dots(own_D, grad_D, weight_b.dtype).sum(), terms, out=d_scale)
             grad_D.mul_(factor)
 
@@ -329,8 +299,8 @@ class TileBackend(ABC):
 
         `row_lse_b[i] <- log(exp(row_lse_b[i]) + sum_j exp(S_ij))` and
         `column_lse_m[j] <- log(exp(column_lse_m[j]) + sum_i exp(S_ij))`, without the positives.
-        What tiles fit are left in `logits.kept`; `prepared` is what `prepare` returned for the
-        loss. `maxima` are raised if they are given.
+        Tiles that fit are stored in `logits.stored`; `prepared` is the result of `prepare`.
+        `maxima` are raised to the negatives' logits if given.
         """
 
     @abstractmethod
@@ -346,8 +316,8 @@ class TileBackend(ABC):
 
         With `P_ij = exp(S_ij - row_lse_b[i]) + exp(S_ij - column_lse_m[j])`, zero at positives:
         `d_rows_bD += P @ columns_mD` and `d_columns_mD += P.T @ rows_bD`. Here the log-sum-exps
-        include the positives. `None` skips a gradient and its unit of work; `logits.kept`, as the
-        first sweep left it, takes up to one more off.
+        include the positives. `None` skips a gradient and its unit of work; the tiles that the
+        first sweep left in `logits.stored` save up to one more unit.
         """
 
     @abstractmethod
@@ -365,15 +335,15 @@ class TileBackend(ABC):
         With `x_ij = S_ij + bias` and `P_ij = sigmoid(x_ij)`, zero at positives:
         `totals_2 += [sum softplus(x_ij), sum P_ij]`, `d_rows_bD += P @ columns_mD` and
         `d_columns_mD += P.T @ rows_bD`. One unit of work, and one for each gradient. `maxima`, if
-        given, are raised to `S`, without the bias. No tile is kept.
+        given, are raised to `S`, without the bias. No tile is stored.
         """
 
 
 def row_dots(left_nD: Tensor, right_nD: Tensor, dtype: torch.dtype) -> Tensor:
     r"""Return :math:`\sum_k l_{ik} r_{ik}` for every row, multiplied and summed in `dtype`.
 
-    Where Triton runs, float64 sums read each value once: 8 bytes for a pair in fp32. torch's own
-    operations write and read float64 copies and their product, 56 bytes a pair.
+    On CUDA with Triton, float64 sums read each value once, 8 bytes per pair of fp32 values; with
+    torch's operations, which store float64 copies and their product, they move 56 bytes per pair.
     """
     is_narrow = torch.float64 not in (left_nD.dtype, right_nD.dtype)
     if (

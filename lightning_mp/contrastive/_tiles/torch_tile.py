@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits
+from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
 
 __all__ = [
     "HEADER",
-    "KeptTile",
+    "StoredTile",
     "Peaks",
     "Tile",
-    "limited_softmax",
-    "limited_sums",
+    "thresholded_softmax",
+    "thresholded_sums",
     "log2_sums_exp2",
     "peaks_of",
     "sigmoid",
@@ -42,7 +42,7 @@ HEADER = 16
 
 
 @dataclasses.dataclass
-class KeptTile:
+class StoredTile:
     """The place of one tile in the memory that lasts from the first sweep to the second.
 
     It holds `2^(logit - reference)`, or the logits where no reference serves the whole tile; the
@@ -85,9 +85,9 @@ class Tile:
     spare_rc: Tensor
     diagonal: int | None
     positive_rows: slice
-    kept: KeptTile | None
+    stored: StoredTile | None
     ids: Ids | None
-    limits: Limits | None
+    thresholds: Thresholds | None
     log2_scale: Tensor
 
     def logits(self) -> Tensor:
@@ -172,11 +172,11 @@ def softmax(tile: Tile, row_r: Tensor, column_c: Tensor) -> Tensor:
     lies more than 60 below it.
     """
     least = _MIN_EXPONENT[tile.spare_rc.dtype]
-    reference = None if tile.kept is None else tile.kept.reference
-    if tile.kept is not None and reference is not None:
-        powers_rc = tile.kept.values_rc
+    reference = None if tile.stored is None else tile.stored.reference
+    if tile.stored is not None and reference is not None:
+        powers_rc = tile.stored.values_rc
     else:
-        powers_rc = tile.logits() if tile.kept is None else tile.kept.values_rc
+        powers_rc = tile.logits() if tile.stored is None else tile.stored.values_rc
         reference = _shared_reference(row_r, column_c)
         if reference is not None:
             torch.sub(powers_rc, reference, out=tile.logits_rc)
@@ -211,12 +211,12 @@ def _shared_reference(row_r: Tensor, column_c: Tensor) -> Tensor | None:
     return least.float() if is_near else None
 
 
-def limited_sums(tile: Tile, limits: Limits, dtype: torch.dtype) -> _Sums:
+def thresholded_sums(tile: Tile, thresholds: Thresholds, dtype: torch.dtype) -> _Sums:
     """Return `log2(sum(2^logits))` in `dtype` of what rows and columns do not leave out.
 
     The logits stand in the first buffer, and are gone after.
     """
-    by_row_rc, by_column_rc = _above(tile, limits)  # while the logits are what they were
+    by_row_rc, by_column_rc = _above(tile, thresholds)  # while the logits are what they were
     tile.leave_out(tile.logits_rc, -torch.inf)
     row_rc = tile.spare_rc.copy_(tile.logits_rc).masked_fill_(by_row_rc, -torch.inf)
     column_rc = tile.logits_rc.masked_fill_(by_column_rc, -torch.inf)
@@ -227,11 +227,13 @@ def limited_sums(tile: Tile, limits: Limits, dtype: torch.dtype) -> _Sums:
     )
 
 
-def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor) -> Tensor:
+def thresholded_softmax(
+    tile: Tile, thresholds: Thresholds, row_r: Tensor, column_c: Tensor
+) -> Tensor:
     """Return what `softmax` does, without what rows and columns leave out."""
     least, dtype = _MIN_EXPONENT[tile.spare_rc.dtype], tile.spare_rc.dtype
     logits_rc = tile.logits()
-    by_row_rc, by_column_rc = _above(tile, limits)
+    by_row_rc, by_column_rc = _above(tile, thresholds)
     row_rc = torch.sub(logits_rc, row_r.to(dtype)[:, None], out=tile.spare_rc)
     column_rc = logits_rc.sub_(column_c.to(dtype))
     for powers_rc, left_out_rc in ((row_rc, by_row_rc), (column_rc, by_column_rc)):
@@ -240,17 +242,21 @@ def limited_softmax(tile: Tile, limits: Limits, row_r: Tensor, column_c: Tensor)
     return tile.leave_out(row_rc.add_(column_rc), 0.0)
 
 
-def _above(tile: Tile, limits: Limits) -> tuple[Tensor, Tensor]:
+def _above(tile: Tile, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
     """Return what rows leave out, and what columns do; guides take the second buffer."""
     dtype, scale = tile.spare_rc.dtype, tile.log2_scale
-    if limits.guides is not None:
-        left, right = (guides.to(dtype) for guides in limits.guides)
+    if thresholds.guides is not None:
+        left, right = (guides.to(dtype) for guides in thresholds.guides)
         guided_rc = torch.mm(left, right.T, out=tile.spare_rc)
-        return guided_rc > limits.rows_b[:, None].to(dtype), guided_rc > limits.columns_m.to(dtype)
+        return guided_rc > thresholds.rows_b[:, None].to(
+            dtype
+        ), guided_rc > thresholds.columns_m.to(dtype)
     by_row_rc, by_column_rc = (
         # Logits of a negative scale have the other order. NaN is in none, and stays.
         torch.where(scale < 0, tile.logits_rc < limit, tile.logits_rc > limit)
-        for limit in ((x * scale).to(dtype) for x in (limits.rows_b[:, None], limits.columns_m))
+        for limit in (
+            (x * scale).to(dtype) for x in (thresholds.rows_b[:, None], thresholds.columns_m)
+        )
     )
     return by_row_rc, by_column_rc
 

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from lightning_mp.contrastive._tiles.tile_backend import (
-    Kept,
     Logits,
     Maxima,
     Prepared,
+    StoredTiles,
     TileBackend,
 )
 from lightning_mp.contrastive._tiles.torch_tile import (
     HEADER,
-    KeptTile,
     Peaks,
+    StoredTile,
     Tile,
-    limited_softmax,
-    limited_sums,
     log2_sums_exp2,
     peaks_of,
     sigmoid,
     softmax,
+    thresholded_softmax,
+    thresholded_sums,
 )
 from lightning_mp.numerics.floats import ACCUMULATION_DTYPES, state_dtype, sum_rounding
 
@@ -79,8 +79,8 @@ class TorchTiles(TileBackend):
         dtype = row_lse_b.dtype
         for tile in self._tiles(logits):
             logits_rc = tile.logits()
-            powers_rc = tile.spare_rc if tile.kept is None else tile.kept.values_rc
-            if tile.limits is None:
+            powers_rc = tile.spare_rc if tile.stored is None else tile.stored.values_rc
+            if tile.thresholds is None:
                 tile.leave_out(logits_rc, -torch.inf)
                 peaks = None
                 if maxima is not None:
@@ -88,9 +88,9 @@ class TorchTiles(TileBackend):
                     _raise(maxima, tile, peaks)
                 sums = log2_sums_exp2(logits_rc, dtype, powers_rc, peaks)
             else:
-                sums = limited_sums(tile, tile.limits, dtype)
-            if tile.kept is not None:
-                tile.kept.note(sums.reference, logits_rc)
+                sums = thresholded_sums(tile, tile.thresholds, dtype)
+            if tile.stored is not None:
+                tile.stored.note(sums.reference, logits_rc)
             for total, part in (
                 (row_lse_b[tile.rows], sums.rows_r),
                 (column_lse_m[tile.columns], sums.columns_c),
@@ -110,9 +110,9 @@ class TorchTiles(TileBackend):
 
         def weights_of(tile: Tile) -> Tensor:
             lses = row_b[tile.rows], column_m[tile.columns]
-            if tile.limits is None:
+            if tile.thresholds is None:
                 return softmax(tile, *lses)
-            return limited_softmax(tile, tile.limits, *lses)
+            return thresholded_softmax(tile, tile.thresholds, *lses)
 
         self._multiply(logits, weights_of, d_rows_bD, d_columns_mD)
 
@@ -152,7 +152,7 @@ class TorchTiles(TileBackend):
         columns = (math.isqrt((5 * width) ** 2 + 16 * values) - 5 * width) // 8
         return max(64, columns // 64 * 64)
 
-    def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+    def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return what the workspace has beside a tile, at most what all tiles take."""
         room = self.budget(device) - self._tile_budget(device)
         # A tile of 128 x 64 or more has a header and a gap of 32 values at most.
@@ -162,16 +162,22 @@ class TorchTiles(TileBackend):
         return size
 
     def multiplied_twice(
-        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored_values: int,
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
         # As the sweep takes its places, without memory.
-        kept = Kept(torch.empty(kept_values, device="meta"))
+        stored = StoredTiles(torch.empty(stored_values, device="meta"))
         sizes = (
             (rows.stop - rows.start) * (columns.stop - columns.start)
             for rows, columns in self._places(b, m, width, dtype, device)
         )
-        return sum(size for size in sizes if kept.take(HEADER + size) is None)
+        return sum(size for size in sizes if stored.take(HEADER + size) is None)
 
     def budget(self, device: torch.device) -> int:
         """Return the workspace on a device, see `TileBackend.budget`."""
@@ -194,7 +200,7 @@ class TorchTiles(TileBackend):
 
     def _tiles(self, logits: Logits) -> Iterator[Tile]:
         """Yield every tile of the logits, row by row; each overwrites the one before."""
-        rows_bD, columns_mD, scale, diagonal, positive_rows, ids, limits, kept, *_ = logits
+        rows_bD, columns_mD, scale, diagonal, positive_rows, ids, thresholds, stored, *_ = logits
         (b, width), m = rows_bD.shape, columns_mD.shape[0]
         have = slice(0, b) if positive_rows is None else positive_rows
         dtype = ACCUMULATION_DTYPES[rows_bD.dtype]
@@ -217,13 +223,13 @@ class TorchTiles(TileBackend):
             logits_rc, spare_rc = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             offset = None if diagonal is None else diagonal + rows.start - columns.start
             having = slice(max(have.start - rows.start, 0), max(have.stop - rows.start, 0))
-            values = None if kept is None else kept.take(HEADER + shape[0] * shape[1])
-            place = None if values is None else KeptTile(values[0], values[HEADER:].view(shape))
+            values = None if stored is None else stored.take(HEADER + shape[0] * shape[1])
+            place = None if values is None else StoredTile(values[0], values[HEADER:].view(shape))
             yield Tile(
                 rows, columns, scaled_rD, columns_mD[columns].to(dtype), logits_rc, spare_rc,
                 offset, having, place,
                 None if ids is None else ids.block(rows, columns),
-                None if limits is None else limits.block(rows, columns), log2_scale,
+                None if thresholds is None else thresholds.block(rows, columns), log2_scale,
             )  # fmt: skip
 
     def _multiply(

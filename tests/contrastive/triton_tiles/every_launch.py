@@ -19,7 +19,7 @@ from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import _found, _run
 from lightning_mp.contrastive._sums.agreement import exchange_for
-from lightning_mp.contrastive._sums.sweep import Needs, plan_of
+from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
 from lightning_mp.numerics import probe_kernels
 from lightning_mp.numerics.row_dots import fused_row_dots
 from lightning_mp.numerics.stats_kernels import fused_stats
@@ -100,7 +100,7 @@ def _sweeps(arch: int) -> None:
                     for width, keeps in itertools.product(TABLE_WIDTHS, (True, False)):
                         if not keeps or dtype is FP32:  # no others are kept
                             loss = ContrastiveLoss(**options)
-                            call(loss, batch, width, dtype, keeps_tiles=keeps, **said)
+                            call(loss, batch, width, dtype, stores_tiles=keeps, **said)
                 if choice > 0:
                     continue
                 call(SigmoidContrastiveLoss(**options), batch, 768, dtype, **said)
@@ -140,7 +140,7 @@ def call(
     dtype: torch.dtype,
     layout: str = "rows",
     scale: torch.dtype | None = FP32,
-    keeps_tiles: bool = True,
+    stores_tiles: bool = True,
     **said: Any,
 ) -> None:
     """Run a call of a loss, its gradients included, as the operator does."""
@@ -148,7 +148,7 @@ def call(
     value = 100.0 if scale is None else torch.empty((), dtype=scale, requires_grad=True)
     bias = None if loss._is_softmax else torch.empty((), requires_grad=True)
     request = Request.of(loss, *sides, value, bias, **said).checked()
-    _run(*dataclasses.replace(request, keeps_tiles=keeps_tiles).flat())
+    _run(*dataclasses.replace(request, stores_tiles=stores_tiles).flat())
 
 
 def _of_ranks(sizes: list[int], dtype: torch.dtype, exchange: str) -> None:
@@ -158,7 +158,7 @@ def _of_ranks(sizes: list[int], dtype: torch.dtype, exchange: str) -> None:
         sides = [torch.empty(sizes[0], 768, dtype=dtype) for _ in range(2)]
         request = Request(*sides, torch.empty(()), backend="triton")
         travel = exchange_for(sizes, sides[0], exchange, request.tiles, None)
-        plan = plan_of(request, *travel, Needs(True, True, True), pairs=sum(sizes))
+        plan = plan_of(request, *travel, NeedsGrad(True, True, True), pairs=sum(sizes))
         with torch.no_grad():
             _found(plan)
     finally:

@@ -89,8 +89,8 @@ def _problems_of_products(launch: Launch, compiled: Compiled) -> dict[str, bool]
         ),
         "copies operands as it should not": not _is_copied(launch, compiled),
         f"takes {compiled.count('MUFU.EX2')} exponentials": not (
-            # Limits and what is kept take some more, or less.
-            launch.has("row_limits") or _exponentials(launch, compiled, is_softmax)
+            # Thresholds and what is kept take some more, or less.
+            launch.has("row_thresholds") or _exponentials(launch, compiled, is_softmax)
         ),
     }
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Kept, Limits, Logits
+from lightning_mp.contrastive._tiles.exclusions import Thresholds
+from lightning_mp.contrastive._tiles.literals import TileDtype
+from lightning_mp.contrastive._tiles.tile_backend import Logits, StoredTiles
 from lightning_mp.contrastive._tiles.triton_tiles.block import add_product
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
@@ -30,7 +32,6 @@ from lightning_mp.contrastive._tiles.triton_tiles.operands import (
     Precision,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE_BYTES
-from lightning_mp.contrastive._tiles.words import TileDtype
 from tests.reference.contrastive import relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -53,13 +54,13 @@ def test_blocks_cover_every_value_once_and_know_their_positives(
     shape = random.randint(1, 90), random.randint(1, 90)
     rows, columns = torch.randn(b, 64).bfloat16(), torch.randn(m, 64).bfloat16()
     covered, positives = torch.zeros(b, m), torch.zeros(b, m, dtype=torch.bool)
-    logits = Logits(rows, columns, torch.ones(()), diagonal, kept=Kept(memory))
-    kept = Kept(memory).take_rows(b, m)
-    assert len(kept) == (b if b * -(-m // 16) * 16 <= len(memory) else 128 * (len(memory) > 0))
+    logits = Logits(rows, columns, torch.ones(()), diagonal, stored=StoredTiles(memory))
+    stored = StoredTiles(memory).take_rows(b, m)
+    assert len(stored) == (b if b * -(-m // 16) * 16 <= len(memory) else 128 * (len(memory) > 0))
     for block in KernelLogits.of(logits, "auto").blocks(shape):
-        if block.kept_nc is not None:
-            block.kept_nc.add_(1)
-            assert block.kept_nc.shape == (len(rows[block.rows]), len(columns[block.columns]))
+        if block.stored_nc is not None:
+            block.stored_nc.add_(1)
+            assert block.stored_nc.shape == (len(rows[block.rows]), len(columns[block.columns]))
         part = covered[block.rows, block.columns]
         part += 1
         assert part.shape[0] <= shape[0]
@@ -70,8 +71,8 @@ def test_blocks_cover_every_value_once_and_know_their_positives(
         if block.diagonal is not None:
             positives[block.rows, block.columns] = _band(*part.shape, block.diagonal)
     assert (covered == 1).all()
-    assert (kept == 1).all()
-    assert memory.sum() == kept.numel()
+    assert (stored == 1).all()
+    assert memory.sum() == stored.numel()
     if diagonal is not None:
         assert torch.equal(positives, _band(b, m, diagonal))
 
@@ -169,8 +170,8 @@ def test_operands_of_guides_count_in_the_budget(dtype: torch.dtype, values: int)
     guide = torch.zeros(9, 128 if dtype == BF16 else 100, dtype=dtype)
     logits = Logits(features, features, torch.ones(()), 0)
     assert KernelLogits.of(logits, "auto").edge_bytes == 0
-    limits = Limits(torch.zeros(9), torch.zeros(9), (guide, guide))
-    assert KernelLogits.of(logits._replace(limits=limits), "auto").edge_bytes == 2 * values
+    thresholds = Thresholds(torch.zeros(9), torch.zeros(9), (guide, guide))
+    assert KernelLogits.of(logits._replace(thresholds=thresholds), "auto").edge_bytes == 2 * values
 
 
 def test_default_workspace_is_16896_by_16384_values_of_two_bytes() -> None:
@@ -258,12 +259,12 @@ def test_rows_that_share_memory_are_copied() -> None:
 
 def test_guides_reach_kernels_without_gaps_between_their_rows() -> None:
     features, wider = torch.randn(9, 64).bfloat16(), torch.randn(9, 128).bfloat16()
-    limits = Limits(torch.zeros(9), torch.zeros(9), (wider[:, :64], wider[:, 64:]))
-    logits = Logits(features, features, torch.ones(()), 0, limits=limits)
+    thresholds = Thresholds(torch.zeros(9), torch.zeros(9), (wider[:, :64], wider[:, 64:]))
+    logits = Logits(features, features, torch.ones(()), 0, thresholds=thresholds)
     (block,) = KernelLogits.of(logits, "auto").blocks((9, 9))
-    assert block.limits is not None
+    assert block.thresholds is not None
     for guides, given in zip(
-        block.limits.guides or (), (wider[:, :64], wider[:, 64:]), strict=True
+        block.thresholds.guides or (), (wider[:, :64], wider[:, 64:]), strict=True
     ):
         assert guides.is_contiguous()
         assert torch.equal(guides, given)

@@ -60,7 +60,14 @@ def test_kernels_of_default_losses_are_as_they_must_be(arch: int, compiled: Comp
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_with_most_in_registers_are_as_they_must_be(arch: int, compiled: Compiler) -> None:
     launches = fullest_launches(arch)
-    for argument in ("row_ids", "row_maxima", "row_limits", "row_guides", "kept", "weights_low"):
+    for argument in (
+        "row_ids",
+        "row_maxima",
+        "row_thresholds",
+        "row_guides",
+        "stored",
+        "weights_low",
+    ):
         named = [x for x in launches if argument in x.source.fn.arg_names]
         assert any(x.has(argument) for x in named), argument
     check(launches, compiled)
@@ -93,7 +100,7 @@ def test_no_kernel_is_left_out(arch: int) -> None:
 
 
 def _of_reason(row: object, launches: list[Launch]) -> Iterator[Launch]:
-    options = ("row_ids", "row_limits", "row_guides", "kept", "row_maxima")
+    options = ("row_ids", "row_thresholds", "row_guides", "stored", "row_maxima")
     for launch in launches:
         is_bare = launch.multiplies and not any(
             launch.has(name) for name in options if name in launch.source.fn.arg_names

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
 from lightning_mp.contrastive._tiles.triton_tiles import pair_kernels
 from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import SoftmaxFactors
@@ -21,7 +22,7 @@ LOG2_E = math.log2(math.e)
 EPS_64, EPS_32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(1, 1, 8), (16, 16, 128), (33, 50, 130)]  # a program's rows and slice, and past them
-WANTED = [(True, True), (True, False), (False, True)]
+HAS_TERMS = [RowsColumns(True, True), RowsColumns(True, False), RowsColumns(False, True)]
 
 
 def features(b: int, n: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,19 +84,19 @@ def _vectors(b: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return row, column, pos
 
 
-@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("has_terms", HAS_TERMS)
 @pytest.mark.parametrize(
     ("b", "n", "parts"), [(1, 1, 1), (128, 128, 1), (129, 300, 3), (129, 130, 40)]
 )
-def test_terms_are_those_of_torch(b: int, n: int, parts: int, wanted: tuple[bool, bool]) -> None:
+def test_terms_are_those_of_torch(b: int, n: int, parts: int, has_terms: RowsColumns) -> None:
     row, column, pos = _vectors(b, n)
     columns = column + 30 * torch.randn(parts, n, dtype=torch.float64)
     columns[0, 11:15] = -torch.inf  # of one part, and of all with those that `_vectors` has
     if parts > 1 and n > 20:
         columns[:, 8], columns[1, 9], columns[-1, 10] = 900.0, torch.inf, torch.nan
     losses = torch.empty(2, dtype=torch.float64)
-    expected = TorchTiles().pair_terms(row, columns, pos, wanted, 2 * b, losses[0])
-    made = pair_kernels.pair_terms(row, columns, pos, wanted, 2 * b, losses[1])
+    expected = TorchTiles().pair_terms(row, columns, pos, has_terms, 2 * b, losses[0])
+    made = pair_kernels.pair_terms(row, columns, pos, has_terms, 2 * b, losses[1])
     torch.testing.assert_close(made.row_lse_b, expected.row_lse_b, equal_nan=True)
     torch.testing.assert_close(made.column_lse_n, expected.column_lse_n, equal_nan=True)
     torch.testing.assert_close(made.weight_b, expected.weight_b, equal_nan=True, rtol=1e-13, atol=0)
@@ -106,7 +107,8 @@ def test_terms_of_converged_pairs_keep_their_digits() -> None:
     margin = torch.linspace(-700.0, 2.0, 40, dtype=torch.float64)
     pos, made = torch.full((40,), 50.0, dtype=torch.float64), torch.empty_like(margin)
     for neg, loss in zip(pos + margin, made, strict=True):
-        pair_kernels.pair_terms(neg[None], neg[None, None], pos[:1], (True, False), 1, loss)
+        one = neg[None], neg[None, None], pos[:1]
+        pair_kernels.pair_terms(*one, RowsColumns(True, False), 1, loss)
     expected = [math.log1p(math.exp(x)) for x in ((pos + margin) - pos).tolist()]
     torch.testing.assert_close(
         made, torch.tensor(expected, dtype=torch.float64), rtol=8 * EPS_64, atol=0
@@ -114,14 +116,15 @@ def test_terms_of_converged_pairs_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sides", WANTED)
+@pytest.mark.parametrize("needs_grad", HAS_TERMS)
 @pytest.mark.parametrize(("b", "n", "width"), [(1, 1, 8), (4, 4, 256), (9, 14, 260)])
 def test_gradients_are_finished_as_torch_does(
-    b: int, n: int, width: int, sides: tuple[bool, bool], dtype: torch.dtype
+    b: int, n: int, width: int, needs_grad: RowsColumns, dtype: torch.dtype
 ) -> None:
     image, text = features(b, n, width, dtype)
     gradients = [
-        torch.randn(x.shape) if side else None for x, side in zip((image, text), sides, strict=True)
+        torch.randn(x.shape) if needed else None
+        for x, needed in zip((image, text), needs_grad, strict=True)
     ]
     copies = [None if gradient is None else gradient.clone() for gradient in gradients]
     rest = (torch.rand(b).double(), torch.tensor(20.0), 2 * b, 3)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lightning_mp.contrastive._tiles.literals import TileDtype
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
-from lightning_mp.contrastive._tiles.words import TileDtype
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
     LSE_ERROR,

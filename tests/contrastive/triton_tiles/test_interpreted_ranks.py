@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._tiles.tile_backend import Kept
+from lightning_mp.contrastive._tiles.tile_backend import StoredTiles
 from tests.contrastive.test_candidates import data, ranking_loss
 from tests.contrastive.triton_tiles.interpreter import GRADIENT_ERROR, repaired_interpreter
 from tests.processes import run_ranks
@@ -30,16 +30,16 @@ CASES = list(itertools.product(("slices", "ring"), ROOM))
 def _step(rank: int, exchange: Any, keeps: str) -> tuple[list[Tensor], list[tuple[int, int]]]:
     """Loss and gradients of a rank, and of how many rows products were kept, at every visit."""
     visits = []
-    take_rows = Kept.take_rows
+    take_rows = StoredTiles.take_rows
 
-    def noted(self: Kept, rows: int, width: int) -> Tensor:
+    def noted(self: StoredTiles, rows: int, width: int) -> Tensor:
         taken = take_rows(self, rows, width)
         visits.append((rows, len(taken)))
         return taken
 
     leaves = data(*SIZES[rank], WIDTH, rank, FP32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "take_rows", noted)
+        patch.setattr(StoredTiles, "take_rows", noted)
         options: Any = {"exchange": exchange, "workspace_bytes": ROOM[keeps]}
         loss = ContrastiveLoss(backend="triton", **options)(*leaves)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)], visits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from lightning_mp.contrastive._tiles.tile_backend import Logits
+from lightning_mp.contrastive._tiles.tile_backend import Logits, RowsColumns
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -91,9 +91,9 @@ def test_grad_sweep_adds_to_what_is_there_and_none_skips(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("workspace_bytes", [1, None])  # blocks of 128 x 64; one block
-@pytest.mark.parametrize("fresh", [(True, False), (False, True)])
+@pytest.mark.parametrize("fresh", [RowsColumns(True, False), RowsColumns(False, True)])
 def test_lse_sweep_overwrites_what_is_fresh(
-    fresh: tuple[bool, bool], workspace_bytes: int | None
+    fresh: RowsColumns, workspace_bytes: int | None
 ) -> None:
     shard, tiles = make_shard(140, 70, 8, BF16, diagonal=3), TritonTiles(workspace_bytes)
     starts = [lse.clone() for lse in shard.start]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits
+from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.tile_backend import RowsColumns
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import NO_DIAGONAL
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Operand, Precision, padded
@@ -31,8 +32,8 @@ class Block:
         column_operand: Those of its columns.
         diagonal: The positive of row `i` is column `i + diagonal`; `None` for no positives.
         ids: Of its rows and columns, int32; pairs of equal ones are left out.
-        limits: Of its products, in fp32 and with the units of operands in; guides are operands.
-        kept_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
+        thresholds: Of its products, in fp32 and with the units of operands in; guides are operands.
+        stored_nc: Memory for its products, in fp32, that lasts from one sweep to the next.
         fresh: Whether sums of its rows, and of its columns, hold nothing yet.
     """
 
@@ -42,9 +43,9 @@ class Block:
     column_operand: Operand
     diagonal: int | None
     ids: Ids | None = None
-    limits: Limits | None = None
-    kept_nc: Tensor | None = None
-    fresh: tuple[bool, bool] = (False, False)
+    thresholds: Thresholds | None = None
+    stored_nc: Tensor | None = None
+    fresh: RowsColumns = RowsColumns(False, False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,17 +72,18 @@ class Block:
             "SPLIT_SCALE": self.row_operand.precision.is_split, **config.launch_options,
         }  # fmt: skip
 
-    def limit_arguments(self, config: TileConfig) -> dict[str, Any]:
+    def threshold_arguments(self, config: TileConfig) -> dict[str, Any]:
         """Return what kernels take of limits and of memory that is kept, by name."""
-        row_limits, column_limits, guides = self.limits or (None, None, None)
+        row_thresholds, column_thresholds, guides = self.thresholds or (None, None, None)
         row_guides = column_guides = guide_width = None
         if guides is not None:
             row_guides, column_guides = _as_operands(*guides, config)
             guide_width = guides[0].shape[1]
         return {
-            "row_limits": row_limits, "column_limits": column_limits, "row_guides": row_guides,
-            "column_guides": column_guides, "guide_width": guide_width, "kept": self.kept_nc,
-            "kept_stride": None if self.kept_nc is None else self.kept_nc.stride(0),
+            "row_thresholds": row_thresholds, "column_thresholds": column_thresholds,
+            "row_guides": row_guides, "column_guides": column_guides, "guide_width": guide_width,
+            "stored": self.stored_nc,
+            "stored_stride": None if self.stored_nc is None else self.stored_nc.stride(0),
         }  # fmt: skip
 
 
@@ -129,8 +131,8 @@ class Weights:
         # Taken off by the product itself, which costs no pass over the gradients.
         factor = 2.0**-self.exponent
         for total, place, operand, is_fresh, is_turned in (
-            (d_rows_bD, block.rows, block.column_operand, block.fresh[0], False),
-            (d_columns_mD, block.columns, block.row_operand, block.fresh[1], True),
+            (d_rows_bD, block.rows, block.column_operand, block.fresh.rows, False),
+            (d_columns_mD, block.columns, block.row_operand, block.fresh.columns, True),
         ):
             if total is None:
                 continue

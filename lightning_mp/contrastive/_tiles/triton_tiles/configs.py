@@ -21,8 +21,8 @@ __all__ = [
     "arch_of",
     "fastest",
     "find_configs",
-    "find_kept_configs",
-    "find_limited_config",
+    "find_stored_configs",
+    "find_threshold_config",
     "table_arch",
 ]
 
@@ -116,7 +116,7 @@ def find_configs(
     return found
 
 
-def find_kept_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[TileConfig, TileConfig]:
+def find_stored_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[TileConfig, TileConfig]:
     """Return the shapes of tiles whose products one sweep keeps, and of those that are read again.
 
     To keep tiles of 128 x 256 takes registers that sums of theirs leave to no chip. What is read
@@ -127,12 +127,12 @@ def find_kept_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[TileCo
     return lse, dataclasses.replace(wide, tile=(64, 64, wide.tile[2]), warps=4)
 
 
-def find_limited_config(
+def find_threshold_config(
     arch: int, dtype: torch.dtype, width: int, *, has_ids: bool, has_guides: bool
 ) -> TileConfig:
     """Return the shape of tiles whose log-sum-exps leave out what is too similar.
 
-    Limits take registers: tiles of 128 x 256 spill with them on all chips, and on 9.0 those of
+    Thresholds take registers: tiles of 128 x 256 spill with them on all chips, and on 9.0 those of
     128 x 128 with ids as well. Guides have a second product, so the row that keeps the least in
     registers, the last one, is theirs.
     """

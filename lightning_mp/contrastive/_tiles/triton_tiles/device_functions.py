@@ -11,10 +11,11 @@ Arguments that sweeping kernels share:
     diagonal: The positive of row `i` is column `i + diagonal`; `NO_DIAGONAL` for none.
     log2_scale: Two fp32 values whose sum is the scale times log2(e).
     row_ids: (n,) int32, or `None`; column_ids: (m,). Pairs of equal ones are left out.
-    row_limits: (n,) in fp32, or `None`: the products that rows leave out are above. column_limits:
-        (m,): those that columns leave out.
-    row_guides: What makes the products that limits are for, see `judged`; `None`: `rows` do.
-        column_guides: Likewise. guide_width: Theirs.
+    row_thresholds: (n,) in fp32, or `None`: a row leaves out the products above its threshold.
+        column_thresholds: (m,), likewise for columns.
+    row_guides: Operands whose products are compared with the thresholds, see
+        `threshold_similarities`; `None`: those of `rows` and `columns` are. column_guides:
+        Likewise. guide_width: Width of the guides.
     weights: (n, m) with rows `weights_stride` apart; a tensor descriptor with `TMA`. weights_low:
         The same for what rounding left over, or `None`.
     TILE_M, TILE_N, TILE_K: M, N and K. GROUP: How many rows of tiles share columns, see `tile_at`.
@@ -38,14 +39,14 @@ from torch import Tensor
 __all__ = [
     "NO_DIAGONAL",
     "TileIndex",
-    "above",
+    "above_thresholds",
     "differ",
     "finite_or_zero",
     "indices",
     "is_last",
-    "judged",
-    "keep_mask",
-    "kept_at",
+    "threshold_similarities",
+    "negative_mask",
+    "stored_at",
     "load_some",
     "make_peaks",
     "negatives",
@@ -151,7 +152,7 @@ def shifted(dots, log2_scale, shift, SPLIT_SCALE: tl.constexpr):
 
 
 @triton.jit
-def kept_at(kept, stride, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def stored_at(stored, stride, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Return where the products of one tile are kept (M, N), and which of them there are.
 
     Rows have room for a multiple of 16 values, which keeps loads and stores wide.
@@ -159,7 +160,7 @@ def kept_at(kept, stride, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     row, column = indices(tile, TILE_M, TILE_N)
     last = tl.cdiv(tile.num_columns, 16) * 16
     here = (row < tile.num_rows)[:, None] & (column < last)[None, :]
-    return kept + row.to(tl.int64)[:, None] * stride + column[None, :], here
+    return stored + row.to(tl.int64)[:, None] * stride + column[None, :], here
 
 
 @triton.jit
@@ -169,7 +170,7 @@ def load_some(vector, index, length):
 
 
 @triton.jit
-def keep_mask(tile, row, column, diagonal):
+def negative_mask(tile, row, column, diagonal):
     """Return which values of a tile are negatives (M, N)."""
     inside = (row < tile.num_rows)[:, None] & (column < tile.num_columns)[None, :]
     return inside & (row[:, None] + diagonal != column[None, :])
@@ -193,22 +194,22 @@ def negatives(
     is_cut = (top + TILE_M > tile.num_rows) | (left + TILE_N > tile.num_columns)
     is_cut |= (top + diagonal < left + TILE_N) & (left < top + diagonal + TILE_M)
     if is_cut:  # few tiles are: the others save what the masks take
-        values = tl.where(keep_mask(tile, row, column, diagonal), values, other)
+        values = tl.where(negative_mask(tile, row, column, diagonal), values, other)
     if row_ids is not None:
         values = tl.where(differ(row_ids, column_ids, tile, row, column), values, other)
     return values
 
 
 @triton.jit
-def above(dots, row_limits, column_limits, tile, row, column):
+def above_thresholds(dots, row_thresholds, column_thresholds, tile, row, column):
     """Return which products of a tile are above their row's limit, and their column's (M, N)."""
-    row_limit = load_some(row_limits, row, tile.num_rows)
-    column_limit = load_some(column_limits, column, tile.num_columns)
-    return dots > row_limit[:, None], dots > column_limit[None, :]
+    row_threshold = load_some(row_thresholds, row, tile.num_rows)
+    column_threshold = load_some(column_thresholds, column, tile.num_columns)
+    return dots > row_threshold[:, None], dots > column_threshold[None, :]
 
 
 @triton.jit
-def judged(
+def threshold_similarities(
     dots, row_guides, column_guides, tile, width, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TILE_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip

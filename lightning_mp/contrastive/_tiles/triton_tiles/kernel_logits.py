@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Limits, Logits
+from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.literals import TileDtype
+from lightning_mp.contrastive._tiles.tile_backend import Logits, RowsColumns, StoredTiles
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.operands import Precision, Products
-from lightning_mp.contrastive._tiles.words import TileDtype
 
 __all__ = ["KernelLogits", "block_shape", "whole_waves"]
 
@@ -34,13 +35,13 @@ class KernelLogits:
         logits: The logits, with ids of 32 bits.
         products: How features are multiplied.
         guides: How guides are: as they stand, or fp32 ones in halves. `None` without.
-        kept_rm: Where the products of the first rows are kept, in fp32; may be empty.
+        stored_rm: Where the products of the first rows are kept, in fp32; may be empty.
     """
 
     logits: Logits
     products: Products
     guides: Products | None
-    kept_rm: Tensor
+    stored_rm: Tensor
 
     @classmethod
     def of(cls, logits: Logits, tile_dtype: TileDtype) -> "KernelLogits":
@@ -48,14 +49,14 @@ class KernelLogits:
         rows_bD, columns_mD = logits[:2]
         # Guides judge whatever features are rounded to: `tile_dtype` is not for them.
         ids, guides = logits.ids, None
-        if logits.limits is not None and logits.limits.guides is not None:
-            guides = Products.of(*logits.limits.guides, "auto")
-        kept = logits.kept or Kept(rows_bD.new_empty(0, dtype=torch.float32))
+        if logits.thresholds is not None and logits.thresholds.guides is not None:
+            guides = Products.of(*logits.thresholds.guides, "auto")
+        stored = logits.stored or StoredTiles(rows_bD.new_empty(0, dtype=torch.float32))
         return cls(
             logits._replace(ids=None if ids is None else _short(ids)),
             Products.of(rows_bD, columns_mD, tile_dtype),
             guides,
-            kept.take_rows(len(rows_bD), len(columns_mD)),
+            stored.take_rows(len(rows_bD), len(columns_mD)),
         )
 
     @property
@@ -67,10 +68,10 @@ class KernelLogits:
     def edge_bytes(self) -> int:
         """The most bytes that the operands of a row or a column take."""
         features = max(self.precision.operand_bytes(x) for x in self.logits[:2])
-        limits = self.logits.limits
-        if self.guides is None or limits is None or limits.guides is None:
+        thresholds = self.logits.thresholds
+        if self.guides is None or thresholds is None or thresholds.guides is None:
             return features
-        return features + self.guides.precision.operand_bytes(limits.guides[0])
+        return features + self.guides.precision.operand_bytes(thresholds.guides[0])
 
     def log2_scale(self) -> Tensor:
         """Return `scale log2(e) / unit` as two fp32 values whose sum has 48 bits."""
@@ -88,23 +89,27 @@ class KernelLogits:
         `n c D` products. Rows that have their positives here and others are not put into one
         block, so that kernels know of one diagonal only; nor those that are kept and others.
         """
-        rows_bD, columns_mD, _, diagonal, positive_rows, ids, limits, _, fresh, _ = self.logits
-        most_kept = len(self.kept_rm)
+        rows_bD, columns_mD, _, diagonal, positive_rows, ids, thresholds, _, fresh, _ = self.logits
+        most_stored = len(self.stored_rm)
         b, m = len(rows_bD), len(columns_mD)
         for left in range(0, m, shape[1]):
             columns = slice(left, min(left + shape[1], m))
             column_operand = self.products.columns(columns_mD[columns])
-            for rows, has_positives in _row_steps(b, shape[0], most_kept, diagonal, positive_rows):
+            for rows, has_positives in _row_steps(
+                b, shape[0], most_stored, diagonal, positive_rows
+            ):
                 offset = None
                 if diagonal is not None and has_positives:
                     offset = diagonal + rows.start - left
                 yield Block(
                     rows, columns, self.products.rows(rows_bD[rows]), column_operand, offset,
                     None if ids is None else ids.block(rows, columns),
-                    None if limits is None else self._limits(limits.block(rows, columns)),
-                    self.kept_rm[rows, columns] if rows.start < most_kept else None,
+                    None
+                    if thresholds is None
+                    else self._thresholds(thresholds.block(rows, columns)),
+                    self.stored_rm[rows, columns] if rows.start < most_stored else None,
                     # Rows are first met at the first columns, and columns at the first rows.
-                    (fresh[0] and left == 0, fresh[1] and rows.start == 0),
+                    RowsColumns(fresh.rows and left == 0, fresh.columns and rows.start == 0),
                 )  # fmt: skip
 
     def trial_block(self, rows: int = _TUNED_ROWS, columns: int = _TUNED_ROWS) -> Block:
@@ -112,21 +117,23 @@ class KernelLogits:
         rows_bD, columns_mD, scale, *_ = self.logits
         rows, columns = min(rows, _TUNED_ROWS), min(columns, _TUNED_ROWS)
         some = Logits(rows_bD[:rows], columns_mD[:columns], scale, None)
-        return next(replace(self, logits=some, kept_rm=self.kept_rm[:0]).blocks((rows, columns)))
+        return next(
+            replace(self, logits=some, stored_rm=self.stored_rm[:0]).blocks((rows, columns))
+        )
 
-    def _limits(self, limits: Limits) -> Limits:
+    def _thresholds(self, thresholds: Thresholds) -> Thresholds:
         """Return limits and guides of a block as `Block` has them."""
-        row_n, column_c = limits[:2]
+        row_n, column_c = thresholds[:2]
         products = self.products
         guides = None
-        if self.guides is not None and limits.guides is not None:
-            products, (left, right) = self.guides, limits.guides
+        if self.guides is not None and thresholds.guides is not None:
+            products, (left, right) = self.guides, thresholds.guides
             left, right = products.rows(left).tiles_nk, products.columns(right).tiles_nk
             guides = left.contiguous(), right.contiguous()  # kernels take their width for a stride
         # Kernels compare limits with products, which are times the units of both operands.
         if products.unit is not None:
             row_n, column_c = row_n * products.unit, column_c * products.unit
-        return Limits(row_n.float(), column_c.float(), guides)
+        return Thresholds(row_n.float(), column_c.float(), guides)
 
 
 def _short(ids: Ids) -> Ids:
@@ -141,16 +148,16 @@ def _short(ids: Ids) -> Ids:
 
 
 def _row_steps(
-    b: int, step: int, kept: int, diagonal: int | None, positive_rows: slice | None
+    b: int, step: int, stored: int, diagonal: int | None, positive_rows: slice | None
 ) -> Iterator[tuple[slice, bool]]:
     """Yield slices of at most `step` rows, and whether they have their positives here.
 
-    Those before `kept` and those after are not put into one slice.
+    Those before `stored` and those after are not put into one slice.
     """
     own = slice(0, b) if positive_rows is None else positive_rows
     if diagonal is None:
         own = slice(0, 0)
-    for start, stop in itertools.pairwise(sorted({0, own.start, own.stop, kept, b})):
+    for start, stop in itertools.pairwise(sorted({0, own.start, own.stop, stored, b})):
         for top in range(start, stop, step):
             yield slice(top, min(top + step, stop)), own.start <= top < own.stop
 

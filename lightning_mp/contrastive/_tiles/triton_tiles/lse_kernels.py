@@ -28,18 +28,18 @@ from lightning_mp.contrastive._tiles.triton_tiles.block import Block
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
     TileIndex,
-    above,
+    above_thresholds,
     differ,
     finite_or_zero,
     indices,
-    judged,
-    keep_mask,
-    kept_at,
     load_some,
+    negative_mask,
     negatives,
     shifted,
     store_of_columns,
     store_of_rows,
+    stored_at,
+    threshold_similarities,
     tile_at,
     tile_dots,
 )
@@ -87,13 +87,13 @@ def lse_kernel(
     column_maxima,
     row_ids,
     column_ids,
-    row_limits,
-    column_limits,
+    row_thresholds,
+    column_thresholds,
     row_guides,
     column_guides,
     guide_width,
-    kept,
-    kept_stride,
+    stored,
+    stored_stride,
     num_rows,
     num_columns,
     width,
@@ -115,17 +115,17 @@ def lse_kernel(
         is_redone: 0 or 1 for each tile, row by row of tiles: 1 has `log2(sum(2^x))` for sums.
         row_maxima: The largest powers, laid out as `row_sums`, or `None`; column_maxima: as
             `column_sums`. With them there are no limits.
-        kept: (n, m) in fp32 with rows `kept_stride` apart, gets the products; or `None`.
+        stored: (n, m) in fp32 with rows `stored_stride` apart, gets the products; or `None`.
         Others: As in `device_functions`.
     """
     tile = tile_at(tl.program_id(0), num_rows, num_columns, TILE_M, TILE_N, GROUP)
     dots = tile_dots(
         rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
     )
-    if kept is not None:
-        at, here = kept_at(kept, kept_stride, tile, TILE_M, TILE_N)
+    if stored is not None:
+        at, here = stored_at(stored, stored_stride, tile, TILE_M, TILE_N)
         tl.store(at, dots, mask=here)
-    similarities = judged(
+    similarities = threshold_similarities(
         dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
     )
     row, column = indices(tile, TILE_M, TILE_N)
@@ -136,18 +136,20 @@ def lse_kernel(
     )
     row_powers, column_powers = powers, powers
     if row_guides is not None:
-        by_row, by_column = above(similarities, row_limits, column_limits, tile, row, column)
-    elif row_limits is not None:
-        # Limits as powers: products held until here would be a second tile in registers.
-        row_limit = load_some(row_limits, row, num_rows) * high
-        column_limit = load_some(column_limits, column, num_columns) * high
-        row_limit = tl.exp2(row_limit - tl.load(reference))
-        column_limit = tl.exp2(column_limit - tl.load(reference))
+        by_row, by_column = above_thresholds(
+            similarities, row_thresholds, column_thresholds, tile, row, column
+        )
+    elif row_thresholds is not None:
+        # Thresholds as powers: products held until here would be a second tile in registers.
+        row_threshold = load_some(row_thresholds, row, num_rows) * high
+        column_threshold = load_some(column_thresholds, column, num_columns) * high
+        row_threshold = tl.exp2(row_threshold - tl.load(reference))
+        column_threshold = tl.exp2(column_threshold - tl.load(reference))
         # Powers of a negative scale have the other order. NaN is in none, and stays.
-        row_limit, column_limit = row_limit[:, None], column_limit[None, :]
-        by_row = tl.where(high < 0, powers < row_limit, powers > row_limit)
-        by_column = tl.where(high < 0, powers < column_limit, powers > column_limit)
-    if row_limits is not None:
+        row_threshold, column_threshold = row_threshold[:, None], column_threshold[None, :]
+        by_row = tl.where(high < 0, powers < row_threshold, powers > row_threshold)
+        by_column = tl.where(high < 0, powers < column_threshold, powers > column_threshold)
+    if row_thresholds is not None:
         row_powers = tl.where(by_row, 0.0, powers)
         column_powers = tl.where(by_column, 0.0, powers)
     row_sum, column_sum = tl.sum(row_powers, 1), tl.sum(column_powers, 0)
@@ -174,17 +176,17 @@ def lse_kernel(
         )
         row += again
         column += again
-        keep = keep_mask(tile, row, column, diagonal)
+        keep = negative_mask(tile, row, column, diagonal)
         if row_ids is not None:
             keep &= differ(row_ids + zero, column_ids + zero, tile, row, column)
         logits = tl.where(keep, dots * high + dots * low, float("-inf"))
         row_logits, column_logits = logits, logits
-        if row_limits is not None:
-            similarities = judged(
+        if row_thresholds is not None:
+            similarities = threshold_similarities(
                 dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
             )
-            by_row, by_column = above(
-                similarities, row_limits + zero, column_limits + zero, tile, row, column
+            by_row, by_column = above_thresholds(
+                similarities, row_thresholds + zero, column_thresholds + zero, tile, row, column
             )
             row_logits = tl.where(by_row, float("-inf"), logits)
             column_logits = tl.where(by_column, float("-inf"), logits)
@@ -344,7 +346,7 @@ def add_lse(
     peaks = [None if maxima is None else torch.empty_like(part) for part in sums]
     is_redone = log2_scale.new_empty(row_tiles * column_tiles, dtype=torch.int32)
     lse_kernel[(row_tiles * column_tiles,)](
-        **block.arguments(config), **block.limit_arguments(config), log2_scale=log2_scale,
+        **block.arguments(config), **block.threshold_arguments(config), log2_scale=log2_scale,
         reference=reference, row_sums=sums[0], column_sums=sums[1], is_redone=is_redone,
         row_maxima=peaks[0], column_maxima=peaks[1],
     )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.words import TileDtype
+from lightning_mp.contrastive._tiles.literals import TileDtype
 
 __all__ = ["WIDTH_MULTIPLE", "Operand", "Precision", "Products", "padded"]
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared
+from lightning_mp.contrastive._tiles.tile_backend import PairTerms, Prepared, RowsColumns
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
     finite_or_zero,
     is_last,
@@ -234,7 +234,7 @@ def pair_terms(
     row_neg_b: Tensor,
     column_neg_Rn: Tensor,
     pos_b: Tensor,
-    wanted: tuple[bool, bool],
+    has_terms: RowsColumns,
     terms: int,
     loss: Tensor,
 ) -> PairTerms:
@@ -251,7 +251,7 @@ def pair_terms(
     with launching_on(pos_b.device):
         terms_kernel[(programs,)](
             row_neg_b, column_neg_Rn, pos_b, row_lse_b, column_lse_n, weight_b, sums, terms, b,
-            n, parts, BY_ROW=wanted[0], BY_COLUMN=wanted[1], TERMS=_TERMS,
+            n, parts, BY_ROW=has_terms.rows, BY_COLUMN=has_terms.columns, TERMS=_TERMS,
             PARTS=min(triton.next_power_of_2(parts), _PARTS), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     # Not by atomics: the order of a sum of float64 would show in its last digits.

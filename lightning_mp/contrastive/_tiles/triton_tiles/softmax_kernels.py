@@ -35,11 +35,9 @@ from torch import Tensor
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig
 from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
-    above,
+    above_thresholds,
     indices,
     is_last,
-    judged,
-    kept_at,
     load_some,
     make_peaks,
     negatives,
@@ -48,6 +46,8 @@ from lightning_mp.contrastive._tiles.triton_tiles.device_functions import (
     shifted,
     store_log2_scale,
     store_weights,
+    stored_at,
+    threshold_similarities,
     tile_at,
     tile_dots,
 )
@@ -199,13 +199,13 @@ def softmax_kernel(
     weights_low,
     row_ids,
     column_ids,
-    row_limits,
-    column_limits,
+    row_thresholds,
+    column_thresholds,
     row_guides,
     column_guides,
     guide_width,
-    kept,
-    kept_stride,
+    stored,
+    stored_stride,
     num_rows,
     num_columns,
     width,
@@ -227,24 +227,24 @@ def softmax_kernel(
         row_power: `p_i`; row_gain: `g_i`; row_factor: `u_i`; all (n,) in fp32.
         column_power: `c_j - s` rounded; column_gain: its gain; column_factor: `v_j`; all (m,).
         is_wide: One int32; a launch with another `WIDE` returns at once, but for what is kept.
-        kept: (n, m) in fp32 with rows `kept_stride` apart: the products, as `lse_kernel` left them.
-            `None`: they are made here, of `rows` and `columns`, which are `None` otherwise.
+        stored: (n, m) in fp32 with rows `stored_stride` apart: the products that `lse_kernel`
+            stored. `None`: this kernel multiplies `rows` and `columns`, which are `None` otherwise.
         WIDE: Take two exponentials a value.
         Others: As in `device_functions`.
     """
-    if kept is None:  # noqa: SIM102  # one is known to the compiler, one is not
+    if stored is None:  # noqa: SIM102  # one is known to the compiler, one is not
         if (tl.load(is_wide) != 0) != WIDE:
             return
     tile = tile_at(tl.program_id(0), num_rows, num_columns, TILE_M, TILE_N, GROUP)
-    if kept is None:
+    if stored is None:
         dots = tile_dots(
             rows, columns, tile, width, row_stride, column_stride, TILE_M, TILE_N, TILE_K, TMA
         )
     else:
-        at, here = kept_at(kept, kept_stride, tile, TILE_M, TILE_N)
+        at, here = stored_at(stored, stored_stride, tile, TILE_M, TILE_N)
         dots = tl.load(at, mask=here, other=0.0)
     # Before anything is made of the first product: a third tile would not fit into registers.
-    similarities = judged(
+    similarities = threshold_similarities(
         dots, row_guides, column_guides, tile, guide_width, TILE_M, TILE_N, TILE_K, TMA
     )
     row, column = indices(tile, TILE_M, TILE_N)
@@ -254,8 +254,10 @@ def softmax_kernel(
     if WIDE:
         power = load_some(column_power, column, num_columns)[None, :]
         by_column = shifted(dots, log2_scale, power, SPLIT_SCALE)
-        if row_limits is not None:
-            row_out, column_out = above(similarities, row_limits, column_limits, tile, row, column)
+        if row_thresholds is not None:
+            row_out, column_out = above_thresholds(
+                similarities, row_thresholds, column_thresholds, tile, row, column
+            )
             # Not by a gain of 0: what is left out may be infinite.
             values = tl.where(row_out, 0.0, values)
             by_column = tl.where(column_out, float("-inf"), by_column)
@@ -288,8 +290,8 @@ def write_softmax(
     # The host does not know which of the twins is needed: the other returns at once.
     for config in configs:
         softmax_kernel[(math.prod(config.tiles(*block.shape)),)](
-            **block.arguments(config, multiplies=block.kept_nc is None),
-            **block.limit_arguments(config), **weights.arguments(config),
+            **block.arguments(config, multiplies=block.stored_nc is None),
+            **block.threshold_arguments(config), **weights.arguments(config),
             **factors.arguments(block), log2_scale=log2_scale,
             WIDE=config.kernel == "softmax_wide",
         )  # fmt: skip

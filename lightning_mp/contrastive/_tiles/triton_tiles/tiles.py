@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_mp.contrastive._tiles.literals import TileDtype
 from lightning_mp.contrastive._tiles.tile_backend import (
-    Kept,
     Logits,
     Maxima,
     Prepared,
+    StoredTiles,
     TileBackend,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.block import Block, Weights, Workspace
@@ -28,8 +29,8 @@ from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     arch_of,
     fastest,
     find_configs,
-    find_kept_configs,
-    find_limited_config,
+    find_stored_configs,
+    find_threshold_config,
 )
 from lightning_mp.contrastive._tiles.triton_tiles.kernel_logits import (
     KernelLogits,
@@ -44,7 +45,6 @@ from lightning_mp.contrastive._tiles.triton_tiles.softmax_kernels import (
     SoftmaxFactors,
     write_softmax,
 )
-from lightning_mp.contrastive._tiles.words import TileDtype
 from lightning_mp.numerics.floats import sum_rounding
 from lightning_mp.numerics.triton_support import launching_on
 
@@ -124,15 +124,15 @@ class TritonTiles(TileBackend):
             add_lse(block, log2_scale, reference, row_n, column_c, config)
 
         with launching_on(row_lse_b.device):
-            if len(cut.kept_rm) > 0:
-                config = self._kept_configs(cut)[0]
-            elif logits.limits is None:
+            if len(cut.stored_rm) > 0:
+                config = self._stored_configs(cut)[0]
+            elif logits.thresholds is None:
                 # With maxima or ids some shapes that are timed against the first would spill.
                 is_bare = maxima is None and logits.ids is None
                 config = self._choose("lse", cut, try_out if is_bare else None)
             else:
                 arch, width = self._arch(row_lse_b.device), logits.rows_bD.shape[1]
-                config = find_limited_config(
+                config = find_threshold_config(
                     arch,
                     cut.precision.operand,
                     width,
@@ -167,8 +167,8 @@ class TritonTiles(TileBackend):
         with launching_on(row_lse_b.device):
             # What a row leaves out and a column does not may lie above all that the row has: with
             # limits no power of the row's serves both.
-            products = (len(logits.rows_bD) - len(cut.kept_rm)) * logits.columns_mD.numel()
-            is_wide = logits.limits is not None or products <= _HOST_BOUND
+            products = (len(logits.rows_bD) - len(cut.stored_rm)) * logits.columns_mD.numel()
+            is_wide = logits.thresholds is not None or products <= _HOST_BOUND
             factors = SoftmaxFactors.of(
                 row_lse_b, column_lse_m, logits.scale, cut.precision.softmax_exponent,
                 always_wide=is_wide,
@@ -179,9 +179,9 @@ class TritonTiles(TileBackend):
             workspace = Workspace(shape, cut.precision, row_lse_b.device)
             configs = [] if is_wide else [self._choose("softmax", cut, write, shape)]
             configs.append(self._choose("softmax_wide", cut))
-            of_kept = [self._kept_configs(cut)[1]] if len(cut.kept_rm) > 0 else []
+            of_stored = [self._stored_configs(cut)[1]] if len(cut.stored_rm) > 0 else []
             for block in cut.blocks(shape):
-                weights = write(block, *(configs if block.kept_nc is None else of_kept))
+                weights = write(block, *(configs if block.stored_nc is None else of_stored))
                 weights.add_products(block, d_rows_bD, d_columns_mD)
 
     def sigmoid_sweep(
@@ -220,7 +220,7 @@ class TritonTiles(TileBackend):
         """Return the workspace, see `TileBackend.budget`."""
         return DEFAULT_WORKSPACE_BYTES if self.workspace_bytes is None else self.workspace_bytes
 
-    def kept_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+    def stored_values(self, b: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return what the workspace has beside blocks: all, a quarter at least, or nothing.
 
         To keep less saves less than smaller blocks cost. One 16-bit product costs no more than to
@@ -235,19 +235,25 @@ class TritonTiles(TileBackend):
         return size
 
     def multiplied_twice(
-        self, b: int, m: int, width: int, dtype: torch.dtype, device: torch.device, kept_values: int
+        self,
+        b: int,
+        m: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored_values: int,
     ) -> int:
         """Return how many of the `b m` logits of one process a memory of that size cannot keep."""
         # As the sweep takes its place, without memory.
-        kept = Kept(torch.empty(kept_values, device="meta"))
-        return (b - len(kept.take_rows(b, m))) * m
+        stored = StoredTiles(torch.empty(stored_values, device="meta"))
+        return (b - len(stored.take_rows(b, m))) * m
 
     def _block(self, cut: KernelLogits, bytes_per_value: float) -> tuple[int, int]:
         """Return the shape of blocks that fit the budget with their operands."""
         rows_bD, columns_mD = cut.logits[:2]
         # What is kept was taken from the same workspace.
-        kept = 0 if cut.logits.kept is None else cut.logits.kept.bytes
-        values = int((self.budget(rows_bD.device) - kept) / bytes_per_value)
+        stored = 0 if cut.logits.stored is None else cut.logits.stored.bytes
+        values = int((self.budget(rows_bD.device) - stored) / bytes_per_value)
         edge = int(cut.edge_bytes / bytes_per_value)
         return block_shape(len(rows_bD), len(columns_mD), values, edge)
 
@@ -262,9 +268,9 @@ class TritonTiles(TileBackend):
     def _arch(self, device: torch.device) -> int:
         return arch_of(device) if self.arch is None else self.arch
 
-    def _kept_configs(self, cut: KernelLogits) -> tuple[TileConfig, TileConfig]:
+    def _stored_configs(self, cut: KernelLogits) -> tuple[TileConfig, TileConfig]:
         rows_bD, dtype = cut.logits.rows_bD, cut.precision.operand
-        return find_kept_configs(self._arch(rows_bD.device), dtype, rows_bD.shape[1])
+        return find_stored_configs(self._arch(rows_bD.device), dtype, rows_bD.shape[1])
 
     def _choose(
         self,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_mp import ContrastiveLoss
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Limits, Logits
+from lightning_mp.contrastive._tiles.exclusions import Ids, Thresholds
+from lightning_mp.contrastive._tiles.tile_backend import Logits
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -20,7 +21,7 @@ from tests.contrastive.triton_tiles.interpreter import (
 pytestmark = pytest.mark.interpreted
 
 
-def limits_between(similarities: Tensor) -> Tensor:
+def thresholds_between(similarities: Tensor) -> Tensor:
     """A limit in each row that leaves 5 to 60 of it out, in the widest gap: no rounding is as wide.
 
     The last rows leave out nothing, the first all.
@@ -28,16 +29,16 @@ def limits_between(similarities: Tensor) -> Tensor:
     sorted_ = similarities.sort(1, descending=True).values[:, 5:61]
     gaps = sorted_[:, :-1] - sorted_[:, 1:]
     place = gaps.argmax(1, keepdim=True)
-    limits = (sorted_ - torch.nn.functional.pad(gaps, (0, 1)) / 2).gather(1, place)[:, 0]
-    limits[:3], limits[-3:] = -torch.inf, torch.inf
-    return limits
+    thresholds = (sorted_ - torch.nn.functional.pad(gaps, (0, 1)) / 2).gather(1, place)[:, 0]
+    thresholds[:3], thresholds[-3:] = -torch.inf, torch.inf
+    return thresholds
 
 
 Guides = tuple[torch.dtype, int] | None
 """Of what dtype and width guides are; `None`: the features judge."""
 
 
-class Limited:
+class Thresholded:
     """A shard with limits, and what rows and columns keep of it; some pairs have equal ids."""
 
     def __init__(self, dtype: torch.dtype, scale: float, guides: Guides) -> None:
@@ -47,22 +48,22 @@ class Limited:
             # Of no unit length, as nobody says that guides have one.
             judges = [3 * torch.randn(len(x), guides[1]).to(guides[0]) for x in judges]
         similarities = judges[0].double() @ judges[1].double().T
-        self.limits = Limits(
-            limits_between(similarities),
-            limits_between(similarities.T),
+        self.thresholds = Thresholds(
+            thresholds_between(similarities),
+            thresholds_between(similarities.T),
             (judges[0], judges[1]) if guides else None,
         )
         self.ids = None if guides is None else Ids(*(torch.arange(len(x)) % 40 for x in judges))
         differ = torch.ones(len(judges[0]), len(judges[1]), dtype=torch.bool)
         if self.ids is not None:
             differ = self.ids.rows_b[:, None] != self.ids.columns_m
-        self.kept_by_row = differ & (similarities <= self.limits.rows_b[:, None])
-        self.kept_by_column = differ & (similarities <= self.limits.columns_m)
+        self.kept_by_row = differ & (similarities <= self.thresholds.rows_b[:, None])
+        self.kept_by_column = differ & (similarities <= self.thresholds.columns_m)
 
     @property
     def swept(self) -> Logits:
         """What the sweeps take."""
-        return self.shard.swept._replace(limits=self.limits, ids=self.ids)
+        return self.shard.swept._replace(thresholds=self.thresholds, ids=self.ids)
 
 
 # At a scale of 5,000 each tile has rows that one reference does not serve.
@@ -90,7 +91,7 @@ ARCH = {HALF: 90, WIDE: 80}  # by the copy engine, or by pointers
 def test_log_sum_exps_are_those_of_what_is_kept(
     dtype: torch.dtype, scale: float, guides: Guides
 ) -> None:
-    case = Limited(dtype, scale, guides)
+    case = Thresholded(dtype, scale, guides)
     shard, lses = case.shard, [lse.clone() for lse in case.shard.start]
     tiles = TritonTiles(workspace_bytes=2**19, arch=ARCH.get(guides, 80))
     tiles.lse_sweep(case.swept, *lses)
@@ -105,7 +106,7 @@ def test_log_sum_exps_are_those_of_what_is_kept(
 def test_gradients_are_those_of_what_is_kept(
     dtype: torch.dtype, scale: float, guides: Guides
 ) -> None:
-    case = Limited(dtype, scale, guides)
+    case = Thresholded(dtype, scale, guides)
     shard = case.shard
     kept = [
         shard.logits.where(kept & ~shard.positives, -torch.inf)

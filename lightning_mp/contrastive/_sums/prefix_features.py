@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.numerics.floats import accumulation_dtype
 
-__all__ = ["CutFeatures", "Prefix", "prefixes_of"]
+__all__ = ["PrefixFeatures", "Prefix", "prefixes_of"]
 
 _LEAST_NORM = 1e-12  # as in torch's `normalize`
 
@@ -38,17 +38,17 @@ class Prefix(NamedTuple):
     weight: float
     is_normalized: bool
 
-    def of(self, features_nD: Tensor) -> "CutFeatures":
+    def of(self, features_nD: Tensor) -> "PrefixFeatures":
         """Return the prefixes of features."""
         part_nd = features_nD[:, : self.width]
         if not self.is_normalized:
-            return CutFeatures(part_nd.contiguous(), None)
+            return PrefixFeatures(part_nd.contiguous(), None)
         wide_nd = part_nd.to(accumulation_dtype(part_nd.dtype))
         norm_n1 = torch.linalg.vector_norm(wide_nd, dim=1, keepdim=True).clamp_min(_LEAST_NORM)
-        return CutFeatures((wide_nd / norm_n1).to(part_nd.dtype), norm_n1)
+        return PrefixFeatures((wide_nd / norm_n1).to(part_nd.dtype), norm_n1)
 
 
-class CutFeatures(NamedTuple):
+class PrefixFeatures(NamedTuple):
     """Features of one prefix, and the norms that they had."""
 
     features_nd: Tensor

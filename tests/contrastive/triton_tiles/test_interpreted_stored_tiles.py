@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mp import ContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._operator import loss_of
-from lightning_mp.contrastive._tiles.tile_backend import Ids, Kept, Logits, Maxima
+from lightning_mp.contrastive._tiles.exclusions import Ids
+from lightning_mp.contrastive._tiles.tile_backend import Logits, Maxima, StoredTiles
 from lightning_mp.contrastive._tiles.triton_tiles import TritonTiles
 from tests.contrastive.triton_tiles.interpreter import (
     GRADIENT_ERROR,
@@ -47,7 +48,7 @@ def test_loss_and_gradients_of_which_a_part_is_kept_equal_float64(case: str) -> 
     """Where all is kept, as in the other tests of losses, there is nothing left to fit to it."""
     b, workspace_bytes = 141, FOR_BLOCKS + 4 * 130 * 144
     tiles = TritonTiles(workspace_bytes)
-    values = tiles.kept_values(b, b, FP32, CPU)
+    values = tiles.stored_values(b, b, FP32, CPU)
     assert tiles.multiplied_twice(b, b, 24, FP32, CPU, values) == (b - 128) * b
     image, text, scale = hard_features(b, 24, case)
     expected = dataclasses.astuple(reference(image, text, scale))
@@ -88,12 +89,12 @@ def test_shards_share_the_memory_and_rows_that_fit_are_read_from_it(seen: str, a
         for part, diagonal in zip(text.split(sizes), (0, None), strict=True)
     ]
     swept = [_with(shard.swept, seen, rows) for shard in shards]
-    kept = Kept(memory)
+    stored = StoredTiles(memory)
     for shard, logits in zip(shards, swept, strict=True):
         row_lse, column_lse = (lse.clone() for lse in shard.start)
         lows = (torch.full_like(lse, -torch.inf) for lse in shard.start)
         maxima = Maxima(*lows) if seen == "maxima" else None
-        tiles.lse_sweep(logits._replace(kept=kept), row_lse, column_lse, maxima=maxima)
+        tiles.lse_sweep(logits._replace(stored=stored), row_lse, column_lse, maxima=maxima)
         shard.positives = _left_out(logits)
         assert shard.lse_error((row_lse, column_lse)) < LSE_ERROR
     used = b * 80 + 128 * 144
@@ -102,10 +103,10 @@ def test_shards_share_the_memory_and_rows_that_fit_are_read_from_it(seen: str, a
     for spoilt in (False, True):
         if spoilt:
             memory[:] = torch.nan
-        kept = Kept(memory)
+        stored = StoredTiles(memory)
         for shard, logits, read in zip(shards, swept, (b, 128), strict=True):
             gradients = torch.zeros(b, 40), torch.zeros(shard.columns.shape)
-            tiles.grad_sweep(logits._replace(kept=kept), *shard.lse, *gradients)
+            tiles.grad_sweep(logits._replace(stored=stored), *shard.lse, *gradients)
             if spoilt:
                 assert gradients[0].isnan().any(1).tolist() == [True] * read + [False] * (b - read)
             else:
@@ -133,20 +134,20 @@ def test_far_log_sum_exps_are_read_as_they_are_multiplied() -> None:
     """Rows and columns whose log-sum-exps lie further apart than one exponential serves."""
     shard, tiles = make_shard(65, 63, 24, FP32), TritonTiles()
     shard.lse = shard.lse[0] + 40.0, shard.lse[1] - torch.linspace(0, 60, 63).double()
-    kept = torch.empty(65 * 64)
+    stored = torch.empty(65 * 64)
     lses = [lse.clone() for lse in shard.start]
-    tiles.lse_sweep(shard.swept._replace(kept=Kept(kept)), *lses)
+    tiles.lse_sweep(shard.swept._replace(stored=StoredTiles(stored)), *lses)
     gradients = torch.zeros(65, 24), torch.zeros(63, 24)
-    tiles.grad_sweep(shard.swept._replace(kept=Kept(kept)), *shard.lse, *gradients)
+    tiles.grad_sweep(shard.swept._replace(stored=StoredTiles(stored)), *shard.lse, *gradients)
     assert shard.grad_error(gradients) < GRADIENT_ERROR[FP32]
 
 
 @pytest.mark.parametrize(
     ("trained", "units"), [("image text scale", 4), ("image", 3), ("text scale", 3), ("", 1)]
 )
-@pytest.mark.parametrize(("b", "kept_rows"), [(8192, 8192), (12_000, 5888), (20_000, 0)])
+@pytest.mark.parametrize(("b", "stored_rows"), [(8192, 8192), (12_000, 5888), (20_000, 0)])
 def test_loss_takes_four_units_of_work_and_fewer_with_kept_products_or_a_locked_tower(
-    trained: str, units: int, b: int, kept_rows: int
+    trained: str, units: int, b: int, stored_rows: int
 ) -> None:
     width, names = 16, ("image", "text", "scale")
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
@@ -156,14 +157,14 @@ def test_loss_takes_four_units_of_work_and_fewer_with_kept_products_or_a_locked_
         loss, _ = loss_of(Request(*inputs, backend="triton").checked())
         if trained:
             loss.backward()
-    expected = units * b - kept_rows * bool(trained)
+    expected = units * b - stored_rows * bool(trained)
     assert counter.get_total_flops() == expected * 2 * b * width
 
 
 def test_workspace_says_how_much_is_kept() -> None:
     def share(b: int, workspace_bytes: int | None, **options: Any) -> float:
         tiles = TritonTiles(workspace_bytes, **options)
-        return tiles.kept_values(b, b, FP32, CPU) / b**2
+        return tiles.stored_values(b, b, FP32, CPU) / b**2
 
     # Half of 544 MiB are 8,444 x 8,444 values, a quarter of 16,888 x 16,888; rows go by 16.
     assert share(8432, None) == 1
@@ -176,7 +177,7 @@ def test_workspace_says_how_much_is_kept() -> None:
     assert share(2048, FOR_BLOCKS + 2**22) == 0.25
     # One product of 16-bit values takes no longer than to store and load its logits.
     for dtype, tile_dtype in ((BF16, "auto"), (FP16, "fp32"), (FP32, "bf16"), (FP32, "tf32")):
-        assert TritonTiles(tile_dtype=tile_dtype).kept_values(64, 64, dtype, CPU) == 0
+        assert TritonTiles(tile_dtype=tile_dtype).stored_values(64, 64, dtype, CPU) == 0
     assert share(64, None, tile_dtype="fp32") == 1
 
 
