@@ -146,7 +146,8 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    assert set(re.findall(r"^::: lightning_mp\.(\w+)$", pages, re.MULTILINE)) == set(NAMES)
+    # `epsilon_report` is also the name of a module, so its page names the function by its full path.
+    assert set(re.findall(r"^::: lightning_mp\.(?:\w+\.)*(\w+)$", pages, re.M)) == set(NAMES)
 
 
 def test_commands_are_targets_of_the_makefile() -> None:

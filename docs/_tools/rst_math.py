@@ -1,7 +1,8 @@
 """Prepares docstrings for the API pages.
 
-Formulas, which are written for Sphinx, become MathML, which needs no script; constructors show the
-arguments that `takes_config` gives them.
+Formulas in Sphinx' notation become MathML, which needs no script. Each formula of a `math` block
+is put on a line of its own, so that it fits on a phone. The constructor of `GradientCache` shows
+the fields of its config as arguments.
 """
 
 import re
@@ -11,6 +12,7 @@ import griffe
 from latex2mathml.converter import convert
 
 _BLOCK = re.compile(r"^( *)\.\. math::\n((?:\1 +.*\n?|\s*\n)+)", re.MULTILINE)
+_SPACE = re.compile(r" *\\q?quad ")  # between formulas of a block
 _INLINE = re.compile(r":math:`([^`]+)`")
 
 
@@ -18,8 +20,9 @@ def to_mathml(text: str) -> str:
     """Return a docstring with MathML in place of Sphinx' directives and roles."""
 
     def block(found: re.Match[str]) -> str:
-        formula = " ".join(found[2].split())
-        return f"{found[1]}<div>{convert(formula, display='block')}</div>\n\n"
+        formulas = _SPACE.split(" ".join(found[2].split()))
+        lines = [f"<div>{convert(formula, display='block')}</div>" for formula in formulas]
+        return f"{found[1]}{''.join(lines)}\n\n"
 
     text = _INLINE.sub(lambda found: convert(found[1]), _BLOCK.sub(block, text))
     return text.replace("Example::\n", "**Example**\n")
@@ -29,12 +32,12 @@ class RstMath(griffe.Extension):
     """Rewrites every docstring once it is loaded."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite one."""
+        """Rewrite one docstring."""
         if obj.docstring is not None:
             obj.docstring.value = to_mathml(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Put the fields of a config in the place of the argument `config`."""
+        """Replace the argument `config` by the fields of the config."""
         fields = pkg["gradient_cache._served.config.CacheConfig"].attributes
         parameters = pkg["gradient_cache.gradient_cache.GradientCache.__init__"].parameters
         del parameters["config"]
