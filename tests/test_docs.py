@@ -146,7 +146,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    # `epsilon_report` is also the name of a module, so its page names the function by its full path.
+    # `epsilon_report` also names a module, so its page has the full path of the function.
     assert set(re.findall(r"^::: lightning_mp\.(?:\w+\.)*(\w+)$", pages, re.M)) == set(NAMES)
 
 
