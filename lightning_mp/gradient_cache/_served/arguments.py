@@ -309,7 +309,7 @@ def is_array(value: Any) -> bool:
 
 def open_tree(value: Any, path: str = "") -> Tree:
     """Take apart what torch's pytrees know, dataclasses, mappings, and subclasses of containers."""
-    opened = _open(value)
+    opened = None if isinstance(value, Tensor) else _open(value)
     if opened is None:
         return Tree(path, value)
     steps, items, close = opened
