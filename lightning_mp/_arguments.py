@@ -19,6 +19,7 @@ __all__ = [
     "keeps_arguments",
     "nearest",
     "refuse_values",
+    "typed_as",
 ]
 
 _Class = TypeVar("_Class", bound=type)
@@ -27,6 +28,11 @@ _Parameters = Sequence[inspect.Parameter]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _TABLES: weakref.WeakKeyDictionary[type, ValueTable] = weakref.WeakKeyDictionary()
+
+
+def typed_as(function: _Function) -> Callable[[Any], _Function]:
+    """Return a decorator that gives its function the type of another, for type checkers."""
+    return lambda decorated: decorated
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

@@ -38,6 +38,8 @@ from lightning_mp.contrastive.statistics import LossStatistics
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from lightning_mp._arguments import typed_as
+
 __all__ = ["ContrastiveLoss"]
 
 
@@ -238,8 +240,10 @@ class ContrastiveLoss(nn.Module):
         result = {"contrastive_loss": loss} if output_dict else loss
         return (result, LossStatistics(*found.unbind())) if statistics else result
 
-    if TYPE_CHECKING:  # a call returns what `forward` does, of which `nn.Module` says nothing
-        __call__ = forward
+    if TYPE_CHECKING:  # `nn.Module` declares that a call takes and returns anything
+
+        @typed_as(forward)
+        def __call__(self) -> Any: ...  # noqa: D102
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContrastiveLoss":
         # Weight averaging copies whole modules, and a process group cannot be copied.
