@@ -1,4 +1,4 @@
-"""Optimizers for half precision, and what guards the epsilon of others; for any loop."""
+"""Optimizers for half precision and a guard for Adam's epsilon; usable in any training loop."""
 
 from lightning_mp.optim.adam_epsilon import check_adam_epsilon, guard_adam_epsilon
 from lightning_mp.optim.epsilon_report import EpsilonReport, epsilon_report

@@ -1,4 +1,4 @@
-"""A guard for the epsilon and the second moments of the optimizers that users bring.
+"""Checks of epsilon and second moments of user-provided optimizers in half precision.
 
 Legend: `g` gradient, `v` second moment.
 """
@@ -27,8 +27,8 @@ __all__ = ["check_adam_epsilon", "guard_adam_epsilon"]
 
 _Group: TypeAlias = dict[str, Any]
 
-# torch's optimizers with a second moment, how much of it a step keeps, and where epsilon stands:
-# beside the root of v, inside that root, or beside |g| where no square is taken.
+# torch's optimizers with a second moment, the moment's decay rate, and where epsilon is added:
+# outside the root of v ("beside"), inside the root, or to |g| where nothing is squared.
 _ADAM_LIKE = (optim.Adam, optim.NAdam, optim.RAdam, optim.SparseAdam)
 _PLACES: tuple[tuple[type[Optimizer], Callable[[_Group], Any], str], ...] = (
     *((cls, lambda group: group["betas"][1], "beside") for cls in _ADAM_LIKE),
@@ -37,7 +37,7 @@ _PLACES: tuple[tuple[type[Optimizer], Callable[[_Group], Any], str], ...] = (
     (optim.Adadelta, lambda group: group["rho"], "inside"),
     (optim.Adamax, lambda group: group["betas"][1], "unsquared"),
 )
-# Their names for it, which other libraries' optimizers have taken over.
+# torch's names of the second moment, which optimizers of other libraries share.
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
@@ -49,18 +49,18 @@ def check_adam_epsilon(
 ) -> list[tuple[str, EpsilonReport]]:
     """Report on every trainable half parameter whose optimizer divides by a second moment.
 
-    Only what can be known is reported: torch's own Adam, AdamW, NAdam, RAdam, Adamax, SparseAdam,
-    Adagrad, Adadelta, RMSprop and classes derived from them; and any other optimizer once it has a
-    half second moment under one of torch's names, such as `exp_avg_sq`, and a scalar epsilon that
-    is 0 in that format. An optimizer that declares `keeps_fp32_states = True` is left out.
+    The check covers torch's Adam, AdamW, NAdam, RAdam, Adamax, SparseAdam, Adagrad, Adadelta,
+    RMSprop and subclasses. Any other optimizer is reported once its state has a half second moment
+    under one of torch's names, such as `exp_avg_sq`, and its scalar epsilon rounds to 0 in that
+    dtype. An optimizer that declares `keeps_fp32_states = True` is skipped.
 
     Args:
         optimizer: The optimizer; its states need not exist yet.
-        named_parameters: Names to report under, such as `model.named_parameters()`.
-        ignore: Parameters that are stepped in fp32. A set or a mapping; no list.
+        named_parameters: Names for the reports, such as `model.named_parameters()`.
+        ignore: Set or mapping of parameters that are stepped in fp32 and need no check.
 
     Returns:
-        A name and a report for each such parameter.
+        A list of parameter names and reports.
     """
     name_of = _namer(optimizer, named_parameters)
     return [
@@ -76,35 +76,34 @@ def guard_adam_epsilon(
     ignore: Container[Tensor] = frozenset(),
     name_of: Callable[[Tensor], str] | None = None,
 ) -> list[RemovableHandle]:
-    """Let no optimizer start that half precision would blow up.
+    """Raise before training if an optimizer's epsilon is lost in half precision.
 
     `torch.optim.Adam` keeps its states in the dtype of the parameter. With an fp16 parameter and
-    default settings that is a NaN weight at the first zero gradient, and with `fused=True` updates
-    that silently grow to 31 learning rates. See `epsilon_report`.
+    default settings, the first zero gradient makes the weight NaN; with `fused=True`, updates
+    silently grow to 31 times the learning rate. See `epsilon_report`.
 
-    Half states of fp32 parameters are moved to fp32. So are those of half parameters where the
-    optimizer computes with fp32 states: in torch 2.13 RMSprop (unless centered), Adadelta, and
-    Adagrad with `foreach=False`. Their states then stay in fp32, also when a checkpoint is loaded.
-    torch's Adam family cannot, so its half parameters are refused, unless their report `is_safe`,
-    as in bf16.
+    Half states of fp32 parameters are moved to fp32, as are states of half parameters where the
+    optimizer can compute with fp32 states: in torch 2.13 RMSprop (unless centered), Adadelta, and
+    Adagrad with `foreach=False`. These states stay in fp32 when a checkpoint is loaded. torch's
+    Adam family cannot compute with fp32 states of half parameters, so such parameters are refused
+    unless their report `is_safe`, as in bf16.
 
-    Optimizers that are not torch's are judged as `check_adam_epsilon` says, and their states are
-    never moved. `keeps_fp32_states = True` on the class or the optimizer exempts it.
+    Optimizers of other libraries are judged as in `check_adam_epsilon`, and their states are never
+    moved. `keeps_fp32_states = True` on the class or the instance exempts an optimizer.
 
     Args:
-        optimizer: The optimizer; best before its first step.
-        adam_epsilon: `"auto"` guards; `"keep"` does nothing at all; a positive number becomes the
-            epsilon of every parameter group that has a scalar one, for good, also when a
-            checkpoint with another one is loaded, and then guards like `"auto"`.
-        ignore: Parameters that are stepped in fp32. A set or a mapping; no list.
-        name_of: Gives the dotted name of a parameter, for the error.
+        optimizer: The optimizer, preferably before its first step.
+        adam_epsilon: `"auto"` checks epsilon; `"keep"` disables the check; a positive number
+            replaces every scalar epsilon, also after a checkpoint is loaded, and is then checked.
+        ignore: Set or mapping of parameters that are stepped in fp32 and need no check.
+        name_of: Returns the dotted name of a parameter for the error message.
 
     Returns:
-        Handles of the hooks that were set on the optimizer; `handle.remove()` ends them.
+        Handles of the hooks on the optimizer; `handle.remove()` removes a hook.
 
     Raises:
-        ValueError: If `adam_epsilon` is something else, or a half parameter must be refused; it
-            names the parameter and the gradient below which its update blows up.
+        ValueError: `adam_epsilon` is invalid, or a half parameter is refused. The message names the
+            parameter and the gradient below which its update blows up.
 
     References:
         Lightning#20619
@@ -112,29 +111,29 @@ def guard_adam_epsilon(
     if adam_epsilon == "keep":
         return []
     handles = [] if adam_epsilon == "auto" else [_set_epsilon(optimizer, float(adam_epsilon))]
-    # First, as half states that can be widened are no reason to refuse.
+    # Widen first: half states that can be widened are no reason to refuse.
     widen_states_of_fp32_parameters(optimizer)
     name_of = name_of or _namer(optimizer, None)
     is_moved = False
     for group, parameter, report in _judge(optimizer, ignore=ignore):
         if report.is_safe:
-            is_moved |= report.state_dtype not in HALF_DTYPES  # by an earlier guard, or the user
+            is_moved |= report.state_dtype not in HALF_DTYPES  # moved earlier
             continue
         if not move_states_to_fp32(optimizer, group, parameter):
             raise ValueError(
                 f"Passed `{type(optimizer).__name__}(eps={group['eps']!r})` with "
-                f"{name_of(parameter)!r}, a parameter in {parameter.dtype} that it steps as such: "
-                f"{report}. Create the parameter in fp32, so that `BalancedAMP` and `PureFP16` "
-                f"step it in fp32, {_instead_of(optimizer, group, parameter)}or pass "
-                "`adam_epsilon='keep'` to go on as it is."
+                f"the {parameter.dtype} parameter {name_of(parameter)!r}: {report}. "
+                "Create the parameter in fp32, so that `BalancedAMP` and `PureFP16` step it in "
+                f"fp32, {_instead_of(optimizer, group, parameter)}or pass "
+                "`adam_epsilon='keep'` to disable this check."
             )
         is_moved = True
     return handles + (keep_fp32_states(optimizer) if is_moved else [])
 
 
 def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
-    """Advise `SafeAdamW` in the place of Adam, without the arguments that it refuses."""
-    if not isinstance(optimizer, optim.Adam):  # and so AdamW
+    """Return the advice to use `SafeAdamW`, and which Adam arguments to leave out."""
+    if not isinstance(optimizer, optim.Adam):  # the base class of AdamW
         return ""
     refused = [name for name in ("amsgrad", "differentiable") if group.get(name)]
     if group.get("fused") and not parameter.is_cuda:
@@ -144,10 +143,10 @@ def _instead_of(optimizer: Optimizer, group: _Group, parameter: Tensor) -> str:
 
 
 def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
-    """Set every scalar epsilon, and set it again when a checkpoint has brought its own."""
+    """Set every scalar epsilon now and after every `load_state_dict`."""
 
     def write(optimizer: Optimizer) -> None:
-        # The defaults are what groups that are added later start from.
+        # Groups that are added later start from the defaults.
         for options in (optimizer.defaults, *optimizer.param_groups):
             if isinstance(options.get("eps"), int | float):
                 options["eps"] = eps
@@ -156,7 +155,7 @@ def _set_epsilon(optimizer: Optimizer, eps: float) -> RemovableHandle:
     return optimizer.register_load_state_dict_post_hook(write)
 
 
-# --- which parameters, and how they stand ------------------------------------------------------
+# --- reports per parameter ---------------------------------------------------------------------
 
 
 def _namer(
@@ -174,12 +173,12 @@ def _namer(
 def _judge(
     optimizer: Optimizer, *, ignore: Container[Tensor]
 ) -> Iterator[tuple[_Group, Tensor, EpsilonReport]]:
-    """Yield the trainable half parameters of which something is known, with their reports."""
+    """Yield group, parameter and report for each trainable half parameter that can be judged."""
     if getattr(optimizer, "keeps_fp32_states", False):
         return
     pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
     for group, parameter in pairs:
-        # Frozen ones get no gradient, and are not stepped.
+        # Frozen parameters are not stepped.
         is_half = parameter.dtype in HALF_DTYPES and parameter.requires_grad
         if is_half and parameter not in ignore and isinstance(group.get("eps"), int | float):
             report = _report_on(optimizer, group, parameter)
@@ -192,7 +191,7 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
     dtype = second_moments[0].dtype if second_moments else parameter.dtype
     for cls, beta2_of, place in _PLACES:
         if isinstance(optimizer, cls):
-            # The fused kernels hold intermediate results in fp32, and so does type promotion.
+            # Fused kernels compute in fp32.
             math_dtype = torch.float32 if group.get("fused") else dtype
             report = epsilon_report(
                 eps=float(group["eps"]),
@@ -201,7 +200,7 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
                 math_dtype=math_dtype,
             )
             return report if place == "beside" else _move_epsilon(report, place)
-    # Of others' formulas only this is known: they divide by it, and an epsilon of 0 is NaN.
+    # Formulas of other optimizers are unknown, but dividing by v with an epsilon of 0 gives NaN.
     if second_moments and dtype in HALF_DTYPES and group["eps"] > 0:
         betas = group.get("betas", (0.0, 0.0))
         report = epsilon_report(eps=float(group["eps"]), beta2=float(betas[1]), state_dtype=dtype)
@@ -210,11 +209,11 @@ def _report_on(optimizer: Optimizer, group: _Group, parameter: Tensor) -> Epsilo
 
 
 def _move_epsilon(report: EpsilonReport, place: str) -> EpsilonReport:
-    """Tell of an epsilon that stands inside the root, or beside a moment that is not squared."""
-    if place == "unsquared":  # v is |g| itself, which loses nothing but zero
+    """Adjust a report for an epsilon inside the root, or beside a moment that is not squared."""
+    if place == "unsquared":  # v is |g| itself, so only a zero gradient is lost
         overflow = smallest_overflowing(report.state_dtype)
         report = replace(report, blow_up_gradient=0.0, overflow_gradient=overflow)
-    if report.survives:  # then v + eps is above 0 whatever v is
+    if report.survives:  # v + eps is positive for every v
         return replace(report, blow_up_gradient=0.0, largest_step=1.0)
     return replace(report, largest_step=math.inf)
 

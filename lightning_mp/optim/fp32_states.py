@@ -1,4 +1,4 @@
-"""Optimizer states in fp32 for half parameters, where the optimizer can compute with them."""
+"""fp32 states for half parameters of optimizers that can compute with fp32 states."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -21,24 +21,24 @@ __all__ = [
 
 
 def is_moment(name: str, value: object) -> bool:
-    """Return whether a state is one of the optimizer's averages, and not its step count."""
+    """Return whether a state entry is a moment rather than the step count."""
     return name != "step" and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def widen_state(state: dict[str, Any]) -> None:
-    """Move the half averages of one parameter to fp32."""
+    """Cast the half moments of one parameter to fp32."""
     for name, value in state.items():
         if is_moment(name, value) and value.dtype in HALF_DTYPES:
             state[name] = value.float()
 
 
 def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
-    """Move half states of fp32 parameters to fp32, for torch's own optimizers.
+    """Cast half states of fp32 parameters to fp32 in torch's own optimizers.
 
-    A parameter that was half while the optimizer took its first steps has left them behind, and
-    torch's Adam then refuses to step.
+    A parameter that was in half precision during the first steps has left half states, with which
+    torch's Adam refuses to step.
     """
-    # Other libraries keep half states on purpose, often scaled.
+    # Other libraries use half states deliberately, often scaled.
     if not _is_torchs(optimizer):
         return
     for parameter, state in optimizer.state.items():
@@ -47,9 +47,13 @@ def widen_states_of_fp32_parameters(optimizer: Optimizer) -> None:
 
 
 def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
-    """Give a half parameter fp32 states, before its first step too, if the optimizer uses them.
+    """Give a half parameter fp32 states if the optimizer can compute with them.
 
-    Return whether they are in fp32 now. They stay so through a checkpoint with `keep_fp32_states`.
+    States are created where the parameter has none yet. `keep_fp32_states` keeps the states in fp32
+    when a checkpoint is loaded.
+
+    Returns:
+        Whether the states are in fp32 now.
     """
     names = _usable_moments(optimizer, group, parameter)
     if names is None:
@@ -59,7 +63,7 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
         widen_state(state)
         return True
     where = parameter.device if group["capturable"] else None
-    # torch makes states only where there are none: what it would make must all be here.
+    # torch creates states only if there are none, so all of them must be created here.
     state["step"] = torch.zeros((), dtype=torch.float32, device=where)
     state.update({name: torch.zeros_like(parameter, dtype=torch.float32) for name in names})
     return True
@@ -68,10 +72,10 @@ def move_states_to_fp32(optimizer: Optimizer, group: dict[str, Any], parameter: 
 def _usable_moments(
     optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> list[str] | None:
-    """Return the moments that a step keeps in fp32 of a half parameter, `None` if it does not."""
-    # In torch 2.10 and 2.13 Adam, AdamW, NAdam, RAdam, Adamax, Adafactor and centered RMSprop
-    # raise, as does all that is fused.
-    kind = type(optimizer)  # no base: a derived class may hold a second optimizer, or communicate
+    """Return the moments that a step can keep in fp32 for a half parameter, `None` if it cannot."""
+    # In torch 2.10 and 2.13, Adam, AdamW, NAdam, RAdam, Adamax, Adafactor, centered RMSprop and all
+    # fused optimizers raise.
+    kind = type(optimizer)  # subclasses are excluded: they may wrap an optimizer or communicate
     if group.get("differentiable"):
         return None
     if kind is optim.RMSprop and not group["centered"]:
@@ -82,21 +86,21 @@ def _usable_moments(
     # half, which flushes gradients up to 3e-5 at lr=1e-3.
     is_foreach = parameter.is_cuda if group.get("foreach") is None else group["foreach"]
     is_usable = kind is optim.Adagrad and not group["fused"] and not is_foreach
-    return ["sum"] if is_usable else None  # Adagrad makes it in its constructor
+    return ["sum"] if is_usable else None  # created by Adagrad's constructor
 
 
 def keep_fp32_states(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Load states in fp32, whatever the dtype of their parameter.
+    """Make `load_state_dict` load states of half parameters in fp32.
 
-    `Optimizer.load_state_dict` casts every state to the dtype of its parameter: second moments of
-    1e-9, loaded for an fp16 parameter, are 0 after it. Here they are put back as they were saved,
-    and states that were saved in half become fp32. Only for optimizers that compute with them.
+    `Optimizer.load_state_dict` casts every state to the dtype of its parameter: a second moment of
+    1e-9 becomes 0 for an fp16 parameter. The hooks restore the saved values in fp32. The optimizer
+    must be able to compute with fp32 states.
 
     Args:
         optimizer: The optimizer.
 
     Returns:
-        The handles of its two hooks.
+        The handles of the two hooks.
     """
     saved: dict[Tensor, Mapping[str, Any]] = {}
 

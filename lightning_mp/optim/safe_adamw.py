@@ -1,4 +1,4 @@
-"""AdamW for half or full weights, with fp32 states, fp32 math and a bound on starved updates."""
+"""AdamW for half- and full-precision weights: fp32 states, fp32 math, optional update clipping."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,47 +28,48 @@ from lightning_mp.optim._adamw.foreach import (
 
 __all__ = ["SafeAdamW"]
 
-# How a run steps is a matter of its machine, not of its checkpoint.
+# These options depend on the machine, so a checkpoint does not override them.
 _MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @explains_arguments(checks=CHECKS)
 class SafeAdamW(Optimizer):
-    r"""AdamW that is safe on half weights: fp32 states, fp32 math, and no update is lost.
+    r"""AdamW that is safe on half-precision weights: fp32 states, fp32 math, no lost updates.
 
-    torch's AdamW keeps its states in the dtype of its weights: in fp16 its epsilon of 1e-8 is 0,
-    and one zero gradient gives NaN at the first step. Here a residual of each half weight takes
-    what rounding leaves: 22 bits in fp16, 12 bytes a parameter for 16 with an fp32 master weight.
+    `torch.optim.AdamW` keeps its states in the dtype of the weights. In fp16 the default epsilon
+    of 1e-8 rounds to 0, and one zero gradient makes the weight NaN at the first step. `SafeAdamW`
+    keeps fp32 states and stores the rounding error of each half weight in a residual, so that an
+    fp16 weight carries 22 bits: 12 bytes per parameter instead of 16 with fp32 master weights.
 
     .. math::
         w \leftarrow (1 - \mathrm{lr} \, \lambda) \, w
         - \mathrm{lr}_t \, \hat m / (\sqrt{\hat v} + \epsilon), \quad
         \mathrm{lr}_t = \mathrm{lr} / \max(1, \mathrm{RMS}_t / c)
 
-    with :math:`\mathrm{RMS}_t = \sqrt{\mathrm{mean}(g^2 / \max(\hat v, \epsilon^2))}` and c of
-    `clip_update_rms`. `step` never waits for the device and follows the protocol of `GradScaler`.
-    docs/optim/safe-adamw.md explains the bound, rounding and speed.
+    with :math:`\mathrm{RMS}_t = \sqrt{\mathrm{mean}(g^2 / \max(\hat v, \epsilon^2))}` and
+    :math:`c` = `clip_update_rms`. `step` never synchronizes with the device and supports
+    `torch.amp.GradScaler`. docs/optim/safe-adamw.md explains clipping, rounding and speed.
 
     Args:
-        params: Parameters or groups of them, in fp16, bf16, fp32 or float64.
-        lr: The learning rate: a number, or a tensor of one element.
-        betas: Decay of the first and second moment, each in [0, 1).
-        eps: Added outside of the root, after bias correction, in fp32.
-        weight_decay: Decoupled: a step takes `lr * weight_decay` of each weight.
-        clip_update_rms: c, for each tensor; 1.0 is StableAdamW's, `None` is no bound.
+        params: Parameters or parameter groups in fp16, bf16, fp32 or float64.
+        lr: Learning rate, a number or a one-element tensor.
+        betas: Decay rates of the first and second moments, each in [0, 1).
+        eps: Term added to the root of the second moment after bias correction, in fp32.
+        weight_decay: Decoupled weight decay: a step subtracts `lr * weight_decay * w`.
+        clip_update_rms: Bound c per tensor; 1.0 gives StableAdamW, `None` disables clipping.
         rule: "adam", or "atan2" for :math:`1.27 \, \mathrm{atan2}(\hat m, \sqrt{\hat v})`.
-        write_back: Bits that half weights lack: "kahan" keeps them in `state[p]["residual"]`,
-            "nearest" drops them, "stochastic" rounds at random, alike on all ranks.
-        amsgrad: Not supported; here for the signature of torch.
-        maximize: Step along the gradients.
-        foreach: `True` steps all tensors at once, `False` one by one, `None` at once on CUDA.
-        fused: One multi-tensor Triton kernel; `None` takes it on CUDA where Triton runs.
-        capturable: Without effect: `step` can always be captured in a CUDA graph.
-        differentiable: Not supported; here for the signature of torch.
+        write_back: Rounding to half weights: "kahan" keeps the error in `state[p]["residual"]`,
+            "nearest" drops the error, "stochastic" draws the same noise on all ranks.
+        amsgrad: Not supported; present for compatibility with torch's signature.
+        maximize: Whether to maximize the objective.
+        foreach: Whether to use multi-tensor operations; `None` uses them on CUDA.
+        fused: Whether to use the Triton kernel; `None` uses it on CUDA if Triton is available.
+        capturable: No effect, because `step` can always be captured in a CUDA graph.
+        differentiable: Not supported; present for compatibility with torch's signature.
 
     Raises:
-        ValueError: For an argument out of its range.
-        RuntimeError: At `step`, for sparse gradients.
+        ValueError: An argument is out of range.
+        RuntimeError: `step` meets a sparse gradient.
 
     References: AdamW, arXiv:1711.05101; update clipping, arXiv:1804.04235, arXiv:2304.13013;
         Adam-atan2, arXiv:2407.05872, https://github.com/lucidrains/adam-atan2-pytorch.
@@ -110,17 +111,17 @@ class SafeAdamW(Optimizer):
             "fused": fused,
             "capturable": capturable,
             "differentiable": differentiable,
-            # Seeds the noise of "stochastic"; in the group, so that checkpoints hold it.
+            # Seed of stochastic rounding, stored in the group so that checkpoints contain it.
             "rounding_step": 0,
         }
         super().__init__(params, defaults)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tell `torch.amp.GradScaler` to leave unscaling and skipping to `step`.
+        """Whether `torch.amp.GradScaler` must leave unscaling and skipping to `step`.
 
-        It must for half gradients, which it refuses. Others it may as well unscale ahead, and they
-        can then be clipped in between; Lightning's `16-mixed` refuses to clip otherwise.
+        `GradScaler.unscale_` refuses fp16 gradients, so half weights need `True`. For other weights
+        `False` lets the scaler unscale first, which Lightning's `16-mixed` requires for clipping.
         """
         return any(
             group["fused"] or parameter.dtype in HALF_DTYPES
@@ -132,16 +133,16 @@ class SafeAdamW(Optimizer):
         """Add a group of parameters, at any time during training.
 
         Args:
-            param_group: `params`, and the arguments in which the group differs from the others.
+            param_group: A dict with `params` and the options that differ from the defaults.
 
         Raises:
-            ValueError: For an argument out of its range, or a parameter that is not real.
+            ValueError: An option is out of range or a parameter is complex.
         """
-        # torch checks the parameters, which may come from a generator.
+        # `params` may be a generator, which torch consumes below; check the other options here.
         check_group(self, {**self.defaults, **param_group, "params": [{}]})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # torch has filled in what the group leaves out, and has made a list of a generator.
+        # By now torch has filled in the defaults and turned a generator into a list.
         try:
             for parameter in group["params"]:
                 check_parameter(parameter, group)
@@ -151,16 +152,16 @@ class SafeAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step all parameters that have a gradient.
+        """Perform one optimization step on all parameters that have a gradient.
 
         Args:
-            closure: Computes the loss and the gradients again.
+            closure: A function that reevaluates the model and returns the loss.
 
         Returns:
-            What `closure` returned, or `None`.
+            The value that `closure` returned, or `None`.
 
         Raises:
-            RuntimeError: For sparse gradients.
+            RuntimeError: A gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -168,7 +169,7 @@ class SafeAdamW(Optimizer):
                 loss = closure()
         for group_index, group in enumerate(self.param_groups):
             for index, batch in enumerate(self._batches(group)):
-                # No two batches share their noise, and no two steps.
+                # Every batch of every step draws different noise.
                 seed = mix_seed(group["rounding_step"], (group_index << 32) + index)
                 self._step_batch(batch, group, seed)
             if group["write_back"] == "stochastic":
@@ -176,23 +177,23 @@ class SafeAdamW(Optimizer):
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[AdamWBatch]:
-        """Return a group's parameters and states by device and dtypes, or one by one."""
+        """Yield batches of parameters and states with equal device and dtypes, or of one tensor."""
         batches: dict[object, AdamWBatch] = {}
         for index, parameter in enumerate(group["params"]):
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
                 raise RuntimeError(
-                    f"Parameter {index} of a group has a sparse gradient. `SafeAdamW` steps dense"
-                    " ones. Pass `sparse=False` to the embedding, or give its weights to"
-                    " `torch.optim.SparseAdam`."
+                    f"Parameter {index} of a group has a sparse gradient, but `SafeAdamW` supports"
+                    " dense gradients only. Pass `sparse=False` to the embedding, or optimize its"
+                    " weights with `torch.optim.SparseAdam`."
                 )
             state = self._state_of(parameter, group)
-            # One by one, there are fp32 temporaries of only one tensor.
+            # Stepping one tensor at a time limits fp32 temporaries to one tensor.
             at_once = group["fused"] or group["foreach"]
             if group["foreach"] is None:
                 at_once = at_once or parameter.is_cuda
-            # A foreach op takes its fast path for tensors of one device and dtype.
+            # Foreach ops take the fast path only for tensors of one device and dtype.
             dtypes = (parameter.device, parameter.dtype, parameter.grad.dtype)
             batch = batches.setdefault(dtypes if at_once else index, AdamWBatch())
             for collected, tensor in (
@@ -203,7 +204,7 @@ class SafeAdamW(Optimizer):
                 (batch.residuals, state.get("residual")),
             ):
                 if tensor is not None:
-                    # Of a DTensor the clip needs the RMS of the whole.
+                    # Clipping needs the RMS of the whole DTensor, not of the local shard.
                     is_whole = group["clip_update_rms"] is not None
                     collected.append(tensor if is_whole else local_shard(tensor))
             batch.steps.append(local_shard(state["step"]))
@@ -214,11 +215,10 @@ class SafeAdamW(Optimizer):
         dtype = accumulation_dtype(parameter.dtype)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            # In the weight's layout, as `zeros_like` keeps it: the fused kernel copies any other
-            # one.
+            # `zeros_like` keeps the weight's memory layout; the fused kernel copies other layouts.
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
-        # `write_back` may change in the middle of training, as when `PureFP16` takes over.
+        # `write_back` may change during training, for example when `PureFP16` is attached.
         if parameter.dtype == dtype or group["write_back"] != "kahan":
             state.pop("residual", None)
         elif "residual" not in state or state["residual"].dtype != parameter.dtype:
@@ -226,16 +226,16 @@ class SafeAdamW(Optimizer):
         return state
 
     def _step_batch(self, batch: AdamWBatch, group: dict[str, Any], seed: int) -> None:
-        """Step in place, step counts included, or nothing of it where `found_inf` is not 0."""
+        """Update parameters, states and step counts in place unless `found_inf` is nonzero."""
         device = batch.params[0].device
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             grad_scale = grad_scale.reshape(()).to(device, non_blocking=True)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
-            # GradScaler adds the signs of all devices, so that it can be more than 1.
+            # GradScaler sums the flags of all devices, so the value can exceed 1.
             found_inf = (found_inf.reshape(()) != 0).to(device, torch.float32, non_blocking=True)
-        # Taken back below where the step is skipped, which only the device knows.
+        # Only the device knows whether the step is skipped, so a skip is subtracted again below.
         torch._foreach_add_(batch.steps, 1)
         options = AdamWOptions(
             lr=group["lr"],
@@ -252,7 +252,7 @@ class SafeAdamW(Optimizer):
             found_inf=found_inf,
         )
         if _is_fused(batch.params[0], group):
-            # Kernels are defined on import, and Triton need not be installed.
+            # Imported here because Triton is optional.
             from lightning_mp.optim._adamw.fused import fused_adamw_step
 
             fused_adamw_step(batch, options)
@@ -264,20 +264,21 @@ class SafeAdamW(Optimizer):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer or of `torch.optim.AdamW`, without rounding it to half.
+        """Load the state of a `SafeAdamW` or `torch.optim.AdamW` without rounding it to half.
 
-        torch casts states to the dtype of their parameter, which would leave second moments below
-        6e-8 at 0. Here moments become fp32 (half ones are widened), residuals keep their dtype,
-        and one of another dtype than its weight is dropped. Arguments that the state lacks, and
-        `foreach`, `fused`, `capturable` and `differentiable`, stay as they are.
+        `Optimizer.load_state_dict` casts states to the dtype of the parameter, which flushes second
+        moments below 6e-8 to 0 in fp16. This method loads moments in fp32, keeps the dtype of
+        residuals, and drops a residual whose dtype differs from its weight's. Options that the
+        state lacks keep their current value, as do `foreach`, `fused`, `capturable` and
+        `differentiable`.
 
         Args:
-            state_dict: What `state_dict` returned. Its tensors are copied.
+            state_dict: The value that `state_dict()` returned; its tensors are copied.
 
         Raises:
-            ValueError: For a state with `amsgrad`, or with a weight decay that is not decoupled.
+            ValueError: The state has `amsgrad=True` or a weight decay that is not decoupled.
         """
-        # Added last, so that it shields what the other hooks return.
+        # Registered last, so that the hook wraps the state that all other hooks return.
         handle = self.register_load_state_dict_pre_hook(_shield_states)
         try:
             super().load_state_dict(state_dict)
@@ -295,7 +296,7 @@ class SafeAdamW(Optimizer):
 
 
 def _is_fused(parameter: Tensor, group: dict[str, Any]) -> bool:
-    # A DTensor arrives here as such only for the clip.
+    # A DTensor arrives here unwrapped only where its update is clipped.
     if parameter.dtype == torch.float64 or hasattr(parameter, "to_local"):
         return False
     if group["fused"] is None:
@@ -315,14 +316,14 @@ def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     for group in saved_groups:
         check_loaded_group(group)
     if len(saved_groups) == len(optimizer.param_groups):  # torch raises otherwise
-        # What a state of `torch.optim.AdamW` lacks stays as it is here.
+        # Options that a state of `torch.optim.AdamW` lacks keep their current value.
         saved_groups = [
             {**{k: v for k, v in ours.items() if k != "params"}, **saved}
             | {name: ours[name] for name in _MACHINE_OPTIONS}
             for ours, saved in zip(optimizer.param_groups, saved_groups, strict=True)
         ]
         for group in saved_groups:
-            group.pop("decoupled_weight_decay", None)  # torch's own; `check_loaded_group` saw it
+            group.pop("decoupled_weight_decay", None)  # checked by `check_loaded_group`
     states = {
         key: {name: _Shielded(value) for name, value in state.items()}
         if isinstance(state, dict)
@@ -333,7 +334,7 @@ def _shield_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 
 def _unshielded(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state in the dtypes that `step` keeps it in, on the device of its parameter."""
+    """Return the state on its parameter's device and in the dtypes that `step` expects."""
     loaded = {}
     for name, value in state.items():
         if not isinstance(value, _Shielded):
@@ -347,6 +348,6 @@ def _unshielded(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
             dtype = value.value.dtype
             if name in ("exp_avg", "exp_avg_sq"):
                 dtype = accumulation_dtype(parameter.dtype)
-            # A copy, or steps would write into the checkpoint that the caller holds.
+            # Copied, so that steps do not write into the caller's checkpoint.
             loaded[name] = value.value.to(parameter.device, dtype, copy=True)
     return loaded

@@ -188,7 +188,7 @@ def test_sparse_gradients_are_refused() -> None:
         ({"write_back": "up"}, "write_back='up'.*'kahan', 'nearest', 'stochastic'"),
         ({"amsgrad": True}, "amsgrad=True.*clip_update_rms"),
         ({"differentiable": True}, "differentiable=True"),
-        ({"foreach": True, "fused": True}, "Leave out `foreach`"),
+        ({"foreach": True, "fused": True}, "Remove `foreach`"),
         ({"capturable": True, "write_back": "stochastic"}, "repeats its noise"),
         ({"fused": True}, "fused=True.*'cpu'.*needs CUDA"),
     ],

@@ -233,7 +233,7 @@ def test_load_hooks_see_plain_tensors_and_may_replace_the_state() -> None:
         ({"decoupled_weight_decay": False, "weight_decay": 0.1}, "weight_decay=0.1"),
     ],
 )
-def test_states_that_would_step_otherwise_are_refused(
+def test_loading_states_with_unsupported_options_raises(
     change: dict[str, object], message: str
 ) -> None:
     theirs = parameters(torch.float32)
@@ -246,7 +246,7 @@ def test_states_that_would_step_otherwise_are_refused(
     assert optimizer.param_groups[0]["weight_decay"] == 0
 
 
-def test_state_of_other_groups_is_refused_by_torch() -> None:
+def test_loading_states_of_other_groups_raises_the_error_of_torch() -> None:
     one, two = parameters(torch.float32, torch.float32)
     saved = SafeAdamW([one]).state_dict()
     with pytest.raises(ValueError, match="different number of parameter groups"):

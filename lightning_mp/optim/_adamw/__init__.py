@@ -1,1 +1,1 @@
-"""The step of `SafeAdamW`: its arguments, and what computes it in plain torch and in Triton."""
+"""Implementation of `SafeAdamW`: argument checks, the step in plain torch, the step in Triton."""

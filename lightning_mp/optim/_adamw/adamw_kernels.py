@@ -3,16 +3,16 @@
 Shapes:
     T: tensors. C: chunks of all tensors together. BLOCK: elements that a program holds at a time.
 
-A program takes one chunk of one tensor, finds its addresses in `table`, and reads and writes each
-of its elements once. The formulas are those of `foreach`. With a clip, `rms_kernel` goes before
-it and leaves partial sums, each in a place of its own, that every program adds up in the same
-order. So there are no atomics, and the same input gives the same bits.
+A program processes one chunk of one tensor: it looks up the addresses in `table` and reads and
+writes each element once. The formulas are those of `foreach`. With clipping, `rms_kernel` runs
+first and stores partial sums, which every program adds in the same order. There are no atomics, so
+the same input gives the same bits.
 
-Addresses come as integers, of which Triton knows nothing. Blocks are read in vectors where they are
-whole and the host found all addresses of their tensor aligned to 16 bytes; elsewhere they are read
-element by element, under a mask. Every thread holds four elements of a block: 16 bytes of what is
-fp32, 8 bytes of what is half. With eight, vectors of both would be laid out differently, and values
-would have to pass through shared memory.
+Addresses are integers without alignment information for Triton. Whole blocks of tensors that the
+host found aligned to 16 bytes are read in vectors; other elements are read one by one under a mask.
+Every thread holds four elements of a block: 16 bytes in fp32, 8 bytes in half precision. With eight
+elements, fp32 and half vectors would have different layouts and values would have to pass through
+shared memory.
 """
 
 import triton
@@ -26,10 +26,11 @@ ROWS = (
     "param", "grad", "exp_avg", "exp_avg_sq", "residual", "step",
     "size", "is_aligned", "first_quad", "first_part", "num_parts",
 )  # fmt: skip
-"""What `table`, int64 of shape (len(ROWS), T), says of each tensor. Up to "step": addresses."""
+"""Rows of `table`, int64 of shape (len(ROWS), T). The rows up to "step" hold addresses."""
 NUM_WARPS = 8
 BLOCK = tl.constexpr(4 * 32 * NUM_WARPS)
-# Of a size of its own: Triton would give it the layout of whole blocks, neighbours to one thread.
+# With the size of a whole block, Triton would give masked blocks the same layout, in which one
+# thread holds neighbouring elements.
 MASKED_BLOCK = tl.constexpr(BLOCK.value // 2)
 CHUNK = tl.constexpr(4096)
 MOST_PARTS = tl.constexpr(1024)
@@ -42,7 +43,7 @@ _HALF_PI = tl.constexpr(1.5707963267948966)
 _INF = tl.constexpr(float("inf"))
 
 
-# Triton would compile anew where a number is 1 or a multiple of 16, or an address is not aligned.
+# Triton would recompile for numbers equal to 1 or divisible by 16 and for unaligned addresses.
 @triton.jit(do_not_specialize=["num_tensors", "seed", "lr_at", "grad_scale", "found_inf"])
 def adamw_kernel(
     table,
@@ -70,26 +71,29 @@ def adamw_kernel(
     WRITE_BACK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Step one chunk of one tensor, unless `found_inf` is set.
+    """Step one chunk of one tensor unless `found_inf` is nonzero.
 
     Args:
-        table: As `ROWS` says.
-        chunks: int32 of shape (C, 2): which tensor, and which of its chunks.
-        partials: What `rms_kernel` left, or `None` without a clip.
-        lr: A number.
-        lr_at: One element in its place, or `None`.
-        grad_scale: One element, or `None`. found_inf: One element, or `None`.
-        num_tensors: T. seed: Key of the noise for "stochastic".
-        beta1: Decay of the first moments. beta2: Of the second ones.
-        weight1: `1 - beta1`, which fp32 cannot tell from `beta1` to more than 4 digits.
-        weight2: `1 - beta2`, likewise.
-        log_beta1: The natural logarithm of `beta1`. log_beta2: Of `beta2`.
-        eps: Added to the root. weight_decay: Decoupled. clip: Of the update's RMS.
+        table: Addresses and sizes of the tensors, see `ROWS`.
+        chunks: int32 of shape (C, 2): tensor index and chunk index.
+        partials: Partial sums of `rms_kernel`, or `None` without clipping.
+        lr: Learning rate as a number.
+        lr_at: Learning rate as one element on the device, or `None` to use `lr`.
+        grad_scale: One element, or `None`.
+        found_inf: One element, or `None`.
+        num_tensors: T.
+        seed: Key of the noise of "stochastic".
+        beta1, beta2: Decay rates of the first and second moments.
+        weight1, weight2: `1 - beta1` and `1 - beta2`, which lose digits when computed in fp32.
+        log_beta1, log_beta2: Natural logarithms of `beta1` and `beta2`.
+        eps: Term added to the root.
+        weight_decay: Decoupled weight decay.
+        clip: Bound on the RMS of the update.
         sign: -1 to maximize, else 1.
-        PARAM: Format of the weights. GRAD: Of the gradients.
-        WRITE_BACK: "nearest", "kahan" or "stochastic".
+        PARAM, GRAD: Dtypes of weights and gradients.
         IS_ATAN2: Whether the rule is "atan2".
-        UNIT: What residuals are counted in.
+        WRITE_BACK: "nearest", "kahan" or "stochastic".
+        UNIT: Unit of the residuals.
     """
     if _is_clean(found_inf):
         of_tensor = table + tl.load(chunks + 2 * tl.program_id(0))
@@ -123,7 +127,7 @@ def adamw_kernel(
         if WRITE_BACK == "kahan":
             residual = tl.load(of_tensor + _RESIDUAL * num_tensors)
 
-        # Pointers are made twice: a hint is one for all uses of what it is given to.
+        # The masked loop needs pointers of its own, because a hint applies to all uses of a value.
         param_at = tl.multiple_of(_of(param, PARAM) + start, 16)
         grad_at = tl.multiple_of(_of(grad, GRAD) + start, 16)
         exp_avg_at = tl.multiple_of(_of(exp_avg, tl.float32) + start, 16)
@@ -154,7 +158,7 @@ def _step_block(
     rate, decay, unscale, unbias1, unbias_root, beta1, weight1, beta2, weight2, eps,
     IS_ATAN2: tl.constexpr, WRITE_BACK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Step a block from `at` on, or what is left of `count`."""
+    """Step the block that starts at `at`; `count` masks elements beyond the end."""
     SIZE: tl.constexpr = BLOCK if count is None else MASKED_BLOCK
     lane = at + tl.arange(0, SIZE)
     mask = None if count is None else lane < count
@@ -167,7 +171,7 @@ def _step_block(
         rest = tl.load(residual + lane, mask=mask).to(tl.float32)
         w = _join_weight(w, rest, plain.dtype, UNIT)
 
-    # The nearer end is kept exact, as by torch.lerp.
+    # As in torch.lerp: exact at the nearer end.
     m = tl.where(weight1 < 0.5, m + weight1 * (g - m), g - beta1 * (g - m))
     v = beta2 * v + weight2 * g * g
     root = tl.sqrt(v) * unbias_root
@@ -203,15 +207,17 @@ def rms_kernel(
     sign,
     GRAD: tl.constexpr,
 ):
-    """Store what one part of one tensor adds to the sum of `(g / max(root of v, eps))^2`.
+    """Store the partial sum of `(g / max(sqrt(v), eps))^2` over one part of one tensor.
 
-    A tensor has no more than `MOST_PARTS` parts, however large it is.
+    A tensor has at most `MOST_PARTS` parts.
 
     Args:
-        table: As `ROWS` says.
-        parts: int32 of shape (parts of all tensors, 2): which tensor, and which of its parts.
-        partials: fp32, one for each part.
-        floor: `eps`, or the least normal number where that is larger. Others: as in `adamw_kernel`.
+        table: Addresses and sizes of the tensors, see `ROWS`.
+        parts: int32 of shape (parts of all tensors, 2): tensor index and part index.
+        partials: fp32 output, one element per part.
+        floor: `max(eps, smallest normal number)`.
+
+    The other arguments are those of `adamw_kernel`.
     """
     if _is_clean(found_inf):
         of_tensor = table + tl.load(parts + 2 * tl.program_id(0))
@@ -221,7 +227,7 @@ def rms_kernel(
 
         size = tl.load(of_tensor + _SIZE * num_tensors)
         num_parts = tl.load(of_tensor + _NUM_PARTS * num_tensors)
-        # Whole blocks, so that every part begins as aligned as its tensor.
+        # A part spans whole blocks, so that it has the alignment of its tensor.
         span = tl.cdiv(tl.cdiv(size, num_parts), BLOCK) * BLOCK
         start = tl.load(parts + 2 * tl.program_id(0) + 1) * span
         count = tl.maximum(tl.minimum(size - start, span), 0).to(tl.int32)
@@ -267,21 +273,21 @@ def _of(address, FORMAT: tl.constexpr):
 
 @triton.jit
 def _is_clean(found_inf):
-    """Return whether the step is to be made; without `found_inf`, always."""
+    """Return whether to perform the step; always true without `found_inf`."""
     return True if found_inf is None else tl.load(found_inf) == 0
 
 
 @triton.jit
 def _unscale(grad_scale, sign):
-    """Return what gradients are multiplied by."""
+    """Return the factor of the gradients."""
     return sign if grad_scale is None else sign / tl.load(grad_scale).to(tl.float32)
 
 
 @triton.jit
 def _correction(step, log_beta):
-    """Return `1 - beta^step`: as it stands, fp32 would lose 4 of 7 digits of it at the start."""
+    """Return `1 - beta^step`; evaluated directly, fp32 would lose 4 of 7 digits at first."""
     x = step * log_beta
-    # The series of expm1: to -0.5 its terms up to x^8 / 8! are good to fp32.
+    # Taylor series of expm1: terms up to x^8 / 8! reach fp32 precision for x > -0.5.
     near = 1 + x * (1 / 8)
     for factor in tl.static_range(7, 1, -1):
         near = 1 + x * (1 / factor) * near
@@ -290,13 +296,13 @@ def _correction(step, log_beta):
 
 @triton.jit
 def _atan2(y, x):
-    """Return the angle of (x, y) where x is not negative; that of (0, 0) is 0. Good to 3e-7."""
+    """Return atan2(y, x) for x >= 0 with an error of 3e-7; atan2(0, 0) is 0."""
     height = tl.abs(y)
     is_steep = height > x
     ratio = tl.where(is_steep, x, height) / tl.where(is_steep, height, x)
     ratio = tl.where(height == x, 1.0, ratio)  # not 0 / 0 or inf / inf
     square = ratio * ratio
-    # Through the Chebyshev nodes of arctan(sqrt(t)) / sqrt(t) on [0, 1].
+    # Interpolates arctan(sqrt(t)) / sqrt(t) at Chebyshev nodes on [0, 1].
     angle = 0.0028340641874819994
     angle = angle * square - 0.016005029901862144
     angle = angle * square + 0.042587608098983765
@@ -313,15 +319,15 @@ def _atan2(y, x):
 
 @triton.jit
 def _join_weight(plain, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
-    """As `join_weight`: without a residual with which the weight would be another."""
+    """Triton version of `join_weight`: ignores a residual that would change the half weight."""
     both = plain + rest * UNIT
     return tl.where(both.to(HALF).to(tl.float32) == plain, both, plain)
 
 
 @triton.jit
 def _residual_of(w, kept, HALF: tl.constexpr, UNIT: tl.constexpr):
-    """As `split_weight`: never one with which the weight would be another."""
-    # One in 8000 is rounded up to half a step, and is then made smaller.
+    """Triton version of `split_weight`: the residual never changes the half weight."""
+    # One in 8000 residuals is rounded up to half a step, and is then reduced.
     BELOW: tl.constexpr = 1 - 0.6 / (1 << HALF.fp_mantissa_width)
     rest = ((w - kept) * (1 / UNIT)).to(HALF).to(tl.float32)
     is_own = (kept + rest * UNIT).to(HALF).to(tl.float32) == kept
@@ -331,12 +337,12 @@ def _residual_of(w, kept, HALF: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _round_stochastically(w, SIZE: tl.constexpr, HALF: tl.constexpr, seed, first_quad):
-    """Round to one of the two neighbours at random, right on average, as `split_weights` does.
+    """Round stochastically to one of the two neighbours, without bias, like `split_weights`.
 
-    Philox makes four words at a time, which are for four elements in a row.
+    Philox draws four words at a time, for four consecutive elements.
 
     Args:
-        first_quad: Number of the block's first four elements among those of all tensors.
+        first_quad: Index of the block's first group of four elements among all tensors.
     """
     LOST: tl.constexpr = 23 - HALF.fp_mantissa_width
     quad = first_quad + tl.arange(0, SIZE // 4)
@@ -345,11 +351,11 @@ def _round_stochastically(w, SIZE: tl.constexpr, HALF: tl.constexpr, seed, first
     word0, word1, word2, word3 = tl.philox(seed, low, high, none, none)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     noise = (tl.reshape(words, [SIZE]) >> (32 - LOST)).to(tl.int32)
-    # In fp32 bits, a carry out of the bits that get lost moves the magnitude to the next neighbour.
+    # A carry out of the dropped fp32 bits moves the magnitude to the next neighbour.
     bits = w.to(tl.int32, bitcast=True) + noise
     rounded = (bits >> LOST << LOST).to(tl.float32, bitcast=True)
     size = tl.abs(w)
-    if LOST == 13:  # below 2^-14 the steps of fp16 stay at 2^-24
+    if LOST == 13:  # below 2^-14 the spacing of fp16 is 2^-24
         steps = tl.floor(size * 16777216.0 + noise.to(tl.float32) * (1 / 8192)) * (1 / 16777216.0)
         steps = tl.where(w < 0, -steps, steps)
         rounded = tl.where(size < 6.103515625e-05, steps, rounded)

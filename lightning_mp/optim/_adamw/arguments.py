@@ -1,4 +1,4 @@
-"""What `SafeAdamW` accepts: its arguments, its parameters and the groups of checkpoints."""
+"""Checks of `SafeAdamW`'s arguments, parameters and loaded parameter groups."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["CHECKS", "check_group", "check_loaded_group", "check_parameter"]
 
 
 def _take_parameters(given: Any) -> list[Any]:
-    # A list, as a generator gives what it has once.
+    # A generator can be consumed only once.
     parameters = [] if isinstance(given, Tensor) else list(given)
     if not parameters or not all(isinstance(p, Tensor | dict | tuple) for p in parameters):
         raise ValueError
@@ -27,7 +27,7 @@ CHECKS: dict[str, Check | str] = {
     ),
     "lr": Check(
         "[0, inf)",
-        test=lambda lr: not isinstance(lr, Tensor) or lr.numel() == 1,  # it stays on its device
+        test=lambda lr: not isinstance(lr, Tensor) or lr.numel() == 1,  # not read from its device
         words="a finite number of at least 0, or a tensor of one element",
     ),
     "eps weight_decay": "[0, inf)",
@@ -42,50 +42,50 @@ CHECKS: dict[str, Check | str] = {
 
 
 def check_group(owner: object, group: dict[str, Any]) -> None:
-    """Refuse arguments that no step can use."""
+    """Raise on invalid options of a parameter group."""
     check_values(owner, group)
     if group["foreach"] and group["fused"]:
-        reason = "At most one of the two may be True. Leave out `foreach`."
+        reason = "At most one of them may be True. Remove `foreach`."
         refuse_values(owner, reason, foreach=True, fused=True)
     if group["capturable"] and group["write_back"] == "stochastic":
-        reason = "A captured step repeats its noise at every replay. Pass `write_back='kahan'`."
+        reason = "A captured step repeats its noise in every replay. Pass `write_back='kahan'`."
         refuse_values(owner, reason, capturable=True, write_back="stochastic")
 
 
 def check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a parameter that a group's arguments cannot step."""
+    """Raise on a parameter that the options of its group do not support."""
     if parameter.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"Passed a parameter of {parameter.dtype} to `SafeAdamW`. Parameters must be"
             " fp16, bf16, fp32 or float64. Pass complex ones as `torch.view_as_real(parameter)`."
         )
-    # Triton's interpreter runs the kernel on the CPU, as the tests do.
+    # Triton's interpreter runs the kernel on the CPU, for tests.
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if group["fused"] and not parameter.is_cuda and not is_interpreted:
         raise ValueError(
             f"Passed `SafeAdamW(fused=True)` with a parameter on {str(parameter.device)!r}. The"
-            " fused kernel needs CUDA. Leave out `fused`, or move the model to the GPU first."
+            " fused kernel needs CUDA. Remove `fused`, or move the model to the GPU first."
         )
-    # The clip then steps the DTensors themselves, which no kernel and no noise can take.
+    # Clipping steps whole DTensors, which neither the kernel nor stochastic rounding supports.
     needs_whole = group["clip_update_rms"] is not None and hasattr(parameter, "to_local")
     if needs_whole and (group["fused"] or group["write_back"] == "stochastic"):
         raise ValueError(
             f"Passed `SafeAdamW(clip_update_rms={group['clip_update_rms']!r})` with a sharded"
-            " parameter and `fused=True` or `write_back='stochastic'`. The RMS of a whole tensor"
-            " takes neither. Leave out `fused`, and pass `write_back='kahan'`."
+            " parameter and `fused=True` or `write_back='stochastic'`. Clipping by the RMS of a"
+            " sharded tensor supports neither. Remove `fused`, and pass `write_back='kahan'`."
         )
 
 
 def check_loaded_group(group: dict[str, Any]) -> None:
-    """Refuse a checkpoint's group that `SafeAdamW` would step otherwise than who wrote it."""
+    """Raise on a loaded group that its own optimizer would step differently."""
     if group.get("amsgrad"):
         raise ValueError(
-            "Loaded a state with `amsgrad=True`. `SafeAdamW` has no maximum of second moments."
-            " Set `amsgrad` to False in the state's groups to go on without."
+            "Loaded a state with `amsgrad=True`, which `SafeAdamW` does not support."
+            " Set `amsgrad` to False in the state's groups to continue without it."
         )
     if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
         raise ValueError(
             f"Loaded a state of Adam with `weight_decay={group['weight_decay']!r}`, which acts"
-            " through the gradients. `SafeAdamW` decouples it. Set `weight_decay` in the state's"
-            " groups to 0, or to a value for AdamW, and remove `decoupled_weight_decay`."
+            " through the gradients. `SafeAdamW` decouples weight decay. Set `weight_decay` in the"
+            " state's groups to 0 or to a value for AdamW, and remove `decoupled_weight_decay`."
         )

@@ -1,7 +1,7 @@
-r"""The step of AdamW over half or full weights in plain torch, without a host sync.
+r"""The AdamW step over half- or full-precision weights in plain torch, without a host sync.
 
-Legend: `w` weight, `g` gradient, `m` first moment, `v` second moment, `t` step count, `c` the clip
-of the update's RMS; hats are bias-corrected.
+Legend: `w` weight, `g` gradient, `m` first moment, `v` second moment, `t` step count, `c` bound on
+the RMS of the update; hats are bias-corrected.
 
 .. math::
     g &= \pm \mathrm{grad} / \mathrm{grad\_scale} \\
@@ -14,7 +14,7 @@ of the update's RMS; hats are bias-corrected.
     \quad \text{or} \quad w - \mathrm{lr}_t \, a \, \mathrm{atan2}(\hat m, b \sqrt{\hat v})
 
 References:
-    Update clipping, of a second moment that is bias-corrected: https://arxiv.org/abs/2304.13013
+    Update clipping with a bias-corrected second moment: https://arxiv.org/abs/2304.13013
     Adam-atan2: https://arxiv.org/abs/2407.05872
 """
 
@@ -44,57 +44,56 @@ __all__ = [
 ATAN2_A = 1.27
 """Scale of Adam-atan2's update: close to 4/pi, so that m = sqrt(v) gives 1, as in Adam."""
 ATAN2_B = 1.0
-"""Scale of the root of the second moment within Adam-atan2."""
+"""Scale of the root of the second moment in Adam-atan2."""
 
 
 @dataclass
 class AdamWBatch:
-    """The tensors of one step: of one device, parameter dtype and gradient dtype."""
+    """The tensors of one step, with equal device, parameter dtype and gradient dtype."""
 
     params: list[Tensor] = field(default_factory=list)  # fp16, bf16, fp32 or float64
-    grads: list[Tensor] = field(default_factory=list)  # scaled by `grad_scale`; only read
+    grads: list[Tensor] = field(default_factory=list)  # scaled by `grad_scale`; read-only
     exp_avgs: list[Tensor] = field(default_factory=list)  # fp32; float64 for float64 weights
     exp_avg_sqs: list[Tensor] = field(default_factory=list)  # likewise
-    residuals: list[Tensor] = field(default_factory=list)  # for "kahan"; otherwise none
-    # Of shape [], this step included, on the device of `params`.
+    residuals: list[Tensor] = field(default_factory=list)  # only for "kahan"
+    # Shape [], on the device of `params`, with this step already counted.
     steps: list[Tensor] = field(default_factory=list)
 
     @property
     def lists(self) -> list[list[Tensor]]:
-        """Weights, gradients, both moments and, where weights have them, residuals."""
+        """Weights, gradients, both moments and, if there are any, residuals."""
         lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
         return [*lists, self.residuals] if self.residuals else lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptions:
-    """The options of a step, whichever code takes it."""
+    """Options of a step, shared by the torch and the Triton implementation."""
 
     lr: float | Tensor  # the learning rate; a tensor of one element may live on any device
-    beta1: float  # decay of the first moments, in [0, 1)
-    beta2: float  # decay of the second moments, in [0, 1)
-    eps: float  # added to the root of the second moment, outside of it
-    # Decoupled: a step takes `lr * weight_decay` of each weight. The clip leaves it alone, since no
-    # gradient drives it.
+    beta1: float  # decay rate of the first moment, in [0, 1)
+    beta2: float  # decay rate of the second moment, in [0, 1)
+    eps: float  # added to the root of the second moment
+    # Decoupled: a step subtracts `lr * weight_decay * w`. Clipping does not apply to weight decay.
     weight_decay: float
-    maximize: bool  # step along the gradient, not against it
+    maximize: bool  # step along the gradient
     rule: str  # "adam" or "atan2"
-    write_back: str  # how half weights take fp32 values: "kahan", "nearest" or "stochastic"
-    seed: int  # of the noise for "stochastic"
-    # Bound on the RMS of the gradients over the roots of the second moments, per tensor, or `None`.
+    write_back: str  # rounding of fp32 results to half weights: "kahan", "nearest", "stochastic"
+    seed: int  # seed of stochastic rounding
+    # Bound on the RMS of gradient / sqrt(second moment), per tensor, or `None`.
     clip_update_rms: float | None
-    # What the gradients are divided by, one element on this device, or `None`.
+    # Divisor of the gradients, one element on this device, or `None`.
     grad_scale: Tensor | None
-    # Not 0 where the step is to be skipped, one element on this device, or `None`.
+    # Nonzero to skip the step, one element on this device, or `None`.
     found_inf: Tensor | None
 
 
 def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
-    """Step a batch in place. For "stochastic", tensor `i` draws from `mix_seed(seed, i)`.
+    """Step a batch in place. With "stochastic", tensor `i` draws from `mix_seed(seed, i)`.
 
-    Where `found_inf` is set nothing is written, NaN in the gradients or not: with `found_inf` the
-    step works on copies, and `torch.where` picks what to keep. That costs two more temporaries of
-    the moments' size, and no host sync.
+    With `found_inf` the step computes on copies and `torch.where` selects the old or the new values
+    on the device, so a skipped step writes nothing even if gradients are NaN. The copies take two
+    more temporaries of the size of the moments and avoid a host sync.
     """
     params, exp_avgs, exp_avg_sqs = batch.params, batch.exp_avgs, batch.exp_avg_sqs
     if not params:
@@ -115,7 +114,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, _scalars(correction2.sqrt(), roots[0].dtype))
     rates = _rates(options.lr, correction1)
-    # Before epsilon is added to the roots, in place, below.
+    # Must come before epsilon is added to the roots in place below.
     if options.clip_update_rms is not None:
         rms = _update_rms(gradients, roots, options.eps).to(rates.dtype)
         rates = rates / (rms / options.clip_update_rms).clamp_min(1)
@@ -128,7 +127,7 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
         unbiased = torch._foreach_div(moments, _scalars(correction1, roots[0].dtype))
         updates = [torch.atan2(m, ATAN2_B * root) for m, root in zip(unbiased, roots, strict=True)]
         torch._foreach_mul_(updates, _scalars(-ATAN2_A * rates, updates[0].dtype))
-    # The one rounding of a step that a half weight sees is that of the write-back below.
+    # A half weight is rounded only once per step, by the write-back below.
     torch._foreach_add_(weights, updates)
 
     if skip is not None:
@@ -139,19 +138,19 @@ def foreach_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
 
 def bias_corrections(steps: Sequence[Tensor], beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     r"""Return :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t` for each step count."""
-    # As they stand, in fp32, the powers of 0.999 would lose 4 of 7 digits at the first step.
+    # Computed as 1 - 0.999**t in fp32, the first step would lose 4 of 7 digits.
     counts = torch.stack(list(steps)).to(state_dtype(steps[0].device))
     return -torch.expm1(counts * log_of(beta1)), -torch.expm1(counts * log_of(beta2))
 
 
 def log_of(beta: float) -> float:
-    """Return the natural logarithm, -inf of 0."""
+    """Return the natural logarithm; -inf for 0."""
     return math.log(beta) if beta > 0 else -math.inf
 
 
 def mix_seed(seed: int, index: int) -> int:
     """Return a seed for the `index`-th stream of `seed`, by the finalizer of splitmix64."""
-    # torch's generator of the CPU reads the low 32 bits alone: all of them must be mixed.
+    # torch's CPU generator uses only the low 32 bits of a seed, so all bits must be mixed.
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
@@ -161,7 +160,7 @@ def mix_seed(seed: int, index: int) -> int:
 def _unscaled(
     grads: list[Tensor], dtype: torch.dtype, grad_scale: Tensor | None, maximize: bool
 ) -> list[Tensor]:
-    # `to` copies nothing that is fp32: what follows must not write in place to `p.grad`.
+    # `to` returns an fp32 `p.grad` itself, so the operations below must not write in place.
     gradients = [gradient.to(dtype) for gradient in grads]
     if grad_scale is not None:
         gradients = list(torch._foreach_div(gradients, grad_scale.reshape(()).to(dtype)))
@@ -171,7 +170,7 @@ def _unscaled(
 def _working_copies(
     params: list[Tensor], residuals: list[Tensor], dtype: torch.dtype, skip: Tensor | None
 ) -> list[Tensor]:
-    """Return weights to compute with; full weights without `found_inf` themselves."""
+    """Return fp32 weights to compute with; full weights are copied only with `found_inf`."""
     if residuals:
         return [join_weight(p, rest) for p, rest in zip(params, residuals, strict=True)]
     if params[0].dtype != dtype:
@@ -186,24 +185,24 @@ def _scale_(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 def _rates(lr: float | Tensor, like: Tensor) -> Tensor:
-    """Return a learning rate for each tensor; a number is filled in, which needs no copy."""
-    if isinstance(lr, Tensor):  # a scheduler may have made it anywhere; no step waits for it
+    """Return the learning rate as a tensor like `like`, without a host sync."""
+    if isinstance(lr, Tensor):  # may be on any device
         on_device = lr.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
         return on_device.expand_as(like)
     return torch.full_like(like, lr)
 
 
 def _scalars(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of shape [], in the tensors' dtype: weights of shape [] are promoted."""
+    """Return 0-d tensors of a dtype; another dtype would promote 0-d weights."""
     return list(values.to(dtype).unbind())
 
 
 def _update_rms(gradients: list[Tensor], roots: list[Tensor], eps: float) -> Tensor:
-    # Roots are compared with eps, not squares with eps^2, which a half format cannot hold.
+    # Compare roots with eps, because eps^2 underflows in half precision.
     floor = max(eps, torch.finfo(roots[0].dtype).tiny)
     ratios = torch._foreach_div(gradients, torch._foreach_clamp_min(roots, floor))
     norms = torch._foreach_norm(ratios)
-    # The norm of a sharded tensor is a sum over the ranks.
+    # The norm of a sharded tensor is reduced over the ranks.
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     sizes = [1 / math.sqrt(max(1, gradient.numel())) for gradient in gradients]
     return torch.stack(torch._foreach_mul(whole, sizes))
@@ -217,15 +216,15 @@ def round_weights(
     seed: int,
     skip: Tensor | None = None,
 ) -> None:
-    """Write fp32 values into half weights, and into their residuals if they have any.
+    """Write fp32 values into half weights and, if present, their rounding errors into residuals.
 
     Args:
-        params: The weights; in the dtype of the values they take them as they are.
-        residuals: What takes the rest; none if it is dropped.
+        params: The weights. Weights in the dtype of the values are copied without rounding.
+        residuals: Tensors for the rounding errors; empty to drop the rounding errors.
         weights: The values.
-        way: Without residuals, "stochastic" rounds at random and any other word to nearest.
-        seed: Of the noise; tensor `i` draws from `mix_seed(seed, i)`.
-        skip: A bool of shape []: write nothing where it is true.
+        way: Rounding without residuals: "stochastic", or to nearest for any other value.
+        seed: Seed of stochastic rounding; tensor `i` draws from `mix_seed(seed, i)`.
+        skip: 0-d bool tensor; nothing is written if it is true.
     """
     half = params[0].dtype
     if half == weights[0].dtype:

@@ -1,4 +1,4 @@
-"""The step of AdamW over half or full weights as one Triton kernel for all tensors."""
+"""The AdamW step over half- or full-precision weights as one Triton kernel for all tensors."""
 
 import contextlib
 from typing import Any
@@ -26,22 +26,22 @@ _FORMATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 
 @torch.no_grad()
 def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
-    """Step a batch on a CUDA device in place; not one of float64 weights.
+    """Step a batch on a CUDA device in place; float64 weights are not supported.
 
-    As `foreach_adamw_step` computes it up to rounding, in one launch instead of some twenty, each
-    of which reads and writes whole tensors: fp32 weights and gradients take 28 bytes an element,
-    fp16 ones with residuals 26, and the clip reads gradients and second moments once more, in a
-    launch of its own. The noise of "stochastic" is another than that of `foreach_adamw_step`.
+    The results equal those of `foreach_adamw_step` up to rounding, but take one launch instead of
+    about twenty that each read and write whole tensors. The kernel moves 28 bytes per element for
+    fp32 weights and gradients and 26 for fp16 with residuals. Clipping reads gradients and second
+    moments once more in a launch of its own. The noise of "stochastic" differs from
+    `foreach_adamw_step`.
 
     Raises:
-        ValueError: The lists differ in length, or tensors are not of the dtypes, shapes or device
-            there.
+        ValueError: The lists differ in length, or a tensor has a wrong dtype, shape or device.
     """
     if not batch.params:
         return
     half, device = batch.params[0].dtype, batch.params[0].device
     with launching_on(device), _tables(batch) as tables:
-        # A CUDA graph is being captured, with tensors that were not stepped where they are.
+        # A CUDA graph is being captured with tensors that no earlier step has used.
         if tables is None:
             foreach_adamw_step(batch, options)
             return
@@ -53,19 +53,19 @@ def fused_adamw_step(batch: AdamWBatch, options: AdamWOptions) -> None:
             "found_inf": options.found_inf,
             "num_tensors": len(batch.params),
             "beta2": float(options.beta2),
-            # In Python's float64: fp32 has lost digits of 1 - 0.999 by the time a kernel subtracts.
+            # Computed in float64: 1 - 0.999 loses digits in fp32.
             "weight2": 1.0 - options.beta2,
             "log_beta2": log_of(options.beta2),
             "sign": -1.0 if options.maximize else 1.0,
             "GRAD": _FORMATS[batch.grads[0].dtype],
             "num_warps": NUM_WARPS,
-            # By name, as its default is not the same in all versions of Triton.
+            # Passed explicitly because the default depends on the version of Triton.
             "enable_fp_fusion": True,
         }
         partials = None
         if options.clip_update_rms is not None:
             partials = torch.empty(len(parts), dtype=torch.float32, device=device)
-            # As in torch's path: where roots are 0, ratios of 0 / 0 would be NaN.
+            # As in `foreach_adamw_step`: a root of 0 would give 0 / 0 = NaN.
             floor = max(float(options.eps), torch.finfo(torch.float32).tiny)
             rms_kernel[(len(parts),)](table, parts, partials, floor=floor, **shared)
         rate, rate_at = _rate(options.lr, device)
@@ -97,16 +97,16 @@ def _tables(batch: AdamWBatch) -> contextlib.AbstractContextManager[Tables | Non
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
-    """Return the learning rate as a number, or where on the device it is."""
+    """Return the learning rate as a number, or 0.0 and a tensor on the device."""
     if not isinstance(lr, Tensor):
         return float(lr), None
     if lr.device.type == "cpu" and device.type != "cpu":
-        return float(lr), None  # nothing to wait for
+        return float(lr), None  # reading a CPU tensor does not synchronize
     return 0.0, lr.to(device, non_blocking=True)
 
 
 def _key_of_noise(seed: int) -> int:
-    # Of 63 bits, the highest set: Triton compiles anew for an integer that fits 32.
+    # Bit 62 is set because Triton recompiles for an integer that fits 32 bits.
     return mix_seed(seed, 0) | 1 << 62
 
 

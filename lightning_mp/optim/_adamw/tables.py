@@ -1,7 +1,7 @@
-"""Where the tensors of a step are, as the kernels of `adamw_kernels` read it from the device.
+"""Tables of tensor addresses that the kernels of `adamw_kernels` read on the device.
 
-Legend: a *plan* is what depends on weights, states and step counts alone; a *table* has the
-addresses of gradients too, which come and go.
+Legend: a *plan* depends only on weights, states and step counts; a *table* also holds the addresses
+of gradients, which change between steps.
 """
 
 import contextlib
@@ -23,31 +23,34 @@ _Odd: TypeAlias = tuple[tuple[int, int], ...]
 _GRADS = ROWS.index("grad")
 _IS_ALIGNED = ROWS.index("is_aligned")
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
-# An optimizer has one plan for every group and dtype; a table is 88 bytes a tensor.
+# An optimizer has one plan per group and dtype; a table takes 88 bytes per tensor.
 _MOST_PLANS = 32
 _MOST_TABLES = 32
 
 
 class Tables(NamedTuple):
-    """What the kernels read, on the device."""
+    """Device tensors that the kernels read."""
 
-    table: Tensor  # as `adamw_kernels.ROWS` says
-    chunks: Tensor  # int32, which tensor and which of its chunks, for each program that steps
-    parts: Tensor  # int32, which tensor and which of its parts, for each program that sums
+    table: Tensor  # see `adamw_kernels.ROWS`
+    chunks: Tensor  # int32, tensor and chunk index of each program of `adamw_kernel`
+    parts: Tensor  # int32, tensor and part index of each program of `rms_kernel`
 
 
 @contextlib.contextmanager
 def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Tables]:
-    """Give the tables of a step; what is laid out unlike its weight is replaced and copied back.
+    """Yield the tables of a step.
+
+    A tensor whose memory layout differs from its weight's is replaced by a copy, which is copied
+    back afterwards.
 
     Args:
-        lists: Those of `AdamWBatch`.
+        lists: `AdamWBatch.lists`.
         steps: A step count for each weight.
 
     Raises:
-        ValueError: The lists differ in length, or the tensors in what they should share.
+        ValueError: The lists differ in length, or tensors differ in dtype, device or shape.
     """
-    # A loop whose tensors stay where they are asks each for its address, and makes nothing.
+    # If no address has changed since an earlier step, its tables are reused.
     key = _key_of(lists, steps)
     plan = _remembered(_plans, key, _MOST_PLANS, lambda: _Plan.of(lists, steps))
     tables, odd = plan.tables_of(lists)
@@ -67,30 +70,29 @@ def tables_of(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Iterator[Ta
 
 @dataclass(frozen=True)
 class _Plan:
-    """What stays while gradients come and go."""
+    """The part of the tables that does not depend on gradients."""
 
-    rows: Tensor  # the table without gradients, on the host
-    chunks: Tensor  # as in `Tables`
-    parts: Tensor  # as in `Tables`
-    # Of the weights, if these and their states are dense and laid out alike.
+    rows: Tensor  # table without gradients, on the host
+    chunks: Tensor  # see `Tables`
+    parts: Tensor  # see `Tables`
+    # Strides of the weights if weights and states are dense and have the same layout.
     strides: tuple[tuple[int, ...], ...] | None
-    # By addresses and strides of gradients: with the lists, and tensors in them, that need a
-    # stand-in.
+    # Tables by addresses and strides of the gradients, with the positions that need a copy.
     tables: OrderedDict[Any, tuple[Tables, _Odd]] = field(default_factory=OrderedDict)
 
     @classmethod
     def of(cls, lists: Sequence[list[Tensor]], steps: list[Tensor]) -> "_Plan":
-        """Check the tensors and make the plan."""
+        """Check the tensors and build the plan."""
         _check(lists, steps)
         params, device = lists[0], lists[0][0].device
         sizes = torch.tensor([p.numel() for p in params])
         chunks = -(-sizes // CHUNK.value)
         parts = chunks.clamp_max(MOST_PARTS.value)
-        quads = -(-sizes // 4)  # Philox makes noise for four elements at a time
-        # Without residuals their row is never read; any addresses do.
+        quads = -(-sizes // 4)  # Philox draws noise for four elements at a time
+        # Without residuals, their row is never read and may hold any addresses.
         kept = [*lists[:4], lists[-1]]
         addresses = torch.tensor([[tensor.data_ptr() for tensor in each] for each in kept])
-        # The row of gradients is judged with each table, as their addresses change.
+        # The alignment of gradients is checked for each table because their addresses change.
         is_aligned = (addresses % 16 == 0).logical_or(torch.arange(5)[:, None] == _GRADS).all(0)
         rest = [
             torch.tensor([step.data_ptr() for step in steps]),
@@ -105,7 +107,7 @@ class _Plan:
         )
 
     def tables_of(self, lists: Sequence[list[Tensor]]) -> tuple[Tables, _Odd]:
-        """Return the tables for these gradients, and what needs a stand-in."""
+        """Return the tables for these gradients and the positions of tensors that need a copy."""
         addresses, strides = key = _key_of_grads(lists)
 
         def make() -> tuple[Tables, _Odd]:
@@ -119,15 +121,15 @@ class _Plan:
 
 
 _plans: OrderedDict[Any, _Plan] = OrderedDict()
-# A graph may be replayed at any time: what it reads is never given back.
+# CUDA graphs may be replayed at any time, so tables that they read are never freed.
 _captured: list[Tables] = []
 
 
 def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Tables | None:
-    """Return tables that a CUDA graph may read, for good, or `None` if there are none yet."""
-    # A copy from the host would be captured with the kernels, and repeated from memory that has
-    # been given to others since. So tables must have been made before, on any stream: a capture
-    # begins when the device is idle.
+    """Return permanent tables for a CUDA graph, or `None` if no earlier step has built them."""
+    # A host-to-device copy would be captured and replayed from memory that is reused by then. So
+    # the tables must exist before the capture; they may come from any stream, because the device is
+    # idle when a capture begins.
     where, _, what = _key_of(lists, steps)
     for key, plan in _plans.items():
         if (key[0], key[2]) == (where, what):
@@ -141,9 +143,9 @@ def tables_for_capture(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> Ta
 def _key_of(
     lists: Sequence[list[Tensor]], steps: list[Tensor]
 ) -> tuple[torch.device, int | None, tuple[object, ...]]:
-    """Return the device, the stream, and all that a plan depends on."""
+    """Return the device, the stream and everything else that a plan depends on."""
     device = lists[0][0].device
-    # What is copied on one stream must not be read on another before it is there.
+    # A copy on one stream must not be read on another stream before it has finished.
     stream = torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else None
     kept = [each for row, each in enumerate(lists) if row != _GRADS]
     return device, stream, (
@@ -161,7 +163,7 @@ def _key_of_grads(lists: Sequence[list[Tensor]]) -> tuple[tuple[Any, ...], tuple
 def _remembered(
     made: OrderedDict[Any, _Made], key: object, most: int, make: Callable[[], _Made]
 ) -> _Made:
-    """Return what was made for a key; forget what has not been asked for the longest time."""
+    """Return the cached value of a key; evict the least recently used entry."""
     value = made.pop(key) if key in made else make()
     made[key] = value
     if len(made) > most:
@@ -170,16 +172,15 @@ def _remembered(
 
 
 def _numbered(counts: Tensor) -> Tensor:
-    """Return a row for each piece of each tensor: the number of the tensor, and of the piece."""
+    """Return (tensor index, piece index) for every piece of every tensor."""
     owners = torch.repeat_interleave(counts)
     pieces = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     return torch.stack([owners, pieces], dim=1).int()
 
 
 def _odd_ones(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
-    """Find what does not have the elements of its weight in the same order, without gaps."""
+    """Yield the (list, index) of tensors that are not dense in the layout of their weight."""
     for index, param in enumerate(lists[0]):
-        # On meta: only its strides are asked for.
         dense = _strides(torch.empty_like(param, device="meta"))
         for row, each in enumerate(lists):
             if param.numel() > 0 and _strides(each[index]) != dense:
@@ -187,25 +188,25 @@ def _odd_ones(lists: Sequence[list[Tensor]]) -> Iterator[tuple[int, int]]:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Return the strides of the dimensions that have any use for one."""
+    """Return the strides of dimensions larger than 1."""
     return [n for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _check(lists: Sequence[list[Tensor]], steps: list[Tensor]) -> None:
-    """Refuse what the kernels would misread."""
+    """Raise on tensors that the kernels would misread."""
     lengths = [len(each) for each in (*lists, steps)]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"Passed lists of {lengths} tensors. Each parameter has one gradient, two moments, one "
-            "step count, and a residual if any has. Pass lists of one length."
+            f"Passed lists of {lengths} tensors. Each parameter needs one gradient, two moments, "
+            "one step count, and a residual if any parameter has one. Pass lists of equal length."
         )
     params, grads = lists[0], lists[_GRADS]
     half, full, device = params[0].dtype, torch.float32, params[0].device
     for dtype in (half, grads[0].dtype):
         if dtype not in _DTYPES:
             raise ValueError(
-                f"Passed weights of {half} with gradients of {grads[0].dtype}. The fused step "
-                "takes fp16, bf16 and fp32. Pass fused=False for others."
+                f"Passed {half} weights with {grads[0].dtype} gradients. The fused step supports "
+                "fp16, bf16 and fp32. Pass `fused=False` for other dtypes."
             )
     dtypes = (half, grads[0].dtype, full, full, half)
     for name, dtype, each in zip(ROWS, dtypes, lists, strict=False):
@@ -221,13 +222,13 @@ def _check_one(
     found = (tensor.dtype, tensor.device, tensor.shape)
     if found != (dtype, device, shape):
         raise ValueError(
-            f"Passed `{name}` of {found[0]} on {found[1]} with shape {list(found[2])}. It must be "
-            f"of {dtype} on {device} with shape {list(shape)}. Group parameters by device and by "
-            "the dtypes of weights and gradients; keep moments and step counts in fp32 there."
+            f"Passed `{name}` in {found[0]} on {found[1]} with shape {list(found[2])}. Expected "
+            f"{dtype} on {device} with shape {list(shape)}. Group parameters by device and by "
+            "the dtypes of weights and gradients; keep moments and step counts in fp32."
         )
-    # As of meta and fake tensors: the kernel would write to address 0.
+    # Meta and fake tensors have address 0, to which the kernel would write.
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(
-            f"Passed `{name}` without memory of its own ({type(tensor).__name__}). The fused step "
-            "reads addresses. Pass local, materialized tensors."
+            f"Passed `{name}` without storage ({type(tensor).__name__}). The fused step reads "
+            "memory addresses. Pass local, materialized tensors."
         )
