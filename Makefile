@@ -1,4 +1,4 @@
-# Every target does its own set-up in .venv; `make test` and `make demo` work on a bare clone.
+# Every target sets up what it needs in .venv; `make test` and `make demo` work on a fresh clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 FLOOR := .venv-floor
 NEWEST := .venv-newest
 DOCS := .venv-docs
-# Tests are small: a core each serves them better than all cores together.
+# Tests are small: two workers with one thread each are faster than one with all threads.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# Every process that collects tests would compile them anew, 8 s of its time.
+# Write bytecode even if the environment disables it: otherwise every worker compiles the tests, 8 s each.
 export PYTHONDONTWRITEBYTECODE :=
 QUICK := -m "not (slow or distributed or gpu or sweep)"
 INTERPRETED = $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
@@ -19,7 +19,7 @@ INTERPRETED = $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-setup: $(STAMP)  ## Create .venv with the pinned versions of constraints.txt
+setup: $(STAMP)  ## Create .venv with the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,19 +36,19 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(PYTEST) -m "not sweep"
 
-# Fills the time in which ranks of the other tests wait for each other; says its lines together.
+# Uses the time in which ranks of other tests wait for each other; prints its output at the end.
 interpreted: WORKERS := 1
 interpreted: $(STAMP)
 	@output=$$(TRITON_INTERPRET=1 $(PYTEST) -m "interpreted and not sweep" $(INTERPRETED) 2>&1); \
 	status=$$?; echo "$$output"; exit $$status
 
-test: lint  ## Lint, check types, run all tests but those of `sweep`
+test: lint  ## Lint, check types, run all tests except those of `sweep`
 	@$(MAKE) --no-print-directory -j3 types interpreted unit
 
-quick: lint  ## Lint, run the tests that take less than a minute together
+quick: lint  ## Lint, run the quick tests
 	$(PYTEST) $(QUICK)
 
-sweep: $(STAMP)  ## Run what `test` leaves out: every kernel in every variant
+sweep: $(STAMP)  ## Run the tests that `test` omits: every kernel in every variant
 	$(PYTEST) -m sweep
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpreted and sweep" $(INTERPRETED)
 
@@ -63,22 +63,22 @@ $(FLOOR)/.installed: pyproject.toml .ci/floor.py
 	@touch $@
 
 newest: BIN := $(NEWEST)/bin
-newest:  ## Run the quick tests with the newest versions there are
+newest:  ## Run the quick tests with the newest available versions
 	$(PYTHON) -m venv $(NEWEST)
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[demo,dev]'
 	$(PYTEST) $(QUICK)
 
-wheel:  ## Install the built wheel where the tree is not, run README and docs with it
+wheel:  ## Run the code blocks of README and docs with the built wheel, outside the tree
 	PYTHON=$(PYTHON) .ci/wheel
 
 dist: $(STAMP)  ## Build the wheel and the source distribution of the last commit in dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 
-docs: $(DOCS)/.installed  ## Build the documentation in site/; a warning or a dead link fails
+docs: $(DOCS)/.installed  ## Build the documentation in site/; warnings and dead links are errors
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-# The `docs` extra alone: its tools read the sources, and import neither torch nor Lightning.
+# Only the `docs` extra: its tools read the sources and import neither torch nor Lightning.
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
 	sed -n '/^docs = \[/,/^\]/s/^  "\(.*\)",$$/\1/p' pyproject.toml > $(DOCS)/requirements.txt
@@ -86,10 +86,10 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 		--constraint constraints.txt --requirement $(DOCS)/requirements.txt
 	@touch $@
 
-demo: $(STAMP)  ## Train a CLIP on glyphs, test it, draw what it finds; ARGS=--fast for two minutes
+demo: $(STAMP)  ## Train and test a CLIP on glyphs, draw retrieved glyphs; ARGS=--fast takes two minutes
 	$(BIN)/python examples/glyph_clip/run.py $(ARGS)
 
-bench: $(STAMP)  ## Measure on this machine's CPU what the README claims, in a quarter of an hour
+bench: $(STAMP)  ## Repeat the README's measurements on this machine's CPU, in a quarter of an hour
 	$(BIN)/python benchmarks/contrastive_loss.py --device cpu
 	$(BIN)/python benchmarks/contrastive_loss.py --device cpu --objective sigmoid --scale 10 --repeats 3
 	$(BIN)/python benchmarks/contrastive_loss.py --device cpu --batch 16384 --width 256 --repeats 1 --max-seconds 5
@@ -98,11 +98,11 @@ bench: $(STAMP)  ## Measure on this machine's CPU what the README claims, in a q
 	$(BIN)/python benchmarks/monitor_overhead.py --device cpu --pairs 1
 	$(BIN)/python benchmarks/tables.py
 
-monitors-table: $(STAMP)  ## Count the false alarms of all monitors in healthy runs of real models
+monitors-table: $(STAMP)  ## Count the false alarms of all monitors in healthy runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitors.table $(TABLE)
 
-failures-table: $(STAMP)  ## Plant failures, and count which are named and which remedies cure them
+failures-table: $(STAMP)  ## Cause failures; count which are detected and which remedies cure them
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitors.failures_table $(TABLE)
 
-clean:  ## Remove the .venvs and everything that was made here
+clean:  ## Remove the virtual environments and all build outputs
 	rm -rf $(VENV) $(FLOOR) $(NEWEST) $(DOCS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

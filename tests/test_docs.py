@@ -10,6 +10,8 @@ starts on 2 ranks; `<!-- only ... -->` says where it runs, if not here.
 import os
 import re
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -155,6 +157,20 @@ def test_commands_are_targets_of_the_makefile() -> None:
     for block in BLOCKS:
         for target in re.findall(r"^make ([\w-]+)", block.code, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), (block.page, target)
+
+
+def test_command_of_contributing_fills_in_the_address(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^sed .*$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    names = [name for name in shlex.split(command) if (ROOT / name).is_file()]
+    for name in names:
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
+    filled = {name: (tmp_path / name).read_text() for name in names}
+    assert "OWNER" not in "".join(filled.values())
+    address = "https://github.com/your-account/lightning-mp"
+    assert f'\nHomepage = "{address}"\n' in filled["pyproject.toml"]
+    assert f"\nrepo_url: {address}\n" in filled["mkdocs.yml"]
+    assert f"\nrepository-code: {address}\n" in filled["CITATION.cff"]
 
 
 def test_figures_are_what_their_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
