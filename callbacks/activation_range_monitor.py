@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
+from lightning_mp.callbacks._rules.outputs import ExpertRule, LogitRule
 from lightning_mp.callbacks._rules.ranges import GrowthRule, UnderflowJudge
 from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
 from lightning_mp.callbacks._step.outputs import OutputKey, OutputSampler, blocks_in, eager_modules
@@ -27,13 +27,9 @@ from lightning_mp.precision.inf_clamp import InfClamp
 
 __all__ = ["ActivationRangeMonitor"]
 
-_JUMP = (
-    1e3  # times a variance since the last sample; a batch in ten of 100 times as large makes 1e3
-)
-# An attention grows where its largest logit is 8 times what it was, beyond 50: of two keys that
-# differ by 20, a softmax leaves one 2e-9.
-_TIMES, _SHARP = 8.0, 50.0
-_FIRST, _KEPT = 5, 64  # samples whose median is a level, and samples at all
+# Times a variance since the last sample; a batch in ten of 100 times as large makes 1e3.
+_JUMP = 1e3
+_ROOT = "training_step"  # the name of functions that are called there
 
 
 @explains_arguments(
@@ -71,7 +67,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     """
 
     moment: Moment = "batch end"  # when the gradients of outputs are there too
-    keeps = ("samples", "_finite", "_usual_buffers", "_logits")
+    keeps = ("samples", "_finite", "_usual_buffers")
 
     def __init__(
         self,
@@ -93,10 +89,11 @@ class ActivationRangeMonitor(SamplingMonitor):
         self.calls_per_step = calls_per_step
         self._rule = UnderflowJudge(baseline_samples, 0.01, 0.05)
         self._growth = GrowthRule()
+        self._logits = LogitRule()
+        self._experts = ExpertRule()
         self._finite: dict[str, bool] = {}  # outputs and buffers: whether they were at first
         self._sampler = OutputSampler({}, backward, calls_per_step)
         self._usual_buffers: dict[str, float] = {}  # the largest value of each at the last sample
-        self._logits: dict[str, list[float]] = {}  # the largest of each attention, by sample
         self._clamped: dict[str, float] = {}  # values that were clamped until the last sample
 
     @override
@@ -174,6 +171,7 @@ class ActivationRangeMonitor(SamplingMonitor):
     def judge(self, sample: Sample) -> list[Verdict]:
         metrics: dict[str, float] = {}
         verdicts = [*self._judge_buffers(sample), *self._judge_logits(sample, metrics)]
+        verdicts += self._judge_experts(sample, metrics)
         is_lost = any(bad_W.any() for _, bad_W in _rows(sample, "loss", StatField.NON_FINITE))
         for kind in dict.fromkeys(key.kind for key in sample.context["keys"]):
             if kind in ("activation", "output_gradient", "norm_input"):
@@ -266,27 +264,39 @@ class ActivationRangeMonitor(SamplingMonitor):
             self._usual_buffers[name] = amax
 
     def _judge_logits(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
-        limit, largest = self.max_attention_logit, {}
-        for name, logits_W in _rows(sample, "attention_logit", StatField.AMAX):
-            largest[name] = float(logits_W.max())
-            kept = self._logits[name] = [*self._logits.get(name, []), largest[name]][-_KEPT:]
-            usual, grown = statistics.median(kept[:_FIRST]), statistics.median(kept[-_FIRST:])
-            self._growth.add(f"attention:{name}", sample.facts.step, -math.log2(grown + 1e-30))
-            rank, numbers = int(logits_W.argmax()), {"usual": usual}
-            if largest[name] > limit:
-                yield Verdict("attention_logit", largest[name], limit, tensor=name, rank=rank)
-            elif grown > max(_TIMES * usual, _SHARP) and self._growth.is_trend(f"attention:{name}"):
-                verdict = Verdict("attention_logit", largest[name], _TIMES * usual, tensor=name)
-                tags = ("growing",)
-                yield dataclasses.replace(verdict, tags=tags, rank=rank, numbers=numbers)
-        if largest:
-            self.history.add_column("attention_logit", sample.facts.step, largest)
-            metrics["attention_logit"] = max(largest.values())
+        step, limits = sample.facts.step, {"attention_logit": self.max_attention_logit}
+        for kind in ("attention_logit", "attention_entropy", "output_logit", "output_log_z"):
+            ranks = {name or _ROOT: by_W for name, by_W in _rows(sample, kind, StatField.AMAX)}
+            largest = {name: float(by_W.max()) for name, by_W in ranks.items()}
+            for name, value in largest.items():
+                found = self._logits.judge(kind, name, step, value, limits.get(kind, math.inf))
+                if found is not None:
+                    yield dataclasses.replace(found, rank=int(ranks[name].argmax()))
+            if largest:
+                is_inverse = kind == "attention_entropy"
+                shown = {n: 1 / v if is_inverse else v for n, v in largest.items()}
+                self.history.add_column(kind, step, shown)
+                metrics[kind] = (min if is_inverse else max)(shown.values())
+
+    def _judge_experts(self, sample: Sample, metrics: dict[str, float]) -> Iterator[Verdict]:
+        chosen: dict[str, list[float]] = {}
+        tokens: dict[str, float] = {}
+        for name, by_W in _rows(sample, "expert", StatField.SUM_OF_SQUARES):
+            chosen.setdefault(name.rpartition("[")[0], []).append(float(by_W.sum()))
+        for name, by_W in _rows(sample, "expert", -1):
+            tokens[name.rpartition("[")[0]] = float(by_W.sum())
+        loads: dict[str, float] = {}  # choices of each expert; 1 if all have as many
+        for router, counts in chosen.items():
+            even = max(sum(counts) / len(counts), 1e-30)
+            loads |= {f"{router}[{at}]": count / even for at, count in enumerate(counts)}
+            yield from self._experts.judge(router, tokens[router], counts)
+        if loads:
+            self.history.add_column("expert_load", sample.facts.step, loads)
+            metrics |= {"expert_load_min": min(loads.values())}
+            metrics |= {"expert_load_max": max(loads.values())}
 
 
-def _rows(
-    sample: Sample, kind: str, field: StatField
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _rows(sample: Sample, kind: str, field: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield the name and one statistic by rank of each row of a kind."""
     for at, key in enumerate(sample.context["keys"]):
         if key.kind == kind:

@@ -154,6 +154,8 @@ class AdamStateMonitor(SamplingMonitor):
             return []
         tensors = [AdamNumbers(name, row) for name, row in zip(names, sums_NK, strict=True)]
         self.history.add_column("update_rms", facts.step, {t.name: t.rms for t in tensors})
+        ratios = {t.name: t.ratio for t in tensors}
+        self.history.add_column("update_to_weight", facts.step, ratios)
         metrics = {
             "update_rms": max(t.rms for t in tensors),
             "below_epsilon_share": max(t.below_epsilon for t in tensors),

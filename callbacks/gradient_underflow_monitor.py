@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments, refuse_values
-from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge
+from lightning_mp.callbacks._rules.ranges import ROUNDING, UnderflowJudge, origin_of
 from lightning_mp.callbacks._rules.records import Sample, Verdict
 from lightning_mp.callbacks._step.sampling import SamplingMonitor, merge_ranks, pack_stats
 from lightning_mp.callbacks._step.training_state import TrainingStep, loss_scale_of
@@ -123,6 +123,11 @@ class GradientUnderflowMonitor(SamplingMonitor):
         ]
         worst = [v for v in found if v is not None]
         worst.sort(key=lambda v: (v.value or 0) - v.numbers["usual"], reverse=True)
+        # Where units have died, other modules have no gradient because of them.
+        gone = [name for name, share in stats.zero_share.items() if share == 1]
+        origin = None if zeros == 1 else origin_of(gone, names)
+        named = [v for v in worst if v.value != 1 or _owner(v) == origin]
+        worst = worst if origin is None or not named else named
         # The worst name the place; all would only repeat it.
         return [self._worded(verdict, scale, len(worst)) for verdict in worst[:3]]
 
@@ -144,3 +149,7 @@ class GradientUnderflowMonitor(SamplingMonitor):
     def _passes_through_fp16(self) -> bool:
         # `16-mixed` and `16-true`; all names of bf16 begin with `bf16`.
         return str(self.recorder.trainer.precision_plugin.precision).startswith("16")
+
+
+def _owner(verdict: Verdict) -> str:
+    return str(verdict.tensor).partition(":")[2].rpartition(".")[0]

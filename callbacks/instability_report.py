@@ -5,13 +5,17 @@ import dataclasses
 import json
 import math
 import os
+import re
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp._arguments import PATH, Check, explains_arguments
@@ -21,6 +25,7 @@ from lightning_mp.callbacks._report.outlets import Alerts, log_report
 from lightning_mp.callbacks._report.page import report_page
 from lightning_mp.callbacks._report.run_facts import now, preflight_page_of, run_facts
 from lightning_mp.callbacks._rules.records import Sample, Verdict
+from lightning_mp.callbacks._step.batches import loss_in
 from lightning_mp.callbacks._step.training_state import scaler_of, step_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.callbacks.gradient_underflow_monitor import GradientUnderflowMonitor
@@ -28,6 +33,8 @@ from lightning_mp.callbacks.monitor import Alarm, InstabilityMonitor
 
 __all__ = ["InstabilityReport"]
 
+# Names of logged metrics that are the loss of a validation, such as `val_loss` and `loss/valid`.
+_VALIDATION = re.compile(r"(^|[_/.-])val(id(ation)?)?([_/.-]).*loss|loss.*[_/.-]val", re.IGNORECASE)
 _REST = 20  # times as long as the last report took: at most 5% of a run
 
 
@@ -99,6 +106,8 @@ class InstabilityReport(InstabilityMonitor):
         self._failures = Failures(usage)
         self._wanted: Path | None = None  # where to write to, if no other run does
         self._earlier: str | None = None  # the page of the run that is resumed
+        self._validation: list[Tensor] = []  # losses of its batches
+        self._validated = -1  # the last training step before a validation
         self._skips = -1  # the last step that was skipped, which several optimizers may share
         self._starts: list[dict[str, Any]] = []  # when the run was started and resumed
         self._is_started = False  # whether this start is among them
@@ -186,6 +195,31 @@ class InstabilityReport(InstabilityMonitor):
             before = (self.history.curves.get("skipped") or [(0, 0)])[-1][1]
             self.history.add_point("skipped", facts.step, before + 1)
         return []
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        loss = loss_in(outputs)
+        if loss is not None and not trainer.sanity_checking:
+            self._validation.append(loss.detach().float().mean())
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record the loss that `validation_step` returned or logged, and its gap to training."""
+        losses, self._validation = self._validation, []
+        if trainer.sanity_checking or self._wanted is None:
+            return
+        logged = (v for name, v in trainer.callback_metrics.items() if _VALIDATION.search(name))
+        loss = torch.stack(losses).mean() if losses else next(logged, None)
+        points = self.history.curves.get("loss", [])
+        trained = [value for step, value in points if step > self._validated]
+        if points:
+            self._validated = points[-1][0]
+        if loss is not None:
+            step, value = step_of(trainer), float(loss)
+            self.history.add_point("validation_loss", step, value)
+            if trained:
+                gap = value - statistics.fmean(trained)
+                self.history.add_point("validation_gap", step, gap)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

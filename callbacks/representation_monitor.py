@@ -1,6 +1,6 @@
-"""`RepresentationMonitor`: sees features collapse while the loss still falls.
+"""`RepresentationMonitor`: sees features collapse or stand still while the loss still falls.
 
-Legend: N samples, D width of features.
+Legend: N samples, L tokens, D width of features, P projections.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import explains_arguments
 from lightning_mp.callbacks._rules.records import Sample, Verdict, first_of_each_kind
-from lightning_mp.callbacks._rules.representation import RepresentationRule
+from lightning_mp.callbacks._rules.representation import RepresentationRule, Sketch
 from lightning_mp.callbacks._step.batches import tensors_in
 from lightning_mp.callbacks._step.outputs import eager_modules
 from lightning_mp.callbacks._step.sampling import SamplingMonitor
@@ -33,6 +33,8 @@ __all__ = ["RepresentationMonitor"]
 
 _ROWS = 256  # of features, whose products make the effective rank
 _LEAST = 4  # features that can be told to agree
+_PROJECTIONS = 16
+_WIDTH = 2 + 4 * _PROJECTIONS  # numbers in a row
 _SIDES = ("image_features", "text_features")
 
 
@@ -87,6 +89,8 @@ class RepresentationMonitor(SamplingMonitor):
         self._towers: dict[str, nn.Module] = {}
         self._hooks = ExitStack()
         self._rows: dict[tuple[str, str], Tensor] = {}  # by kind and name
+        self._locked: set[str] = set()  # features whose tower is frozen on purpose
+        self._has_frozen = False  # whether the model has frozen parameters
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,6 +105,12 @@ class RepresentationMonitor(SamplingMonitor):
             chosen = {m for name in self.modules for m in find_modules(pl_module, name)}
             towers = {name: module for name, module in eager.items() if module in chosen}
         self._losses, self._towers = losses, towers
+        self._has_frozen = not all(p.requires_grad for p in pl_module.parameters())
+        self._locked = {
+            name
+            for name, tower in towers.items()
+            if not any(p.requires_grad for p in tower.parameters())
+        }
         if not losses and not towers:
             rank_zero_warn(usage("no_features"))
 
@@ -139,6 +149,9 @@ class RepresentationMonitor(SamplingMonitor):
         if len(tensors) < 2 or ("pairs", name) in self._rows:
             return  # such a call the loss refuses in words
         means = [self._add(f"{name}.{side}", x) for side, x in zip(_SIDES, tensors, strict=True)]
+        for side, x in zip(_SIDES, tensors, strict=True):
+            if self._has_frozen and not x.requires_grad:
+                self._locked.add(f"{name}.{side}")
         scale = given.get("logit_scale", 1.0)
         is_trained = isinstance(scale, Tensor) and scale.requires_grad
         self._rows["pairs", name] = _pair_row(tensors, means, scale if is_trained else torch.nan)
@@ -155,7 +168,8 @@ class RepresentationMonitor(SamplingMonitor):
             some_ND = some_ND - some_ND.mean(dim=0)
             gram_NN = some_ND @ some_ND.mT
             rank = gram_NN.trace().square() / gram_NN.square().sum().clamp(min=1e-30)
-            self._rows["features", name] = torch.stack([spread, rank, torch.zeros_like(rank)])
+            sketch = _sketch(unit_ND.unflatten(0, features.shape[:-1]))
+            self._rows["features", name] = torch.cat([torch.stack([spread, rank]), sketch])
             return mean_D
 
     @override
@@ -164,7 +178,8 @@ class RepresentationMonitor(SamplingMonitor):
         if not rows:
             return None
         device = step.trainer.strategy.root_device
-        table = torch.stack([row.to(device, non_blocking=True) for row in rows.values()])
+        padded = [F.pad(row, (0, _WIDTH - len(row))) for row in rows.values()]
+        table = torch.stack([row.to(device, non_blocking=True) for row in padded])
         return step.gather(table, keys=list(rows))
 
     @override
@@ -180,7 +195,13 @@ class RepresentationMonitor(SamplingMonitor):
         for name in features:
             if np.isfinite(spread[name]) and np.isfinite(rank[name]):
                 verdicts += self._rule.features(name, spread[name], rank[name])
-        for name, (positive, negative, scale) in pairs.items():
+        sketches = {
+            name: _errors(row, len(sample.array))
+            for name, row in features.items()
+            if name not in self._locked and np.isfinite(row).all()
+        }
+        verdicts += self._rule.unchanged(sketches)
+        for name, (positive, negative, scale) in ((n, row[:3]) for n, row in pairs.items()):
             metrics |= {"positive_similarity": positive, "negative_similarity": negative}
             if np.isfinite(scale):
                 metrics["logit_scale"] = scale
@@ -202,3 +223,24 @@ def _pair_row(sides: list[Tensor], means: list[Tensor], scale: Tensor | float) -
     others = max(len(image_ND) * len(text_ND) - count, 1)
     value = torch.as_tensor(scale, dtype=torch.float32, device=image_ND.device).detach()
     return torch.stack([positives / count, (total - positives) / others, value.reshape(())])
+
+
+def _sketch(unit: Tensor) -> Tensor:
+    """Return means of some projections of features and of their squares, and errors of the means.
+
+    The means tell whether a tower computes the same features as before, without running it again.
+    """
+    generator = torch.Generator().manual_seed(0)  # the same projections in every sample
+    projections_DP = torch.randn(unit.shape[-1], _PROJECTIONS, generator=generator)
+    projected = unit @ projections_DP.to(unit.device, non_blocking=True)
+    values = torch.cat([projected, projected.square()], dim=-1)
+    # Tokens of one sample depend on each other, so samples are counted.
+    samples = values.flatten(1, -2).mean(dim=1) if values.ndim > 2 else values
+    squared_errors = samples.var(dim=0) / len(samples)
+    return torch.cat([samples.mean(dim=0), squared_errors])
+
+
+def _errors(row: np.ndarray[Any, Any], ranks: int) -> Sketch:
+    """Return the sketch in a row: means, and squared errors over all ranks."""
+    means, errors = np.split(row[2:], 2)
+    return list(zip(means.tolist(), (errors / ranks).tolist(), strict=True))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from lightning_mp._arguments import PATH, Check, explains_arguments
 from lightning_mp._files import Failures, claim, save
+from lightning_mp.callbacks._report.data import HISTOGRAM
 from lightning_mp.callbacks._rules.moments import (
     EXPONENTS,
     Reduction,
@@ -42,6 +44,7 @@ from lightning_mp.precision._choice.module_selection import as_written
 
 __all__ = ["TensorCollector"]
 
+_MAPS = 12  # tensors whose histograms the page of `InstabilityReport` shows
 Kind = Literal["weights", "gradients", "optimizer_state", "outputs"]
 
 
@@ -75,7 +78,8 @@ class TensorCollector(SamplingMonitor):
         collect: `"weights"`, `"gradients"` (unscaled), `"optimizer_state"` (all states of a
             parameter's shape), all right before the step; `"outputs"` of the step's forwards.
         reductions: Of each tensor: `"norm"`, `"rms"`, `"mean"`, `"std"`, `"absmax"`, `"kurtosis"`
-            (3 for normal values), and `"histogram"`, by powers of two.
+            (3 for normal values), and `"histogram"`, by powers of two. The page of
+            `InstabilityReport` shows the histograms of the first 12 tensors over time.
         every_n_steps: Steps between two samples.
         dirpath: The folder to write to; `tensors` in the logger's, or in `default_root_dir`. Where
             another run has it, `-v1` or a higher number is put behind the name.
@@ -250,6 +254,8 @@ class TensorCollector(SamplingMonitor):
             counts = {"count": merged_NK[:, 0].numpy(), "non_finite": merged_NK[:, 6].numpy()}
             where = {"step": facts.step, "epoch": facts.epoch, "batch_idx": facts.batch_idx}
             self._write(facts.step, {"names": np.array(keys), **where, **counts, **arrays})
+        if "histogram" in arrays:
+            self._add_maps(facts.step, keys, arrays["histogram"])
         if self.log:
             metrics = {
                 f"{key}/{name}": float(value)
@@ -260,6 +266,13 @@ class TensorCollector(SamplingMonitor):
             }
             self.log_metrics(trainer, metrics, facts.step)
         return []
+
+    def _add_maps(self, step: int, keys: Sequence[str], counts: npt.NDArray[Any]) -> None:
+        """Add the histograms of the first tensors to the page of `InstabilityReport`."""
+        bins = ["0", *(f"2^{exponent:.0f}" for exponent in EXPONENTS[1:])]
+        for key, row in list(zip(keys, counts, strict=True))[:_MAPS]:
+            shares = {bins[at]: row[at] / row.sum() for at in row.nonzero()[0]}
+            self.history.add_column(f"{HISTOGRAM}{key}", step, shares)
 
     def _write(self, step: int, arrays: dict[str, Any]) -> None:
         if "histogram" in arrays:

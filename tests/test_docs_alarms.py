@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
@@ -24,6 +25,7 @@ from lightning_mp import (
 )
 from lightning_mp.callbacks._rules.records import History
 from lightning_mp.callbacks._words.sentences import MESSAGES
+from tests.monitors.planted_outputs import Sparse
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "callbacks" / "alarms.md").read_text()
@@ -56,6 +58,8 @@ def _kinds() -> set[str]:
 def test_page_names_every_alarm_of_the_code() -> None:
     kinds = _kinds() | {"loss_spike", "gradient_spike"}  # chosen by a condition, as
     kinds |= {"non_finite_loss", "non_finite_gradient"}
+    # Judged by one rule, which takes the kind.
+    kinds |= {"attention_logit", "attention_entropy", "output_logit", "output_log_z"}
     assert {"divergence", "rewind_lost", "non_finite", "skip_rate"} < kinds
     assert _named("Alarms") == kinds
 
@@ -81,12 +85,14 @@ class _Model(pl.LightningModule):
         super().__init__()
         self.scale, self.contrastive = nn.Parameter(torch.ones(())), ContrastiveLoss()
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2))
+        self.mixture = Sparse()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         for layer in self.layers:
             batch = layer(batch)
         rows = batch.float().flatten(0, 1)
-        return rows.square().mean() + self.contrastive(rows, rows.flip(0), self.scale.exp())
+        loss = self.contrastive(rows, rows.flip(0), self.scale.exp())
+        return loss + F.cross_entropy(rows, rows.argmax(dim=1)) + self.mixture(rows).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())

@@ -17,13 +17,14 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # `lightning-mp report` needs no torch
     from lightning_mp.callbacks.monitor import Alarm, History
 
-__all__ = ["NAME", "parts_of", "report_data"]
+__all__ = ["HISTOGRAM", "NAME", "parts_of", "report_data"]
 
 NAME = "lightning-mp instability report"
+HISTOGRAM = "histogram of "  # how the name of a map begins whose rows are powers of two
 MAX_ALARMS = 500
 # Together at most a few MB, which a browser opens at once.
 _MAX_CURVES, _MAX_POINTS = 40, 1500
-_MAX_MAPS, _MAX_CELLS = 8, 25_600  # cells of one map
+_MAX_MAPS, _MAX_CELLS, _ALL_CELLS = 32, 25_600, 204_800  # cells of one map, and of all
 _MAX_NAME, _MAX_MESSAGE = 200, 800  # characters
 _NON_FINITE = "_not_finite"
 _SHOWN = ("step", "epoch", "batch_idx", "rank", "monitor", "kind", "severity", "remedy", "tensor")
@@ -41,7 +42,8 @@ def report_data(
     alarms = sorted((a for h in histories for a in h.alarms), key=lambda alarm: alarm.step)
     curves = _pick_curves(histories)
     alarmed = {alarm.tensor for alarm in alarms if alarm.tensor}
-    maps = _name_maps(histories)
+    maps = dict(list(_name_maps(histories).items())[:_MAX_MAPS])
+    most_cells = min(_MAX_CELLS, _ALL_CELLS // max(len(maps), 1))
     counts = {s: sum(a.severity == s for a in alarms) for s in ("error", "warning", "info")}
     first = next((alarm for alarm in alarms if alarm.severity != "info"), None)
     return {
@@ -52,8 +54,7 @@ def report_data(
         "alarms": [_alarm(alarm) for alarm in _choose_alarms(alarms)],
         "curves": dict(list(_plain_curves(curves).items())[:_MAX_CURVES]),
         "maps": [
-            _plain_map(name, heat, max_tensors, alarmed)
-            for name, heat in list(maps.items())[:_MAX_MAPS]
+            _plain_map(name, heat, max_tensors, most_cells, alarmed) for name, heat in maps.items()
         ],
     }
 
@@ -165,19 +166,20 @@ def _digits(value: float, digits: int) -> float:
 
 
 def _plain_map(
-    name: str, heat: dict[str, Any], max_tensors: int, alarmed: set[str]
+    name: str, heat: dict[str, Any], max_tensors: int, most_cells: int, alarmed: set[str]
 ) -> dict[str, Any]:
     names, steps = heat["names"], [step for step, _ in heat["columns"]]
     cells_RC = np.full((len(names), len(steps)), math.nan)
     for at, (_, column) in enumerate(heat["columns"]):
         cells_RC[: len(column), at] = column  # rows that came later have no value yet
-    interest_R = _interest(name, cells_RC)
+    is_histogram = name.startswith(HISTOGRAM)
+    interest_R = _exponents(names) if is_histogram else _interest(name, cells_RC)
     # Those that an alarm named come first.
     # Rows may end on a dtype in brackets, which names in alarms do not have.
     interest_R += [1e6 * (row.partition(" (")[0] in alarmed) for row in names]
     # Stable, so that tensors alike stay in the order of the model.
     rows = np.argsort(-interest_R, kind="stable")[:max_tensors]
-    most = max(_MAX_CELLS // max(len(rows), 1), 2)
+    most = max(most_cells // max(len(rows), 1), 2)
     # Evenly, with the first and the newest among them.
     columns = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
     return {
@@ -188,6 +190,11 @@ def _plain_map(
         "steps": [steps[column] for column in columns],
         "cells": [[_cell(cells_RC[row, column]) for column in columns] for row in rows],
     }
+
+
+def _exponents(names: Sequence[str]) -> npt.NDArray[np.float64]:
+    """Return the exponents of rows such as `2^-3`, and the lowest number for the row of zeros."""
+    return np.array([float(name[2:]) if name.startswith("2^") else -1e3 for name in names])
 
 
 def _interest(name: str, cells_RC: _Cells) -> npt.NDArray[np.float64]:

@@ -19,6 +19,9 @@ function meaningOf(map) {
   if (map.name.startsWith("update_rms")) {
     return { unit: "number", bad: (v) => clamp(Math.log10(Math.max(v, 1e-9))), ticks: [[1, "≤1"], [2.3, "2.3"], [5, "5"], [10, "≥10"]] };
   }
+  if (map.name.startsWith("update_to_weight")) {
+    return { unit: "number", bad: (v) => clamp(1 + Math.log10(Math.max(v, 1e-9)) / 6), ticks: [[1e-6, "≤1e-6"], [1e-4, "1e-4"], [1e-2, "0.01"], [1, "≥1"]] };
+  }
   const values = map.cells.flat().filter((v) => typeof v === "number");
   let low = Infinity;
   let high = -Infinity;

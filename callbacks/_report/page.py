@@ -11,6 +11,8 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
+from lightning_mp.callbacks._report.data import HISTOGRAM
+
 __all__ = ["MAP_TITLES", "marked_up", "report_page"]
 
 # Name of a curve -> title and axis.
@@ -25,6 +27,7 @@ MAP_TITLES = {
     "gradient_zero_share": "Gradients: share of values that are exactly zero",
     "gradient_headroom_bits": "Gradients: headroom up to the largest fp16 number, in bits",
     "update_rms": "Adam: next update against what the second moment expects (RMS)",
+    "update_to_weight": "Adam: norm of the next update against that of the weights",
     "weight_rms": "Weights: RMS of each parameter",
     "feature_spread": "Features: spread, 1 where directions cancel and 0 where all agree",
     "activation_zero_share": "Activations: share of values that are exactly zero",
@@ -32,6 +35,10 @@ MAP_TITLES = {
     "norm_input_headroom_bits": "Inputs of norms: headroom up to the largest number, in bits",
     "norm_input_zero_share": "Inputs of norms: share of values that are exactly zero",
     "attention_logit": "Attention: largest logit",
+    "attention_entropy": "Attention: entropy, as a share of the highest",
+    "output_logit": "Output logits: the largest",
+    "output_log_z": "Output logits: log Z (RMS)",
+    "expert_load": "Experts: share of the tokens, 1 where all have as many",
     "output_gradient_zero_share": "Gradients of outputs: share that is exactly zero",
     "output_gradient_headroom_bits": "Gradients of outputs: headroom, in bits",
 }
@@ -221,6 +228,8 @@ def _line(name: str, curve: Any, title: str, axis: str = "auto") -> dict[str, An
 
 def _map_title(name: str) -> str:
     """Return the title of a heat map, with its number where it is the second of a name."""
+    if name.startswith(HISTOGRAM):
+        return f"{name[:1].upper()}{name[1:]}: share of values by power of two"
     base, _, number = name.rpartition("_")
     # Both, as a name may end on a number of its own.
     if number.isdigit() and base in MAP_TITLES:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._rules.ranges import ALIVE, ROUNDING
+from lightning_mp.callbacks._rules.ranges import ALIVE, ROUNDING, origin_of
 from lightning_mp.callbacks._rules.records import Learning, Verdict
 from lightning_mp.numerics.floats import HALF_DTYPES, state_dtype
 from lightning_mp.numerics.tensor_stats import local_shard, stored_values
@@ -265,8 +265,10 @@ class AdamStateRule(Learning):
             limit = max(self._highest_rms(numbers, newest), 1.5 * usual["rms"])
             if numbers.rms > limit:
                 high.append(Verdict("update_rms", numbers.rms, limit, tensor=numbers.name))
-        ordered = _origin_first(verdicts, [numbers.name for numbers in tensors])
-        return ordered + self._confirm(step, high, first)
+        dead = {str(verdict.tensor) for verdict in verdicts if verdict.kind == "zero_run"}
+        origin = origin_of(dead, [numbers.name for numbers in tensors])
+        verdicts.sort(key=lambda v: str(v.tensor).rpartition(".")[0] != origin)
+        return verdicts + self._confirm(step, high, first)
 
     def _highest_rms(self, numbers: AdamNumbers, newest: list[float]) -> float:
         """Return what is still fine for a tensor of this size, this sparse and this noisy."""
@@ -368,19 +370,6 @@ class AdamStateRule(Learning):
         threshold, tags = (self.min_ratio, ("low",)) if is_low else (self.max_ratio, ())
         words = {"least": self.min_ratio, "most": self.max_ratio}
         return Verdict("update_to_weight", numbers.ratio, threshold, tags=tags, numbers=words)
-
-
-def _origin_first(verdicts: list[Verdict], names: list[str]) -> list[Verdict]:
-    """Put the layer that died before those that have no gradient for it."""
-    # Behind it the weights see zeros, but biases learn; before it nothing arrives. So of the
-    # modules without any gradient the last one is the one.
-    dead = {str(v.tensor) for v in verdicts if v.kind == "zero_run"}
-    whole: dict[str, bool] = {}
-    for name in names:
-        owner = name.rpartition(".")[0]
-        whole[owner] = whole.get(owner, True) and name in dead
-    origin = next((owner for owner in reversed(whole) if whole[owner]), None)
-    return sorted(verdicts, key=lambda v: str(v.tensor).rpartition(".")[0] != origin)
 
 
 def _boost(steps: float, beta2: float) -> float:

@@ -1,12 +1,13 @@
 """When values vanish because a format is too small for them, and when they will overflow it."""
 
 import statistics
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_mp.callbacks._rules.records import Learning, Severity, Verdict
 
-__all__ = ["ALIVE", "GrowthRule", "ROUNDING", "UnderflowJudge"]
+__all__ = ["ALIVE", "GrowthRule", "ROUNDING", "UnderflowJudge", "origin_of"]
 
 # A gradient that is zero but for rounding (of a bias in front of a norm, of the keys of attention)
 # is as small beside others as a rounding of fp16 beside 1, with a factor of 4 for sums.
@@ -86,6 +87,19 @@ class UnderflowJudge(Learning):
         limit = self.alarm_excess if is_bad else self.warn_excess
         words = {"usual": highest, "excess": limit, "subnormal": subnormal_share}
         return Verdict("underflow", zero_share, limit + highest, severity, name, numbers=words)
+
+
+def origin_of(dead: Collection[str], names: Iterable[str]) -> str | None:
+    """Return the module whose units died, given the parameters whose gradients are zero.
+
+    Modules before it get no gradient. Modules behind it see zeros, but their biases still learn. So
+    it is the last module of which no parameter has a gradient; `None` if there is none.
+    """
+    is_whole: dict[str, bool] = {}
+    for name in names:
+        owner = name.rpartition(".")[0]
+        is_whole[owner] = is_whole.get(owner, True) and name in dead
+    return next((owner for owner in reversed(is_whole) if is_whole[owner]), None)
 
 
 _NEWEST, _LEAST = 16, 5  # samples that a line goes through

@@ -46,6 +46,18 @@ MESSAGES = {
     "attention_logit, growing": "The logits of attention in `{tensor}` reach {value:.4g}, and "
     "grow: they were {usual:.4g} at the start. At some hundreds a softmax is one-hot, and queries "
     "and keys learn no more.",
+    "attention_entropy": "The softmax of attention in `{tensor}` narrows to single keys: the "
+    "highest entropy is {value:.4g} times its entropy, was {usual:.4g} times at the start, and "
+    "the ratio grows. Queries and keys of a one-hot softmax learn no more.",
+    "output_logit": "The output logits in `{tensor}` reach {value:.4g}, and grow: they were "
+    "{usual:.4g} at the start. Half precision rounds large logits coarsely.",
+    "output_log_z": "The log Z (RMS) of the output logits in `{tensor}` has grown from {usual:.4g} "
+    "at the start to {value:.4g}. A cross-entropy does not see a number that is added to all "
+    "logits, so nothing stops this drift, and half precision rounds large logits coarsely.",
+    "expert_dead": "The router sends {value:.2%} of the tokens to the expert `{tensor}`; an even "
+    "share is {even:.1%}. The number of experts below a hundredth of that is {count}, of {of}.",
+    "expert_overloaded": "The router sends {value:.0%} of the tokens to the expert `{tensor}`; an "
+    "even share is {even:.1%}.",
     "buffer_jump": "The buffer `{tensor}` has jumped from {usual:.4g} to {value:.4g} since the "
     "last sample. Evaluation divides by its root, and is wrong until it has faded.",
     "buffer_non_finite": "The buffer `{tensor}` holds NaN or inf, and was finite before. Training "
@@ -95,6 +107,9 @@ MESSAGES = {
     f"same direction. {_COUNT}",
     "feature_rank": "The effective rank of the features of `{tensor}` has fallen from {usual:.1f} "
     f"to {{value:.1f}}, below {{threshold:.1f}}. {_COUNT}",
+    "tower_unchanged": "The features of `{tensor}` do not change, while those of `{other}` do: "
+    "the squared distance from the first sample is {value:.2g} times what sampling explains, and "
+    "{times:.3g} times for `{other}`.",
     "temperature_clamped": "The logit scale of `{tensor}` has been {value:.4g} in the last "
     "{samples} samples. It stands at its limit.",
     # --- SpikeGuard ------------------------------------------------------------------------------
@@ -230,6 +245,17 @@ REMEDIES = {
     "attention_logit": "Normalise queries and keys, or lower the learning rate to "
     "{lower_rate:.3g}.",
     "attention_logit, ending": "Normalise queries and keys.",
+    "attention_entropy": "Normalise queries and keys, or lower the learning rate to "
+    "{lower_rate:.3g}.",
+    "output_logit": "Lower the learning rate to {lower_rate:.3g}, or set a `weight_decay` for the "
+    "last layer.",
+    "output_logit, ending": "Set a `weight_decay` for the last layer.",
+    "output_log_z": "Add a z-loss to the loss, `1e-4 * logits.logsumexp(dim=-1).square().mean()`, "
+    "with a larger factor if log Z still grows.",
+    "expert_dead": "Raise the weight of the load-balancing loss, or add one: the number of experts "
+    "times the sum over experts of token share times mean probability.",
+    "expert_overloaded": "Raise the weight of the load-balancing loss, or add one: the number of "
+    "experts times the sum over experts of token share times mean probability.",
     "buffer_jump": "Take what is far out of range out of the batch, and start the buffer anew, as "
     "by `reset_running_stats()`.",
     "buffer_non_finite": "Take what is not finite or far out of range out of the batch, and start "
@@ -282,6 +308,10 @@ REMEDIES = {
     "without an activation behind the projection. Then raise the learning rate of the tower.",
     "feature_rank": "Enlarge the batch, or lower the learning rate to {lower_rate:.3g}. A loss "
     "with more negatives, or a term for the covariance, spreads features over more directions.",
+    "tower_unchanged": "Check that an optimizer holds the parameters of this tower with a learning "
+    "rate above 0, and that no `.detach()` or `torch.no_grad()` stands between its features and "
+    "the loss. A tower that is locked on purpose is better frozen: "
+    "`tower.requires_grad_(False)`.",
     "temperature_clamped": "While the loss falls, this needs no remedy. Otherwise take noisy pairs "
     "out, or lower the learning rate of the scale.",
     "level_shift": "If no change of the learning rate or of the data explains it, go back to a "

@@ -32,7 +32,7 @@ SAMPLES: dict[str, Any] = {
     **{"overflow": 1700, "patience": 16, "again": 64, "first_bad": 185, "median": 1.0, "z": 14.0},
     **{"rate": 1e-3, "rewinds": 1, "max_rewinds": 3, "z_threshold": 6.0, "largest_norm": 29.5},
     **{"step": 200, "longer": 400, "fitting_rate": 5e-4, "clip_val": 1.2, "located": "layers.3"},
-    **{"located_step": 190, "strange": 4, "samples": 5},
+    **{"located_step": 190, "strange": 4, "samples": 5, "even": 0.125, "other": "image"},
 }
 # Where a share would be no sample of the value and the threshold.
 VALUES = {
@@ -51,6 +51,11 @@ VALUES = {
     "spike": (30.0, 1.5),
     "level_shift": (30.0, 1.5),
     "attention_logit": (1234.0, 1000.0),
+    "attention_entropy": (55.8, 50.0),
+    "output_lo": (133.5, 50.0),
+    "expert_dead": (0.0004, 0.00125),
+    "expert_overloaded": (0.99, 0.9),
+    "tower_unchanged": (1.5, 2.5),
     "headroom": (0.71, 2.0),
     "no_gradient": (0.93, 0.1),
     "unchanged_weights": (1.0, 0.1),

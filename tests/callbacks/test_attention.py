@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mp.callbacks._step.outputs import AttentionMode, logits_of
+from lightning_mp.callbacks._step.functions import FunctionMode, logits_of
 
 
 def tensors(length: int = 7, heads: int = 4, groups: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +44,8 @@ def test_largest_logit_equals_that_in_float64(
     options: dict[str, Any], keep: Tensor | None, bias: Any
 ) -> None:
     query, key, value = tensors()
-    largest = float(logits_of(query, key, value, **options).abs().max())
+    logits = logits_of(query, key, value, **options)
+    largest = float(logits.masked_fill(logits == -torch.inf, 0.0).abs().max())
     # A product of 8 numbers in fp32.
     assert largest == pytest.approx(reference(query, key, keep, bias), rel=8 * 2**-23)
 
@@ -75,7 +76,7 @@ def test_calls_are_counted_for_the_innermost_module_that_runs_and_change_nothing
     model, seen = nn.Sequential(Outer()), []
     names = {name: module for name, module in model.named_modules() if name}
     expected = helper(*tensors())
-    with AttentionMode(names, lambda name, logits: seen.append(name)):
+    with FunctionMode(names, lambda name, found: seen.append(name)):
         torch.testing.assert_close(model[0](*tensors()), expected, rtol=0, atol=0)
         helper(*tensors())  # of no module
     model[0](*tensors())
@@ -133,12 +134,12 @@ def test_largest_logit_of_torchs_module_equals_that_in_float64(
 ) -> None:
     model, seen = SelfAttention(options, batch_first=batch_first), {}
     x_BLE = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0))
-    with AttentionMode(dict(model.named_modules()), lambda *call: seen.update([call])):
+    with FunctionMode(dict(model.named_modules()), lambda *call: seen.update([call])):
         model(x_BLE if batch_first else x_BLE.transpose(0, 1))
     assert list(seen) == ["attend"]
     # Two products of 16 numbers, and one of 8, in fp32.
     expected = pytest.approx(model.largest(x_BLE, keep), rel=(16 + 16 + 8) * 2**-23)
-    assert float(seen["attend"].abs().max()) == expected
+    assert float(seen["attend"]["attention_logit"].abs().max()) == expected
 
 
 class Eager(nn.Module):
@@ -165,10 +166,12 @@ class Eager(nn.Module):
 def test_largest_logit_of_eager_attention_is_seen_where_it_is_not_masked(soften: Any) -> None:
     model, seen = Eager(soften), []
     query, key, value = tensors()
-    with AttentionMode({"eager": model}, lambda *call: seen.append(call)):
+    with FunctionMode({"eager": model}, lambda *call: seen.append(call)):
         model(query, key, value)
-    ((name, logits),) = seen
-    assert name == "eager"
+    # The softmax of two dimensions is no attention, and finds nothing.
+    (name, found), (_, nothing) = seen
+    assert (name, nothing) == ("eager", {})
+    logits = found["attention_logit"]
     expected = pytest.approx(reference(query, key, CAUSAL), rel=8 * 2**-23)
     assert float(logits.abs().max()) == expected
 
@@ -177,10 +180,11 @@ def test_largest_logit_of_torchs_module_with_keys_of_another_width_is_seen() -> 
     torch.manual_seed(0)
     attend, seen = nn.MultiheadAttention(16, 2, kdim=6, vdim=6, bias=False), []
     query_LE, key_SE = torch.randn(7, 16), torch.randn(9, 6)
-    with AttentionMode({"attend": attend}, lambda *call: seen.append(call)):
+    with FunctionMode({"attend": attend}, lambda *call: seen.append(call)):
         attend(query_LE, key_SE, key_SE)
     query = query_LE.double() @ attend.q_proj_weight.detach().double().mT
     key = key_SE.double() @ attend.k_proj_weight.detach().double().mT
     heads = (x.unflatten(-1, (2, 8)).transpose(0, 1) for x in (query, key))
     expected = pytest.approx(reference(*heads, None), rel=(16 + 6 + 8) * 2**-23)
-    assert [(name, float(logits.abs().max())) for name, logits in seen] == [("attend", expected)]
+    ((name, found),) = seen
+    assert (name, float(found["attention_logit"].abs().max())) == ("attend", expected)

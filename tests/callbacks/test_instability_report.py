@@ -82,6 +82,41 @@ def test_report_without_monitors_and_logger_has_loss_and_gradient_norm(tmp_path:
     assert data["run"]["end"]["how"] == "finished"
 
 
+class Validated(Told):
+    """Has a validation whose loss is 3 in the first epoch and 5 in the second.
+
+    Args:
+        is_returned: Whether `validation_step` returns its loss, or logs it.
+    """
+
+    def __init__(self, is_returned: bool) -> None:
+        super().__init__(steps=6)
+        self.is_returned = is_returned
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        loss = torch.tensor(3.0 + 2.0 * self.current_epoch)
+        if not self.is_returned:
+            self.log("val_loss", loss)
+        return loss if self.is_returned else None
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize("is_returned", [True, False], ids=["returned", "logged"])
+def test_report_has_the_gap_between_validation_and_training(
+    tmp_path: Path, is_returned: bool
+) -> None:
+    model = Validated(is_returned)
+    options = {"max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 2}
+    watch(model, [InstabilityReport(dirpath=str(tmp_path))], **options)
+    data = _data(tmp_path)
+    assert list(_values(data, "validation_loss").values()) == [3.0, 5.0]
+    first, second = (sum(model.losses[at : at + 6]) / 6 for at in (0, 6))
+    gaps = list(_values(data, "validation_gap").values())
+    assert gaps == pytest.approx([3.0 - first, 5.0 - second], rel=1e-4)
+
+
 def test_report_with_a_logger_is_in_its_folder(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="log")
     report = InstabilityReport(filename="page.htm")

@@ -144,6 +144,62 @@ def test_rank_that_falls_is_named() -> None:
     assert feed([0.9] * 5, [4.0, 4.0, 3.0, 0.4, 0.4]) == []  # too few classes to fall
 
 
+def sketches(moves: dict[str, float], samples: int = 12) -> set[str]:
+    """Return the towers that are named, given by how many errors each moves in a sample."""
+    rule, rng = RepresentationRule(0.1), torch.Generator().manual_seed(0)
+    said = set()
+    for step in range(samples):
+        means = {n: step * move + torch.randn(32, generator=rng) for n, move in moves.items()}
+        found = rule.unchanged({n: [(m, 1.0) for m in x.tolist()] for n, x in means.items()})
+        said |= {verdict.tensor for verdict in found}
+    return said
+
+
+def test_tower_that_stands_still_is_named_where_another_one_moves() -> None:
+    assert sketches({"image": 3.0, "text": 0.0}) == {"text"}
+    assert sketches({"image": 3.0, "text": 1.0}) == set()
+    assert sketches({"image": 0.0, "text": 0.0}) == set()  # as in a warm-up
+    assert sketches({"image": 3.0, "text": 0.0}, samples=8) == set()  # seven after the first
+
+
+class Locked(Clip):
+    """Trains its image tower alone.
+
+    Args:
+        is_frozen: Whether the text tower is frozen on purpose, as in LiT; else it is detached.
+        is_looked_at: Whether the loss is one that the monitor knows.
+    """
+
+    def __init__(self, is_frozen: bool, is_looked_at: bool) -> None:
+        super().__init__(ContrastiveLoss(), count=64)
+        self.is_looked_at = is_looked_at
+        self.text.requires_grad_(not is_frozen)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        image, text = self.image(batch), self.text(batch).detach()
+        image, text = F.normalize(image, dim=1), F.normalize(text, dim=1)
+        loss = self.loss if self.is_looked_at else self.loss.forward
+        return loss(image, text, 10.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.image.parameters(), *self.text.parameters()], lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(64 * 30, 8), batch_size=64)
+
+
+@pytest.mark.parametrize("modules", [None, ["image", "text"]], ids=["loss", "towers"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["detached", "frozen"])
+def test_tower_that_stands_still_is_named_unless_it_is_frozen(
+    is_frozen: bool, modules: list[str] | None
+) -> None:
+    monitor = RepresentationMonitor(modules=modules, every_n_steps=1)
+    make_trainer(callbacks=monitor).fit(Locked(is_frozen, modules is None))
+    named = [alarm.tensor for alarm in monitor.alarms if alarm.kind == "tower_unchanged"]
+    tower = "text" if modules else "loss.text_features"
+    assert named == ([] if is_frozen else [tower])
+
+
 def test_scale_at_its_limit_is_a_note() -> None:
     rule = RepresentationRule(0.1)
     said = [v for value in (14.0, 50.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0)

@@ -1,5 +1,6 @@
 """What `TensorCollector` writes equals what the tensors were, under every plugin and two ranks."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_mp import BalancedAMP, PureFP16, TensorCollector
+from lightning_mp import BalancedAMP, InstabilityReport, PureFP16, TensorCollector
 from tests.callbacks.models import Watched, watch
 
 Samples = dict[int, dict[str, Any]]
@@ -194,6 +195,26 @@ def test_collector_logs_numbers_on_request(tmp_path: Path) -> None:
         expected = [sample[name][0] for sample in samples.values()]
         assert written[np.isfinite(written)] == pytest.approx(expected)
         assert "histogram" not in samples[0]
+
+
+def test_page_shows_histograms_over_time_with_rows_in_the_order_of_exponents(
+    tmp_path: Path,
+) -> None:
+    collector = TensorCollector(include=["*.weight"], every_n_steps=1, dirpath=str(tmp_path / "t"))
+    report = InstabilityReport(dirpath=str(tmp_path))
+    watch(Watched(steps=4), [collector, report])
+    data = json.loads((tmp_path / "instability.json").read_text())
+    maps = [each for each in data["maps"] if each["name"].startswith("histogram of gradients/")]
+    assert maps
+    for each in maps:
+        exponents = [int(row[2:]) for row in each["rows"] if row != "0"]
+        assert exponents == sorted(exponents, reverse=True)
+        shares = [[cell or 0.0 for cell in column] for column in zip(*each["cells"], strict=True)]
+        # Cells have three digits.
+        assert [sum(column) for column in shares] == pytest.approx(
+            [1.0] * 4, abs=len(each["rows"]) * 5e-4
+        )
+    assert "Histogram of gradients/" in (tmp_path / "instability.html").read_text()
 
 
 def test_collector_counts_what_is_not_finite_and_says_of_what_step_it_was(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def normalized() -> nn.Module:
 class WithBatchNorm(Fit):
     """Judged by what it does with the statistics that it keeps for evaluation."""
 
-    def __init__(self, corrupt: Any) -> None:
-        super().__init__(normalized, corrupt=corrupt)
+    def __init__(self, corrupt: Any, steps: int = 200) -> None:
+        super().__init__(normalized, corrupt=corrupt, steps=steps)
 
     def progress(self) -> tuple[float, float]:
         measured = statistics.fmean(self.losses[-20:])

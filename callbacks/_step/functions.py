@@ -1,0 +1,216 @@
+"""What functions inside of modules are called with: attention, output logits, routers of experts.
+
+Legend: B batch, H heads, L queries, S keys, E width of a head or number of experts, C classes,
+R rows.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["FunctionMode", "entropy_share", "logits_of"]
+
+_SAMPLES, _QUERIES = 4, 256  # of a call of attention that are looked at
+_ROWS = 1024  # of output logits
+_MASKED = -1e4  # what is added to logits to take them out, in fp16 and wider
+_MOST_EXPERTS = 512
+
+
+class FunctionMode(TorchFunctionMode):
+    """Calls `look` with the innermost module that runs, and with tensors by kind.
+
+    A mode, because attention, a loss and `topk` are functions, whose arguments no module's hooks
+    see.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        look: Callable[[str, Mapping[str, Tensor]], object],
+    ) -> None:
+        super().__init__()
+        self._modules = modules
+        self._names = {id(module): name for name, module in modules.items()}
+        self._look = look
+        self._are_experts: dict[tuple[str, int], bool] = {}  # by module and number of choices
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        is_known = func in _ATTENTIONS or func in _CHOOSERS or func is F.cross_entropy
+        name = self._running() if is_known and not torch.compiler.is_compiling() else None
+        if name is not None:
+            with torch.no_grad():
+                if func in _ATTENTIONS:
+                    found = _of_attention(_ATTENTIONS[func](*args, **kwargs))
+                elif func in _CHOOSERS:
+                    found = self._of_choice(name, output, *args, **kwargs)
+                else:
+                    found = _of_loss(*args, **kwargs)
+            self._look(name, found)
+        return output
+
+    def _running(self) -> str | None:
+        # torch does not say which module calls; the frames of the callers do.
+        frame = sys._getframe(2)
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) in self._names:
+                return self._names[id(module)]
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+    def _of_choice(
+        self, name: str, output: Any, scores: Tensor, *_: Any, **__: Any
+    ) -> dict[str, Tensor]:
+        """Return how often each expert was chosen and by how many tokens, if there are experts."""
+        chosen = output if isinstance(output, Tensor) else output[1]
+        count = scores.shape[-1] if scores.ndim > 1 else 0
+        is_last = chosen.shape[: scores.ndim - 1] == scores.shape[:-1]  # chosen along the last one
+        if not (1 < count <= _MOST_EXPERTS and is_last and chosen.numel()):
+            return {}
+        key = name, count
+        if key not in self._are_experts:
+            parent = self._modules.get(name.rpartition(".")[0], self._modules[name])
+            places = [*self._modules[name].modules(), *parent.children()]
+            self._are_experts[key] = any(_holds_experts(place, count) for place in places)
+        if not self._are_experts[key]:
+            return {}
+        chosen_E = torch.zeros(count, dtype=torch.float32, device=chosen.device)
+        ones = torch.ones_like(chosen, dtype=torch.float32).flatten()
+        chosen_E.scatter_add_(0, chosen.flatten(), ones)
+        tokens_E = torch.full_like(chosen_E, scores.numel() // count)
+        return {"expert": torch.stack([chosen_E, tokens_E])}
+
+
+def _holds_experts(module: nn.Module, count: int) -> bool:
+    """Return whether a module holds so many experts, in a list or stacked in one parameter."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return len(module) == count
+    stacked = (p for p in module.parameters(recurse=False) if p.ndim == 3)
+    return any(len(p) == count for p in stacked)
+
+
+def entropy_share(logits: Tensor) -> Tensor:
+    """Return the mean entropy of a softmax, as a share of the highest: 1 uniform, 0 one-hot.
+
+    Rows with fewer than two logits that are not masked do not count.
+    """
+    log_p = logits.log_softmax(dim=-1)
+    entropy = -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(dim=-1)  # of masked ones 0 * -inf
+    seen = (logits > -torch.inf).sum(dim=-1)
+    is_open = seen > 1
+    shares = torch.where(is_open, entropy / seen.clamp(min=2).log(), 0.0)
+    return torch.where(is_open.any(), shares.sum() / is_open.sum().clamp(min=1), 1.0)
+
+
+def _of_attention(logits: Tensor | None) -> dict[str, Tensor]:
+    if logits is None:
+        return {}
+    sharpness = 1 / entropy_share(logits).clamp(min=1e-6)  # grows, as logits do
+    finite = logits.masked_fill(logits == -torch.inf, 0.0)
+    return {"attention_logit": finite, "attention_entropy": sharpness}
+
+
+def _of_loss(input: Tensor, *_: Any, **__: Any) -> dict[str, Tensor]:
+    """Return the logits of some rows of a cross-entropy, and the RMS of their log Z."""
+    logits = input  # torch's name for the argument
+    rows_RC = (logits.detach().movedim(1, -1) if logits.ndim > 1 else logits[None]).flatten(0, -2)
+    rows_RC = rows_RC[:: -(-len(rows_RC) // _ROWS) or 1].float()
+    log_z = rows_RC.logsumexp(dim=-1).square().mean().sqrt()
+    return {"output_logit": rows_RC.masked_fill(rows_RC <= _MASKED, 0.0), "output_log_z": log_z}
+
+
+def logits_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return logits_BHLS of `F.scaled_dot_product_attention` in fp32, -inf where masked."""
+    # Of 4 samples and 256 queries: all would take the memory that fused attention saves.
+    stride = -(-query.shape[-2] // _QUERIES)
+    rows_L = torch.arange(0, query.shape[-2], stride, device=query.device)
+    has_batch = query.ndim > 2
+    query, key = (x[:_SAMPLES] if has_batch else x for x in (query, key))
+    query, key = query[..., ::stride, :].float(), key.float()
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    with torch.autocast(query.device.type, enabled=False):
+        logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        columns_S = torch.arange(key.shape[-2], device=key.device)
+        logits = logits.masked_fill(columns_S > rows_L[:, None], -torch.inf)
+    if attn_mask is None:
+        return logits
+    if attn_mask.ndim == query.ndim and has_batch:
+        attn_mask = attn_mask[:_SAMPLES]
+    if attn_mask.shape[-2] > 1:
+        attn_mask = attn_mask[..., ::stride, :]
+    if attn_mask.dtype == torch.bool:
+        return logits.masked_fill(~attn_mask, -torch.inf)
+    return (logits + attn_mask).masked_fill(attn_mask <= _MASKED, -torch.inf)
+
+
+def _projected_logits(*args: Any, **kwargs: Any) -> Tensor:
+    """Return `logits_of` what `F.multi_head_attention_forward` makes of these arguments."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    query_LBE, key_SBE = (x if x.ndim == 3 else x[:, None] for x in (given["query"], given["key"]))
+    is_apart, packed = given.get("use_separate_proj_weight"), given["in_proj_weight"]
+    weights = (given["q_proj_weight"], given["k_proj_weight"]) if is_apart else packed.chunk(3)
+    bias = given["in_proj_bias"]
+    biases = (None, None) if bias is None else bias.float().chunk(3)
+    with torch.no_grad(), torch.autocast(query_LBE.device.type, enabled=False):
+        query, key = (
+            F.linear(x.float(), weights[i].float(), biases[i])
+            .unflatten(-1, (given["num_heads"], -1))
+            .permute(1, 2, 0, 3)
+            for i, x in enumerate((query_LBE, key_SBE))
+        )
+    mask = _added(given.get("attn_mask"))
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, query.shape[:2])
+    padding = _added(given.get("key_padding_mask"))
+    if padding is not None:
+        padding = padding[..., None, None, :]
+        mask = padding if mask is None else mask + padding
+    return logits_of(query, key, key, mask)
+
+
+def _added(mask: Tensor | None) -> Tensor | None:
+    """Return what a mask of `nn.MultiheadAttention`, true where nothing is seen, adds to logits."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
+
+
+def _of_softmax(logits: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
+    """Return logits in fp32, -inf where masked; `None` for the softmax of anything else."""
+    if logits.ndim != 4 or dim not in (-1, 3):
+        return None
+    kept = logits.detach()[:_SAMPLES, :, :: -(-logits.shape[-2] // _QUERIES)].float()
+    return kept.masked_fill(kept <= _MASKED, -torch.inf)
+
+
+_ATTENTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    F.scaled_dot_product_attention: logits_of,
+    # `nn.MultiheadAttention` calls it; no mode sees the calls inside it.
+    F.multi_head_attention_forward: _projected_logits,
+    # Eager attention, as Hugging Face's.
+    F.softmax: _of_softmax,
+    torch.softmax: _of_softmax,
+    Tensor.softmax: _of_softmax,
+}
+_CHOOSERS = (torch.topk, Tensor.topk, torch.argmax, Tensor.argmax)

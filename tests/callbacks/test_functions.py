@@ -1,0 +1,151 @@
+"""What functions inside of modules compute: entropy, log Z, and the tokens of experts."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mp.callbacks import ActivationRangeMonitor
+from lightning_mp.callbacks._rules.outputs import ExpertRule, LogitRule
+from lightning_mp.callbacks._step.functions import FunctionMode, entropy_share
+from tests.monitors.planted_outputs import Sparse
+from tests.monitors.running import Learner
+from tests.precision.models import make_trainer
+
+
+def test_entropy_share_equals_that_in_float64_over_keys_that_are_seen() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 4, 7, 9, generator=generator)
+    hidden = torch.ones(7, 9, dtype=torch.bool).triu(1)
+    hidden[0] = True  # a row without any key
+    share = entropy_share(logits.masked_fill(hidden, -torch.inf))
+    rows = []
+    for row in range(7):
+        seen = logits[:, :, row, ~hidden[row]].double()
+        if seen.shape[-1] > 1:
+            p = seen.softmax(dim=-1)
+            rows.append((-(p * p.log()).sum(dim=-1) / math.log(seen.shape[-1])).flatten())
+    # Sums of 9 numbers in fp32, and a mean of 40.
+    assert float(share) == pytest.approx(float(torch.cat(rows).mean()), rel=50 * 2**-23)
+
+
+@pytest.mark.parametrize(("scale", "share"), [(0.0, 1.0), (1e4, 0.0)])
+def test_entropy_share_is_one_of_a_uniform_and_zero_of_a_one_hot_softmax(
+    scale: float, share: float
+) -> None:
+    assert float(entropy_share(scale * torch.arange(9.0)[None])) == share
+
+
+def seen_in(module: nn.Module, *args: Tensor, **callers: nn.Module) -> list[tuple[str, Any]]:
+    seen: list[tuple[str, Any]] = []
+    modules = callers or {name: each for name, each in module.named_modules() if name}
+    with FunctionMode(modules, lambda *call: seen.append(call)):
+        module(*args)
+    return [(name, found) for name, found in seen if found]
+
+
+class Loss(nn.Module):
+    def forward(self, *args: Tensor) -> Tensor:
+        return F.cross_entropy(*args)
+
+
+def test_log_z_of_a_cross_entropy_equals_that_in_float64_whatever_its_shape() -> None:
+    logits_BCL = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    target = torch.zeros(2, 3, dtype=torch.long)
+    ((_, found),) = seen_in(loss := Loss(), logits_BCL, target, loss=loss)
+    log_z = logits_BCL.double().logsumexp(dim=1)
+    expected = float(log_z.square().mean().sqrt())
+    assert float(found["output_log_z"]) == pytest.approx(expected, rel=20 * 2**-23)
+    assert float(found["output_logit"].abs().max()) == float(logits_BCL.abs().max())
+
+
+class Block(nn.Module):
+    """A router beside its experts, as Hugging Face's mixtures have it.
+
+    Args:
+        experts: As a list of modules, or stacked in one parameter.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = Gate(), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(dim=-1).topk(2, dim=-1).values
+
+
+class Stacked(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(count, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "experts", [nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), Stacked(4)], ids=["list", "one"]
+)
+def test_router_counts_the_tokens_of_each_expert(experts: nn.Module) -> None:
+    x = torch.tensor([[9.0, 8, 0, 0], [9, 0, 8, 0], [0, 9, 8, 0]])
+    found = seen_in(nn.Sequential(Block(experts)), x)
+    assert [(name, each["expert"].tolist()) for name, each in found] == [
+        ("0.gate", [[2.0, 2.0, 2.0, 0.0], [3.0] * 4])
+    ]
+
+
+def test_topk_of_classes_is_no_router() -> None:
+    assert seen_in(nn.Sequential(Block(nn.Linear(4, 4))), torch.eye(4)) == []
+
+
+def test_experts_are_judged_once_an_even_share_would_be_500_tokens() -> None:
+    rule = ExpertRule()
+    # Eight experts, 640 tokens: an even share of 80 tokens reaches 500 in the seventh sample.
+    sample = [0.0, 160.0, *6 * [80.0]]
+    found = [rule.judge("gate", 640.0, sample) for _ in range(7)]
+    assert [len(each) for each in found] == [0] * 6 + [1]
+    assert (found[-1][0].kind, found[-1][0].tensor) == ("expert_dead", "gate[0]")
+
+
+@pytest.mark.parametrize(("count", "kinds"), [(8, ["expert_dead", "expert_overloaded"]), (2, [])])
+def test_expert_that_all_tokens_take_is_overloaded_unless_each_token_takes_half_of_them(
+    count: int, kinds: list[str]
+) -> None:
+    rule = ExpertRule()
+    chosen = [6000.0, *(count - 1) * [0.0 if count > 2 else 5000.0]]
+    found = [rule.judge("gate", 6000.0, chosen) for _ in range(5)][-1]
+    assert [verdict.kind for verdict in found] == kinds
+
+
+def test_log_z_that_is_large_from_the_start_is_no_drift() -> None:
+    rule = LogitRule()
+    found = [rule.judge("output_log_z", "head", step, 60.0 + step / 10) for step in range(40)]
+    assert found == [None] * 40
+
+
+class Mixture(Learner):
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.network = Sparse()
+
+    def batch(self, index: int, generator: torch.Generator) -> list[Tensor]:
+        return [torch.randn(64, 8, generator=generator)]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.network(batch[0]).square().mean()
+
+
+def test_monitor_has_load_of_each_expert() -> None:
+    monitor = ActivationRangeMonitor(every_n_steps=4)
+    make_trainer(None, callbacks=[monitor]).fit(Mixture())
+    heat = monitor.history.maps["expert_load"]
+    assert heat["names"] == [f"network[{index}]" for index in range(8)]
+    for _, loads in heat["columns"]:
+        assert sum(loads) == pytest.approx(8)
+    highest = dict(monitor.history.curves["expert_load_max"])
+    assert highest == {step: max(loads) for step, loads in heat["columns"]}
