@@ -1,4 +1,4 @@
-"""Plant faults in small runs, and print how many were planted and how many runs held.
+"""Inject faults into small runs; print the number of cases and of runs that kept the guarantees.
 
 python -m tests.faults                     # all; 20 minutes of a core
 python -m tests.faults --only kills disks
@@ -20,19 +20,19 @@ from tests.faults.table import CASES, counts, is_short, outcome, title_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 where a run has not held."""
+    """Run the command; return 1 if a run broke a guarantee."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--short", action="store_true", help="those of `make test` alone")
-    parser.add_argument("--count", action="store_true", help="plant none")
+    parser.add_argument("--short", action="store_true", help="only the cases of `make test`")
+    parser.add_argument("--count", action="store_true", help="print the number of cases and exit")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     if options.count:
-        print("\n".join(aligned([["fault", "tried"], *_count_rows()])))
+        print("\n".join(aligned([["fault", "cases"], *_count_rows()])))
         return 0
     work = [
         (family, index)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_short(case) or not options.short
     ]
     began, failures = time.monotonic(), []
-    # Of pools' workers: they start processes of their own, which those of multiprocessing may not.
+    # Not `multiprocessing.Pool`, whose daemonic workers may not start processes of their own.
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for (family, index), said in zip(work, pool.map(outcome, work), strict=True):
             if said:
@@ -50,15 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tried = Counter(title_of(family, CASES[family][index]) for family, index in work)
     failed = Counter(title_of(family, CASES[family][index]) for family, index in failures)
     rows = [[title, str(n), str(n - failed[title])] for title, n in tried.items()]
-    total = ["all", str(len(work)), str(len(work) - len(failures))]
-    print("\n".join(aligned([["fault", "tried", "held"], *rows, total])))
+    total = ["total", str(len(work)), str(len(work) - len(failures))]
+    print("\n".join(aligned([["fault", "cases", "passed"], *rows, total])))
     print(f"\n{time.monotonic() - began:.0f} s on {options.jobs} processes")
     return int(bool(failures))
 
 
 def _count_rows() -> list[list[str]]:
     found = counts()
-    return [*([title, str(n)] for title, n in found.items()), ["all", str(sum(found.values()))]]
+    return [*([title, str(n)] for title, n in found.items()), ["total", str(sum(found.values()))]]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All cases of all kinds of faults, and how many there are of which."""
+"""All cases of all kinds of faults, and their number by kind."""
 
 import contextlib
 import logging
@@ -32,20 +32,20 @@ CASES: dict[str, Sequence[Case]] = {
 _SHORT = kills.SHORT | disks.SHORT | hooks.SHORT | ranks.SHORT
 _TITLES = {
     ("kills", "hook"): "killed in a hook",
-    ("kills", "effect"): "killed before an effect on disk",
-    ("kills", "write"): "killed amid a write",
-    ("disks", "spent"): "disk full from a step on",
-    ("disks", "in the way"): "folder that cannot be made",
+    ("kills", "effect"): "killed before a disk operation",
+    ("kills", "write"): "killed during a write",
+    ("disks", "spent"): "disk full after a step",
+    ("disks", "in the way"): "folder that cannot be created",
     ("disks", "removed"): "folder removed at a step",
     ("disks", "removed at every step"): "folder removed at every step",
-    ("disks", "effect"): "one effect on disk fails",
+    ("disks", "effect"): "one disk operation fails",
     ("hooks", "callback before"): "error in a callback before the monitors",
-    ("hooks", "callback behind"): "error in a callback behind the monitors",
+    ("hooks", "callback behind"): "error in a callback after the monitors",
     ("hooks", "module"): "error in a hook of the model",
     ("hooks", "strategy"): "error in a method of the strategy",
     ("hooks", "precision"): "error in a method of the precision plugin",
     ("ranks", "raises"): "one of two ranks raises an error",
-    ("ranks", "leaves"): "one of two ranks leaves without a word",
+    ("ranks", "leaves"): "one of two ranks exits without an error",
     ("ranks", "is killed"): "one of three ranks is killed",
     ("ranks", "hangs"): "one of two ranks hangs",
 }

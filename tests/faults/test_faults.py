@@ -67,7 +67,7 @@ def test_command_counts_all_cases(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     total = sum(map(len, CASES.values()))
     assert sum(counts().values()) == total
-    assert printed.split()[-2:] == ["all", str(total)]
+    assert printed.split()[-2:] == ["total", str(total)]
     names = [str(case) for each in CASES.values() for case in each]
     assert len(set(names)) == total
     assert sum(map(is_short, [case for each in CASES.values() for case in each])) == 20
