@@ -1,6 +1,6 @@
 """Draws the figures of the documentation: `python docs/_tools/figures.py` writes docs/images/*.svg.
 
-A figure is a list of boxes, arrows and words on a grid of pixels; nothing is laid out by itself.
+A figure is a list of boxes, arrows and texts at fixed pixel coordinates.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ EDGES = {
     "grey": "#777777",
     "white": "#777777",
 }
-_QUIET = "GradientUnderflowMonitor()\nAdamStateMonitor()"
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
 class Figure:
-    """Collects shapes.
+    """A drawing of boxes, arrows and text.
 
     Args:
         width: In pixels.
         height: In pixels.
-        title: What a screen reader says.
+        title: Title for screen readers.
     """
 
     def __init__(self, width: int, height: int, title: str) -> None:
@@ -50,7 +49,7 @@ class Figure:
     def words(
         self, x: float, y: float, text: str, size: int = 13, bold: bool = False, at: str = "middle"
     ) -> None:
-        """Write lines around a point."""
+        """Write lines of text centred vertically at a point."""
         lines = text.split("\n")
         weight = " font-weight='bold'" if bold else ""
         top = y - (len(lines) - 1) * size * 0.65 + size * 0.35
@@ -71,7 +70,7 @@ class Figure:
         size: int = 13,
         bold: bool = False,
     ) -> None:
-        """Draw a box with words in it."""
+        """Draw a box with centred text."""
         self.parts.append(
             f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' rx='5' "
             f"fill='{FILLS[color]}' stroke='{EDGES[color]}'/>"
@@ -80,7 +79,7 @@ class Figure:
             self.words(x + width / 2, y + height / 2, text, size, bold)
 
     def arrow(self, *points: float, text: str = "", dx: float = 0, dy: float = -9) -> None:
-        """Draw an arrow through points, x before y, with words at its middle."""
+        """Draw an arrow through points x0, y0, x1, y1, ... with a label at its middle."""
         pairs = list(zip(points[::2], points[1::2], strict=True))
         path = " ".join(f"{x:g},{y:g}" for x, y in pairs)
         self.parts.append(
@@ -96,8 +95,8 @@ class Figure:
 
 
 def overview() -> None:
-    """What plugs into a Trainer."""
-    f = Figure(900, 300, "What plugs into a Trainer")
+    """The plug points of a Trainer and the classes for each."""
+    f = Figure(900, 300, "The plug points of a Trainer and the classes for each")
     f.box(330, 20, 240, 260, "", "grey")
     f.words(450, 42, "lightning.pytorch.Trainer", 15, bold=True)
     for n, text in enumerate(("plugins=", "strategy=", "callbacks=", "your LightningModule")):
@@ -113,10 +112,10 @@ def overview() -> None:
         f.box(20, 60 + 53 * n, 240, 48, text, color)
         f.arrow(260, 84 + 53 * n, 350, 84 + 53 * n)
     outcomes = (
-        ("half compute, fp32 weights:\nlearns as fp32 does", "blue"),
+        ("half-precision compute:\nconverges like fp32", "blue"),
         ("memory grows with b, not b²;\ngradients of the whole batch", "green"),
-        ("alarms with a value to set;\none page, also after kill -9", "orange"),
-        ("the same in any loop:\nplain torch, Fabric, Accelerate", "green"),
+        ("alarms that recommend a setting;\nan HTML report of the run", "orange"),
+        ("also in other loops:\ntorch, Fabric, Accelerate", "green"),
     )
     for n, (text, color) in enumerate(outcomes):
         f.box(640, 60 + 53 * n, 240, 48, text, color)
@@ -125,31 +124,36 @@ def overview() -> None:
 
 
 def working_copies() -> None:
-    """What computes, and what is at rest."""
+    """Which tensors are fp32 and which are half precision."""
     f = Figure(860, 300, "Working copies of BalancedAMP")
-    f.words(150, 22, "at rest: yours, fp32", 14, bold=True)
-    f.words(545, 22, "while a module computes: half", 14, bold=True)
+    f.words(150, 22, "outside a forward: fp32", 14, bold=True)
+    f.words(545, 22, "while a module computes: half precision", 14, bold=True)
     f.box(40, 50, 220, 56, "weight  p\nfp32, 4 bytes", "blue")
     f.box(40, 205, 220, 56, "p.grad\nfp32, 4 bytes, unscaled", "blue")
-    f.box(360, 50, 160, 56, "half copy\n2 bytes, kept", "orange")
+    f.box(360, 50, 160, 56, "half copy\n2 bytes, persistent", "orange")
     f.box(600, 50, 220, 56, "forward of the module\nop policy, norms in fp32", "green")
     f.box(600, 205, 220, 56, "backward\nloss times scale", "green")
-    f.box(360, 205, 160, 56, "half gradient\nlet go at once", "orange")
-    f.arrow(260, 78, 360, 78, text="one foreach copy\na step", dy=-22)
-    f.arrow(520, 78, 600, 78, text="stands in for p", dy=-10)
+    f.box(360, 205, 160, 56, "half gradient\nfreed at once", "orange")
+    f.arrow(260, 78, 360, 78, text="one copy\nper step", dy=-22)
+    f.arrow(520, 78, 600, 78, text="replaces p", dy=-10)
     f.arrow(710, 106, 710, 205, text="loss", dx=22, dy=0)
     f.arrow(600, 233, 520, 233)
-    f.arrow(360, 233, 260, 233, text="cast by\nthe engine", dy=-18)
+    f.arrow(360, 233, 260, 233, text="cast by\nautograd", dy=-18)
     f.arrow(100, 205, 100, 106, text="optimizer step,\nfp32, any optimizer", dx=70, dy=0)
-    f.words(430, 288, "DDP, clipping, hooks, averages and checkpoints see the left side only", 12)
+    f.words(
+        430,
+        288,
+        "DDP, clipping, hooks, averaging and checkpoints use the fp32 tensors on the left",
+        12,
+    )
     f.save("working-copies")
 
 
 def residuals() -> None:
     """How a weight and a residual carry 22 bits."""
     f = Figure(860, 250, "Weight and residual of PureFP16")
-    f.words(430, 20, "one parameter of PureFP16: two fp16 numbers, 11 bits each", 14, bold=True)
-    f.box(60, 42, 340, 46, "weight w: the upper 11 bits, what modules see", "blue")
+    f.words(430, 20, "one parameter of PureFP16: two fp16 numbers of 11 bits each", 14, bold=True)
+    f.box(60, 42, 340, 46, "weight w: the upper 11 bits, used by modules", "blue")
     f.box(404, 42, 340, 46, "residual r: the lower 11 bits, scaled by 2¹¹", "orange")
     f.box(250, 120, 360, 40, "m = w + r / 2¹¹, in fp32, exact", "green")
     f.arrow(230, 88, 350, 120)
@@ -157,9 +161,9 @@ def residuals() -> None:
     f.box(250, 192, 360, 40, "step(m, fp32 gradient, fp32 states)", "green")
     f.arrow(430, 160, 430, 192)
     f.arrow(250, 212, 30, 212, 30, 65, 60, 65)
-    f.words(140, 200, "split: 22 bits are kept", 12)
+    f.words(140, 200, "split: keeps 22 bits", 12)
     f.arrow(610, 212, 790, 212, 790, 65, 744, 65)
-    f.words(700, 140, "an update of w · 2⁻²⁰ is kept;\nin w alone, below w · 2⁻¹² is lost", 12)
+    f.words(700, 140, "keeps updates of w · 2⁻²⁰;\nw alone loses those\nbelow w · 2⁻¹²", 12)
     f.save("residuals")
 
 
@@ -189,15 +193,15 @@ def two_sweeps() -> None:
     f.words(825, 175, "dI = s P T\n(1 product)", 12)
     f.arrow(615, 258, 615, 285)
     f.words(615, 300, "dT = s Pᵀ I (1 product)", 12)
-    f.words(615, 318, "tiles stay within a workspace: memory O(b), not O(b²)", 12)
+    f.words(615, 318, "tiles fit in a fixed workspace: memory O(b), not O(b²)", 12)
     f.save("two-sweeps")
 
 
 def gradient_cache() -> None:
-    """The two runs of a tower."""
+    """The two forwards of a tower."""
     f = Figure(900, 300, "The gradient cache")
-    f.words(160, 20, "run 1: no graph is kept", 14, bold=True)
-    f.words(740, 20, "run 2: inside the backward", 14, bold=True)
+    f.words(160, 20, "first forward: without a graph", 14, bold=True)
+    f.words(740, 20, "replay: inside the backward", 14, bold=True)
     for n in range(3):
         f.box(20, 45 + 70 * n, 110, 46, f"micro-batch {n + 1}", "grey")
         f.box(190, 45 + 70 * n, 110, 46, f"features {n + 1}", "blue")
@@ -209,15 +213,15 @@ def gradient_cache() -> None:
         f.arrow(700, 68 + 70 * n, 770, 68 + 70 * n)
     f.box(365, 108, 170, 60, "loss over all features\nof all ranks", "green")
     f.arrow(825, 231, 825, 262, 600, 262, text="")
-    f.box(330, 242, 270, 40, "p.grad: the sum, once a step", "blue")
-    f.words(720, 280, "each replay is compared with its features", 12)
+    f.box(330, 242, 270, 40, "p.grad: the sum, once per step", "blue")
+    f.words(752, 280, "compared with the first forward", 12)
     f.save("gradient-cache")
 
 
 def exchange() -> None:
-    """How ranks pass slices of their texts around."""
+    """How ranks exchange slices of their texts."""
     f = Figure(900, 300, "The exchange between ranks")
-    f.words(450, 20, "four ranks, two slices: texts travel, images stay", 14, bold=True)
+    f.words(450, 20, "four ranks, two slices: texts are exchanged, images stay", 14, bold=True)
     for rank in range(4):
         y = 45 + 56 * rank
         f.box(20, y, 120, 42, f"rank {rank}: I{rank}", "blue")
@@ -232,41 +236,51 @@ def exchange() -> None:
     f.arrow(450, 122, 520, 122)
     f.box(520, 165, 182, 90, "every rank: its I times\na block of all T,\nin tiles", "blue")
     f.arrow(611, 143, 611, 165)
-    home = "sums go home:\nlog-sum-exps\nby all-to-all,\ndT by\nreduce-scatter"
+    home = "to the owners:\nlog-sum-exps\nby all-to-all,\ndT by\nreduce-scatter"
     f.box(755, 100, 130, 110, home, "grey", 12)
     f.arrow(702, 210, 730, 210, 730, 155, 755, 155)
-    f.words(450, 282, "as few slices as fit the workspace: mostly one, however many ranks", 12)
+    f.words(
+        450,
+        282,
+        "the fewest slices that fit in the workspace: usually one, for any number of ranks",
+        12,
+    )
     f.save("exchange")
 
 
 def nan_path() -> None:
-    """From what is seen to what to set."""
-    f = Figure(920, 450, "My run went NaN: a decision path")
-    f.box(330, 10, 260, 44, "What do you see?", "grey", 15, bold=True)
-    ways = (
-        ("the loss is NaN or inf", "NonFiniteLocator()\nnames the producer", "red"),
-        ("steps are skipped,\nthe loss scale sinks", "LossScaleMonitor()\nsays when", "orange"),
-        ("the loss jumps,\nand comes back or not", "SpikeGuard()\nwarn first, then skip", "orange"),
-        ("learning stops\nwithout any jump", _QUIET, "blue"),
-    )
-    ends = (
-        "forward in fp16:\nfp32_modules, inf_clamp,\nhalf='bf16'\n \nbackward: lower\nloss_scale,"
-        " max_scale\n \nbatch: clean the data\n \nparameter: 16-true?\nPureFP16, SafeAdamW",
-        "below 1024: locate, then\nfp32_modules\n \nat its floor: the loss\nitself is not finite\n"
-        " \nmore than 1% skipped:\nlower the learning rate,\nLossScaleConfig(max_scale)",
-        "single batches:\ngradient_clip_val, 'skip'\n \nwhole stretches: 'rewind'\n \n"
-        "a steady rise\n(divergence): go back,\nhalve the learning rate",
-        "zeros with subnormals:\nraise the loss scale,\nor half='bf16'\n \nbelow epsilon:\n"
-        "rule='atan2'\n \nafter long zeros:\nclip_update_rms=1.0",
-    )
-    for n, (seen, tool, color) in enumerate(ways):
-        x = 15 + 228 * n
-        f.arrow(460, 54, x + 105, 90)
-        f.box(x, 90, 210, 48, seen, color)
-        f.arrow(x + 105, 138, x + 105, 165)
-        f.box(x, 165, 210, 48, tool, "white")
-        f.arrow(x + 105, 213, x + 105, 240)
-        f.box(x, 240, 210, 200, ends[n], "green", 12)
+    """From a symptom to a setting; narrow enough for a phone."""
+    paths = (
+        ("NaN or inf loss", "NonFiniteLocator()", "red", (
+            "forward in fp16: fp32_modules, inf_clamp or half='bf16'",
+            "backward in fp16: a lower loss_scale or max_scale",
+            "batch: clean the data",
+            "parameter under 16-true: PureFP16, SafeAdamW",
+        )),
+        ("Steps are skipped", "LossScaleMonitor()", "orange", (
+            "scale below 1024: locate the module, fp32_modules",
+            "scale at its floor: the loss itself is non-finite",
+            "over 1% skipped: lower the learning rate or max_scale",
+        )),
+        ("The loss spikes", "SpikeGuard()", "orange", (
+            "single batches: gradient_clip_val, action='skip'",
+            "many steps in a row: action='rewind'",
+            "steady rise: earlier checkpoint, half the learning rate",
+        )),
+        ("Learning stops", "GradientUnderflowMonitor()\nAdamStateMonitor()", "blue", (
+            "gradients underflow: a higher loss scale or half='bf16'",
+            "below epsilon: SafeAdamW(rule='atan2')",
+            "after many zeros: SafeAdamW(clip_update_rms=1.0)",
+        )),
+    )  # fmt: skip
+    f = Figure(430, 640, "From symptom to setting")
+    for n, (symptom, tool, color, settings) in enumerate(paths):
+        y = 8 + 158 * n
+        f.box(8, y, 175, 44, symptom, color, 15, bold=True)
+        f.box(213, y, 209, 44, tool, "white", 13)
+        f.arrow(183, y + 22, 213, y + 22)
+        f.arrow(322, y + 44, 322, y + 60)
+        f.box(8, y + 60, 414, 82, "\n".join(settings), "green", 13)
     f.save("nan")
 
 
