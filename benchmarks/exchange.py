@@ -1,10 +1,11 @@
 """Count what the host of one rank launches, sends and waits for in one loss, by exchange and ranks.
 
 Forward and backward run through the Triton launchers on tensors without memory and in a process
-group without peers: all are counted, none is done, so the counts are exact and need no GPU. Seconds
-are computed from them by a stated model, and say which side of a step waits for the other. A second
-table computes what it saves a GPU to keep tiles of the first sweep for the second, as torch's tiles
-do for all features and Triton's for those of fp32.
+group without peers. Launches are counted and not executed, so the counts are exact and need no GPU.
+A stated model computes seconds from the counts, which show whether host or device waits in a step.
+Rows with a shortest batch have rank 1 with fewer pairs, as in the last batch of an epoch. A second
+table computes the device time saved by storing tiles of the first sweep for the second, as
+`TorchTiles` does for all features and `TritonTiles` for fp32.
 
     python benchmarks/exchange.py
 """
@@ -38,6 +39,7 @@ from lightning_mp.contrastive._tiles.triton_tiles.tiles import DEFAULT_WORKSPACE
 from lightning_mp.plan.table import aligned
 
 CASES = ((8, 8192), (64, 1024), (256, 256))
+SHORTEST = 10  # pairs of rank 1 in the uneven cases
 
 # The model. A launch of torch, of Triton and of a collective on the host, from profiles of H100
 # machines; a product at 400 TFLOP/s, half of what large ones reach.
@@ -56,6 +58,7 @@ STORED = {
 
 TABLE = {
     "ranks x pairs": "{ranks} x {pairs}",
+    "shortest": "{shortest}",
     "exchange": "{exchange}",
     "torch ops": "{torch_operations}",
     "Triton": "{triton_launches}",
@@ -179,10 +182,17 @@ def _stored_table() -> str:
 def measure(args: argparse.Namespace) -> Iterator[Report]:
     """Count the cases, and say the models."""
     rows = []
-    for (world_size, batch), exchange in itertools.product(CASES, ("ring", "slices")):
-        flop = 4 * 2 * world_size * batch**2 * args.width
-        n = count([batch] * world_size, args.width, exchange)
-        what = {"ranks": world_size, "pairs": batch, "exchange": exchange, "width": args.width}
+    kinds = (("ring", False), ("slices", False), ("slices", True))
+    for (world_size, batch), (exchange, is_uneven) in itertools.product(CASES, kinds):
+        sizes = [batch] * world_size
+        if is_uneven:
+            sizes[1] = SHORTEST
+        flop = 4 * 2 * batch * sum(sizes) * args.width
+        n = count(sizes, args.width, exchange)
+        what = {
+            "ranks": world_size, "pairs": batch, "shortest": min(sizes), "exchange": exchange,
+            "width": args.width,
+        }  # fmt: skip
         found = {
             "torch_operations": n.of["op"],
             "triton_launches": n.of["kernel"],

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.exchange import (
     CASES,
     FLOP_A_SECOND,
+    SHORTEST,
     Counts,
     count,
     largest_stored,
@@ -74,6 +75,19 @@ def test_slices_cost_little_more_than_one_process(world_size: int, batch: int) -
     assert counts.of["op"] <= 8 - is_small
     # By the model the host is done before twice the time of the products.
     assert counts.host_seconds < 2 * 4 * 2 * world_size * batch**2 * WIDTH / FLOP_A_SECOND
+
+
+@pytest.mark.parametrize(("world_size", "batch"), CASES)
+@pytest.mark.parametrize("short_rank", [0, 1, -1])
+def test_short_rank_takes_no_more_collectives_and_at_most_half_more_host_time(
+    world_size: int, batch: int, short_rank: int
+) -> None:
+    even, sizes = count([batch] * world_size, WIDTH, "slices"), [batch] * world_size
+    sizes[short_rank] = SHORTEST
+    uneven = count(sizes, WIDTH, "slices")
+    assert uneven.collectives == even.collectives
+    assert uneven.of["wait"] == 0
+    assert uneven.host_seconds <= 1.5 * even.host_seconds
 
 
 @pytest.mark.parametrize("batch", [256, 4096])
@@ -168,13 +182,11 @@ def test_benchmark_prints_and_writes_a_row_for_every_exchange(
     assert main(["--width", "48", "--csv", str(path)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " x 64" in line]
     # Two launches forward and two backward in each of W small turns; and three for the pairs.
-    assert [row[3:6] for row in rows] == [
-        [name, rows[i][4], str(4 * turns + 3)]
-        for i, (name, turns) in enumerate([("ring", 2), ("slices", 1), ("ring", 3), ("slices", 1)])
+    turns = [("ring", 64, 2), ("slices", 64, 1), ("slices", SHORTEST, 1)]
+    turns += [("ring", 64, 3), *turns[1:]]
+    assert [row[3:5] + row[6:7] for row in rows] == [
+        [str(shortest), name, str(4 * count + 3)] for name, shortest, count in turns
     ]
-    written = [
-        [row["exchange"], row["torch_operations"], row["triton_launches"]] for row in read(path)
-    ]
-    assert written == [
-        [name, int(ops), int(launches)] for *_, name, ops, launches in (row[:6] for row in rows)
-    ]
+    names = ("shortest", "exchange", "torch_operations", "triton_launches")
+    written = [[str(row[name]) for name in names] for row in read(path)]
+    assert written == [row[3:7] for row in rows]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp import ContrastiveLoss
+from lightning_mp.contrastive._exchange.padding import Padding
 from lightning_mp.contrastive._exchange.ring import FollowingSum, Ring, Sending
 from lightning_mp.contrastive._exchange.slices import SlicedSum, Slices, block_bytes, slice_count
 from lightning_mp.contrastive._tiles.torch_tiles import TorchTiles
@@ -317,6 +318,23 @@ def test_following_sum_result_before_a_full_turn_raises() -> None:
 def test_sliced_sum_result_before_the_last_slice_raises() -> None:
     with pytest.raises(RuntimeError, match=r"after 0 calls of `add`.* 3 slices"):
         SlicedSum(Slices([4, 4], count=3), "sum").result()
+
+
+@pytest.mark.parametrize("sizes", [[3], [4, 4], [1, 9], [9, 1], [7, 12, 6], [2, 1, 30, 1], [0, 7]])
+def test_padding_compacts_blocks_in_place_and_spreads_them_again(sizes: list[int]) -> None:
+    for rank, size in enumerate(sizes):
+        padding = Padding(sizes, rank)
+        numbers = [torch.arange(10 * rank, 10 * rank + size) for rank, size in enumerate(sizes)]
+        padded = torch.stack([F.pad(x, (0, max(sizes) - len(x)), value=-1) for x in numbers])
+        buffer = padded.flatten().clone()
+        block = padding.compact(buffer)
+        assert block.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert block.sort().values.equal(torch.cat(numbers).sort().values)
+        assert block[padding.own_start :][:size].equal(numbers[rank])
+        # What lies outside of the block does not have to last until it is spread.
+        buffer[: padding.window.start], buffer[padding.window.stop :] = -2, -2
+        spread = padding.spread(buffer).view_as(padded)
+        assert all(x[: len(y)].equal(y) for x, y in zip(spread, numbers, strict=True))
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [13, 6], [1, 9], [65_536 // 64] * 64])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["Combine", "Exchange", "Home", "Visit"]
@@ -31,10 +32,14 @@ class Visit:
 
 
 class Home(Protocol):
-    """Sums about columns that end on the rank whose columns they are."""
+    """Accumulates a per-column sum and returns it to the rank that owns the column."""
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory of the shape of `like` that `add` sends without a copy."""
+        ...
 
     def add(self, part: Tensor) -> None:
-        """Add this rank's part about the columns that visit now; once in each visit."""
+        """Add this rank's part of the visiting columns; called once in each visit."""
         ...
 
     def result(self) -> Tensor:

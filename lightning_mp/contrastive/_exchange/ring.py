@@ -141,6 +141,10 @@ class FollowingSum:
         self._sending: Sending | None = None
         self._total: Tensor | None = None
 
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for the part of the visiting columns, see `Home.empty`."""
+        return like.new_empty(like.shape, dtype=dtype)
+
     def add(self, part: Tensor) -> None:
         """Add this rank's part for the shard that it holds now, and send the sum on."""
         total = part

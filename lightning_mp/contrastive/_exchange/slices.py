@@ -1,13 +1,13 @@
-"""Columns of all ranks at once, in few slices: slice `t` of every rank's shard comes by one gather.
+"""The exchange by slices: one all-gather brings slice `t` of the shards of all ranks.
 
 With T slices and shards of `b_r` rows, slice `t` of rank `r` is rows `t b_r / T` to
-`(t + 1) b_r / T`. A block of visiting columns is slice `t` of all ranks, in the order of ranks.
-While it is in use the next one travels. What a rank has summed up about a block goes home by one
-reduce-scatter, or by one all-to-all for maxima and log-sum-exps, which no reduction adds exactly.
+`(t + 1) b_r / T`. A block of visiting columns is slice `t` of all ranks. The next block travels
+while the current one is in use. Sums over a block return to the ranks of its columns by one
+reduce-scatter; maxima and log-sum-exps, which no reduction combines exactly, by one all-to-all.
 
-A ring takes W turns for the same columns: 64 ranks of 1,024 pairs launch the kernels of 64 sweeps
-where T = 1 launches those of one, and a flat ring crosses nodes through one network card, where a
-collective knows the topology.
+A ring takes W turns for the same columns: 64 ranks of 1,024 pairs launch the kernels of 64 sweeps,
+one slice launches those of one sweep. A flat ring also crosses nodes through one network card,
+while a collective uses the topology.
 
 Shapes:
     b: this rank's batch. m: columns of a block. D: width. W: ranks.
@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp.contrastive._exchange.exchange import Combine, Visit
+from lightning_mp.contrastive._exchange.padding import Padding, padding_of
 
 __all__ = ["Slices", "all_gather", "block_bytes", "slice_count"]
 
@@ -30,17 +32,16 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def block_bytes(batch_sizes: Sequence[int], row_bytes: int, count: int) -> int:
-    """Return the bytes that travel, arrive and leave at a time with `count` slices.
+    """Return the bytes of the blocks that are in memory at one time with `count` slices.
 
-    That is one block of features and of their gradients; two with more slices than one, as the
-    next and the last are under way; and one more, with gaps, where batch sizes differ.
+    One block is the features of all ranks, padded to the longest, and their gradients. With several
+    slices there is a second one, in transit.
     """
-    copies = 1 + (count > 1) + (len(set(batch_sizes)) > 1)
-    return copies * len(batch_sizes) * -(-max(batch_sizes) // count) * row_bytes
+    return (1 + (count > 1)) * len(batch_sizes) * -(-max(batch_sizes) // count) * row_bytes
 
 
 def slice_count(batch_sizes: Sequence[int], row_bytes: int, budget: int) -> int:
-    """Return the fewest slices whose blocks fit a budget in bytes; slices have a row at least."""
+    """Return the smallest number of slices whose blocks fit a budget in bytes."""
     if block_bytes(batch_sizes, row_bytes, 1) <= budget:
         return 1
     most = max(batch_sizes)
@@ -49,10 +50,7 @@ def slice_count(batch_sizes: Sequence[int], row_bytes: int, budget: int) -> int:
 
 
 class Slices:
-    """The exchange by slices, see `Exchange`.
-
-    Ranks may bring different batch sizes. Pieces are then padded to the longest to travel, because
-    the collectives take equal ones, and cut on arrival.
+    """The exchange by slices, see `Exchange`; batch sizes may differ between ranks.
 
     Args:
         batch_sizes: Rows on each rank.
@@ -72,7 +70,7 @@ class Slices:
         self.rank = rank
         self.group = group
         self.count = count
-        # The first tensor that has travelled, and all ranks' of it where one slice is all.
+        # The first tensor that was sent, and its rows of all ranks if there is only one slice.
         self._of: Tensor | None = None
         self._block: Tensor | None = None
 
@@ -89,8 +87,8 @@ class Slices:
     def visit(self, shard: Sequence[Tensor], values: Tensor | None = None) -> Iterator[Visit]:
         """Yield every slice of all ranks, see `Exchange.visit`."""
         by_rank = None if values is None else self._all_values(values)
-        # The second sweep finds the texts here that came at once for the first.
-        # By identity, for to compare values would wait for the device.
+        # With one slice, the second sweep reuses the texts of the first. Tensors are compared by
+        # identity, because a comparison of values would wait for the device.
         here = [self._block] if self._block is not None and self._of is shard[0] else []
         travelling = self._send(shard[len(here) :], 0)
         for index in range(self.count):
@@ -101,8 +99,7 @@ class Slices:
             if by_rank is not None:
                 columns.append(self._values_of(by_rank, index))
             own = self.own_rows(index)
-            first = sum(self.sizes(index)[: self.rank])
-            yield Visit(columns, first - own.start, own)
+            yield Visit(columns, self.padding(index).own_start - own.start, own)
 
     def home(self, combine: Combine) -> "SlicedSum":
         """Return an empty sum about columns, see `Exchange.home`."""
@@ -126,82 +123,95 @@ class Slices:
         size = self.batch_sizes[self.rank]
         return slice(index * size // self.count, (index + 1) * size // self.count)
 
+    def padding(self, index: int) -> Padding:
+        """Return where the rows of all ranks are in a slice."""
+        return padding_of(tuple(self.sizes(index)), self.rank)
+
     def _all_values(self, values: Tensor) -> Tensor:
         """Return the values of all ranks' columns, (W, longest batch) or with more dimensions."""
-        # All at once, whatever the slices: some numbers a column make one small gather.
-        most = max(self.batch_sizes)
-        by_rank = values.new_empty(self.world_size, most, *values.shape[1:])
-        all_gather(by_rank.flatten(0, 1), _padded(values, [len(values)], most), group=self.group)
+        # One gather for all slices, since a few numbers per column are small.
+        longest = max(self.batch_sizes)
+        by_rank = values.new_empty(self.world_size, longest, *values.shape[1:])
+        all_gather(by_rank.flatten(0, 1), _padded(values, longest), group=self.group)
         return by_rank
 
     def _values_of(self, by_rank: Tensor, index: int) -> Tensor:
-        """Return the values of the columns of a slice."""
-        starts = [index * size // self.count for size in self.batch_sizes]
-        sizes = self.sizes(index)
-        if len(set(self.batch_sizes)) == 1:
-            return by_rank[:, starts[0] : starts[0] + sizes[0]].flatten(0, 1)
-        pieces = zip(by_rank, starts, sizes, strict=True)
-        return torch.cat([values[start : start + size] for values, start, size in pieces])
+        """Return the values of the columns of a slice, in the order of its block."""
+        padding = self.padding(index)
+        if self.count > 1:
+            starts = [index * size // self.count for size in self.batch_sizes]
+            pieces = zip(by_rank, starts, strict=True)
+            by_rank = torch.stack([values[start:][: padding.longest] for values, start in pieces])
+        return padding.compact(by_rank.flatten(0, 1))
 
     def _send(self, shard: Sequence[Tensor], index: int) -> list["_Gather"]:
         if index == self.count:
             return []
-        rows, sizes = self.own_rows(index), self.sizes(index)
-        return [_Gather(tensor[rows], sizes, self.group) for tensor in shard]
+        rows, padding = self.own_rows(index), self.padding(index)
+        return [_Gather(tensor[rows], padding, self.group) for tensor in shard]
 
 
 class _Gather:
-    """Rows of all ranks on their way here."""
+    """An all-gather in progress."""
 
-    def __init__(self, rows: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> None:
-        self._sizes = sizes
-        self._sent = _padded(rows, [len(rows)], max(sizes))  # read in place until it has arrived
-        self._arriving = rows.new_empty(len(sizes) * max(sizes), *rows.shape[1:])
+    def __init__(self, rows: Tensor, padding: Padding, group: dist.ProcessGroup | None) -> None:
+        self._padding = padding
+        # Held until it has arrived, because the collective reads it in place.
+        self._sent = _padded(rows, padding.longest)
+        self._arriving = rows.new_empty(padding.rows, *rows.shape[1:])
         self._work = all_gather(self._arriving, self._sent, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Return the rows in the order of ranks; on a GPU this holds the stream, not the host."""
+        """Return the rows of all ranks; on a GPU the stream waits for them, not the host."""
         self._work.wait()
-        most = max(self._sizes)
-        if min(self._sizes) == most:
-            return self._arriving
-        pieces = zip(self._arriving.split(most), self._sizes, strict=True)
-        return torch.cat([piece[:size] for piece, size in pieces])
+        return self._padding.compact(self._arriving)
 
 
 class SlicedSum:
-    """A sum about the columns of each slice that goes home while the next slice is in use."""
+    """A per-column sum whose result for a slice travels while the next slice is in use."""
 
     def __init__(self, slices: Slices, combine: Combine) -> None:
         self._slices = slices
         self._combine = combine
         self._home: list[Tensor] = []
         self._sent: tuple[Tensor, Tensor, Any] | None = None
+        self._outgoing: Tensor | None = None
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for the part of the visiting columns, see `Home.empty`."""
+        padding = self._slices.padding(self._index)
+        self._outgoing = like.new_empty(padding.rows, *like.shape[1:], dtype=dtype)
+        return self._outgoing[padding.window]
 
     def add(self, part: Tensor) -> None:
-        """Send this rank's part about the columns that visit now to their ranks."""
-        index = len(self._home) + (self._sent is not None)
+        """Send this rank's part of the visiting columns to the ranks of the columns."""
+        index, group = self._index, self._slices.group
         if index == self._slices.count:
             raise RuntimeError(f"`SlicedSum.add()` came more than {index} times, once a slice.")
-        # One on its way at a time, as `block_bytes` counts.
+        # `block_bytes` counts one part in transit at a time.
         self._arrive()
-        sizes, group = self._slices.sizes(index), self._slices.group
-        own = sizes[self._slices.rank]
-        # No collective adds exponentials: of those all parts come, to be added here.
+        padding, own_rows = self._slices.padding(index), self._slices.own_rows(index)
+        own = own_rows.stop - own_rows.start
+        if self._outgoing is None and padding.is_needed:
+            self.empty(part, part.dtype).copy_(part)
+        outgoing = part.contiguous() if self._outgoing is None else self._outgoing
+        outgoing, self._outgoing = padding.spread(outgoing), None
         if self._combine == "sum":
-            part = _padded(part, sizes, max(sizes))
-            home = part.new_empty(max(sizes), *part.shape[1:])
-            work = _reduce_scatter(home, part, group=group, async_op=True)
-            # Held until it has arrived: the collective reads `part` where it lies.
-            self._sent = (home[:own], part, work)
-        else:
-            home = part.new_empty(len(sizes), own, *part.shape[1:])
-            outgoing = part.contiguous()
-            # Into a view: what arrives has to be in `home`.
-            work = dist.all_to_all_single(
-                home.flatten(0, 1), outgoing, [own] * len(sizes), sizes, group=group, async_op=True
-            )
-            self._sent = (home, outgoing, work)
+            home = part.new_empty(padding.longest, *part.shape[1:])
+            work = _reduce_scatter(home, outgoing, group=group, async_op=True)
+            home = home[:own]
+        else:  # no collective adds exponentials: the parts of all ranks are combined on arrival
+            home = part.new_empty(self._slices.world_size, padding.longest, *part.shape[1:])
+            # `flatten` returns a view of `home`.
+            work = dist.all_to_all_single(home.flatten(0, 1), outgoing, group=group, async_op=True)
+            home = home[:, :own]
+        # `outgoing` is held until it has arrived, because the collective reads it in place.
+        self._sent = (home, outgoing, work)
+
+    @property
+    def _index(self) -> int:
+        """The slice that is visiting."""
+        return len(self._home) + (self._sent is not None)
 
     def result(self) -> Tensor:
         """Return the sum over all ranks about this rank's own columns."""
@@ -214,31 +224,29 @@ class SlicedSum:
         return self._home[0] if len(self._home) == 1 else torch.cat(self._home)
 
     def parts(self) -> Tensor:
-        """Return what the ranks have sent, if one slice is all; or the sum as the only part."""
+        """Return the parts of all ranks if there is only one slice; otherwise the sum alone."""
         if self._slices.count > 1 or self._sent is None or self._combine == "sum":
             return self.result()[None]
-        # Not added up: `pair_terms` does that on its way.
+        # `pair_terms` combines the parts.
         home, _, work = self._sent
         work.wait()
-        return home
+        return home.contiguous()
 
     def _arrive(self) -> None:
         if self._sent is None:
             return
         home, _, work = self._sent
         work.wait()
-        # Added in the order of ranks, so that every run rounds alike.
+        # Combined in the order of ranks, so that every run rounds alike.
         if self._combine != "sum":
             home = home.logsumexp(0) if self._combine == "logsumexp" else home.amax(0)
         self._home.append(home)
         self._sent = None
 
 
-def _padded(tensor: Tensor, sizes: list[int], most: int) -> Tensor:
-    """Return pieces of `sizes` rows with zeros up to `most` rows after each."""
-    if all(size == most for size in sizes):  # the usual case takes no copy
-        return tensor.contiguous()
-    padded = tensor.new_zeros(len(sizes), most, *tensor.shape[1:])
-    for target, piece in zip(padded, tensor.split(sizes), strict=True):
-        target[: len(piece)] = piece
-    return padded.flatten(0, 1)
+def _padded(rows: Tensor, longest: int) -> Tensor:
+    """Return rows with zeros up to `longest` of them; equal batches take no copy."""
+    missing = longest - len(rows)
+    if not missing:
+        return rows.contiguous()
+    return F.pad(rows, [0] * (2 * rows.ndim - 1) + [missing])

@@ -39,8 +39,9 @@ _EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 # Slices may take five eighths of the workspace, the tiles have the rest. Eighths, because Triton's
 # tiles remember by their workspace which shapes were the fastest.
 _PARTS, _MOST_PARTS = 8, 5
-# And beside it four times what the smallest batch takes in fp32: of the eight that are promised,
-# gradients take two, two more while they are put together and rounded.
+# Beside the workspace, slices may take four times the largest batch in fp32. The loss promises
+# eight: gradients take two, and two more while they are concatenated and rounded. A rank with fewer
+# rows takes the slices of the largest batch, so that a short last batch costs no more collectives.
 _FREE_BATCHES = 4
 
 
@@ -158,7 +159,7 @@ def share_workspace(
         budget: The workspace.
     """
     row_bytes = width * (dtype.itemsize + accumulation_dtype(dtype).itemsize)
-    free = _FREE_BATCHES * min(sizes) * width * 4
+    free = _FREE_BATCHES * max(sizes) * width * 4
     count = slice_count(sizes, row_bytes, budget * _MOST_PARTS // _PARTS + free)
     taken = -(-max(0, block_bytes(sizes, row_bytes, count) - free) * _PARTS // budget)
     return count, budget * max(_PARTS - taken, _PARTS - _MOST_PARTS) // _PARTS

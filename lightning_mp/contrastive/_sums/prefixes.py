@@ -127,7 +127,7 @@ class _Gradients:
         """Add what these columns and the rows make of each other, prefix by prefix."""
         dtype, text_mD, total_mD = block.plan.dtype, block.text_mD, None
         if self._text is not None:
-            total_mD = torch.zeros_like(text_mD, dtype=dtype)
+            total_mD = self._text.empty(text_mD, dtype).zero_()
         for index, prefix in enumerate(self._prefixes):
             text, part_md = prefix.of(text_mD), None
             if total_mD is not None:

@@ -179,7 +179,7 @@ class _Pairs:
         """Add what these columns and the rows make of each other."""
         part_mD = None
         if self._text is not None:
-            part_mD = block.text_mD.new_empty(block.text_mD.shape, dtype=block.plan.dtype)
+            part_mD = self._text.empty(block.text_mD, block.plan.dtype)
         maxima = None if self._largest is None else self._largest.fresh(block.text_mD)
         logits = block.logits(block.plan.request.image, block.text_mD)
         block.plan.tiles.sigmoid_sweep(

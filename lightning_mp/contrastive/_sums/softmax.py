@@ -137,7 +137,7 @@ class Gradients:
         """Add what these columns and the rows make of each other."""
         part_mD = None
         if self._text is not None:
-            part_mD = block.text_mD.new_empty(block.text_mD.shape, dtype=block.plan.dtype)
+            part_mD = self._text.empty(block.text_mD, block.plan.dtype)
         logits = block.logits(block.plan.request.image, block.text_mD, self._stored)
         block.plan.tiles.grad_sweep(logits, self._row_lse_b, block.values, self._image_bD, part_mD)
         if self._text is not None and part_mD is not None:

@@ -262,6 +262,11 @@ class OneRank:
 class _Part:
     """The one part of a sum."""
 
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for the part, see `Home.empty`."""
+        # `empty_like` keeps strides, and `finish` in Triton takes the gradient for contiguous.
+        return like.new_empty(like.shape, dtype=dtype)
+
     def add(self, part: Tensor) -> None:
         """Keep the part."""
         self._part = part
