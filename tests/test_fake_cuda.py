@@ -11,7 +11,7 @@ from lightning_mp.contrastive._call import first_inputs
 from lightning_mp.contrastive._call.first_inputs import FirstInputs
 from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._sums import agreement
-from lightning_mp.contrastive._sums.sweep import Needs
+from lightning_mp.contrastive._sums.sweep import NeedsGrad
 from lightning_mp.contrastive._tiles.triton_tiles.configs import (
     TileConfig,
     _time_on_device,
@@ -165,7 +165,7 @@ def test_scale_of_a_device_is_compared_once_the_host_has_read_it(
             looks.look(request, None)
             gpu.time += 1.0  # the copy arrives
         request = Request(*features, request.scale, **looks.read)
-        return agreement._facts(request, Needs(image=True, text=True, scale=True))
+        return agreement._facts(request, NeedsGrad(image=True, text=True, scale=True))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
