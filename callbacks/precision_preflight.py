@@ -15,9 +15,10 @@ from typing_extensions import override
 from lightning_mp._arguments import PATH, explains_arguments
 from lightning_mp._files import claim, touch, write
 from lightning_mp.callbacks._locate.replay import undisturbed
-from lightning_mp.callbacks._preflight.measure import Preflight, look
 from lightning_mp.callbacks._preflight.page import preflight_page
+from lightning_mp.callbacks._preflight.result import Preflight
 from lightning_mp.callbacks._preflight.runs import Runs
+from lightning_mp.callbacks._preflight.search import look
 from lightning_mp.callbacks._step.training_state import is_sharded, scaler_of
 from lightning_mp.callbacks._words.preflight import settings_of, table_of, verdict_of
 from lightning_mp.callbacks._words.usage import usage
@@ -108,21 +109,15 @@ class PrecisionPreflight(pl.Callback):
     def _look(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         runs = Runs(trainer, batch, batch_idx)
         agree = trainer.strategy.broadcast if trainer.world_size > 1 else lambda value: value
-        found = look(runs, self.result, agree)
-        self.result = found
+        is_last = self._seen == self._wanted
+        self.result = found = look(runs, self.result, agree, is_last)
         if found is None:
             self._end(usage("preflight_rows"))
-        if found is None or self._seen < self._wanted:
+        if found is None or not is_last:
             return
-        self.result = found = found.decided()
         plugin = trainer.precision_plugin
         name = type(plugin).__name__
-        arguments = {
-            "half": "bf16" if found.half == torch.bfloat16 else "fp16",
-            "fp32_modules": list(getattr(plugin, "fp32_modules", ["norm"])),
-            "is_dynamic": getattr(getattr(scaler_of(trainer), "config", None), "dynamic", True),
-        }
-        self.settings = settings_of(found, name, arguments)
+        self.settings = settings_of(found, name, _arguments_of(trainer))
         verdict = verdict_of(found, name)
         self._write(trainer, verdict)
         said = [verdict, "", table_of(found), *found.notes]
@@ -151,3 +146,16 @@ class PrecisionPreflight(pl.Callback):
     def _end(self, failure: str) -> None:
         self._seen, self.failure = self._wanted, failure
         rank_zero_warn(failure)
+
+
+def _arguments_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the arguments of the precision plugin that a remedy extends."""
+    plugin: Any = trainer.precision_plugin
+    policy = getattr(plugin, "policy", None)
+    return {
+        "fp32_modules": list(getattr(plugin, "fp32_modules", ["norm"])),
+        "fp32_ops": list(getattr(policy, "fp32_ops", ())),
+        "half_ops": list(getattr(policy, "half_ops", ())),
+        "inf_clamp": list(getattr(getattr(plugin, "inf_clamp", None), "modules", ())),
+        "is_dynamic": getattr(getattr(scaler_of(trainer), "config", None), "dynamic", True),
+    }

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_mp.callbacks._report.page import marked_up
-from lightning_mp.callbacks._words.preflight import HEAD, cells_of
+from lightning_mp.callbacks._words.preflight import cells_of, head_of
 
 if TYPE_CHECKING:
-    from lightning_mp.callbacks._preflight.measure import ModuleError, Preflight
+    from lightning_mp.callbacks._preflight.result import ModuleError, Preflight
 
 __all__ = ["preflight_page"]
 
@@ -41,6 +41,7 @@ svg.modules .mends { fill: var(--error); font-weight: 600; }
 svg.modules .own { fill: var(--curve); }
 svg.modules .mends + g .own, svg.modules .own.mends { fill: var(--error); }
 svg.modules .handed { fill: none; stroke: var(--soft); stroke-width: 1.5; }
+svg.modules .after { fill: none; stroke: var(--fine); stroke-width: 1.5; }
 svg.modules .unit { stroke: var(--fine); stroke-dasharray: 4 3; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--line); }
@@ -58,8 +59,9 @@ pre { padding: 12px 14px; background: var(--card); border: 1px solid var(--line)
 <main>
 $settings
 <section><h2>Errors by module</h2>
-<p>Relative errors of $half, in the order of the model; a filled dot is the module's own error, a
-circle that of its output in the run. The dashed line is a unit of rounding, $unit.</p>
+<p>Relative errors of $half, in the order of the model: a filled dot is the error of the module
+alone, a circle the error of its output in the run$after. The dashed line is the unit of rounding,
+$unit.</p>
 <figure>$picture</figure></section>
 <section><h2>All modules</h2>
 <table><thead><tr>$head</tr></thead>
@@ -83,7 +85,7 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         settings: The lines of YAML that mend it, if there are any.
     """
     half = "fp16" if found.half == torch.float16 else "bf16"
-    rows = "\n".join(f"<tr>{_row('td', cells_of(each))}</tr>" for each in found.modules)
+    rows = "\n".join(f"<tr>{_row('td', cells_of(found, each))}</tr>" for each in found.modules)
     mends = (
         f"<section><h2>What mends it</h2>\n{_comparison(found)}<pre>{escape(settings)}</pre>"
         "</section>"
@@ -99,8 +101,9 @@ def preflight_page(found: Preflight, title: str, verdict: str, settings: str) ->
         settings=mends,
         half=half,
         unit=f"{_ROUNDING[found.half]:.1e}",
+        after="" if found.mended is None else ", a square the same with the settings",
         picture=_picture(found),
-        head=_row("th", HEAD),
+        head=_row("th", head_of(found)),
         rows=rows,
         whole=f"{whole:.6g}",
         rounded=f"{rounded:.6g}",
@@ -112,9 +115,9 @@ def _comparison(found: Preflight) -> str:
         return ""
     before = "not finite" if not math.isfinite(found.ratio) else f"{found.ratio:.2%}"
     return (
-        "<p>The largest error of a gradient, as a share of its noise: "
-        f"<strong>{before}</strong> as it is, <strong>{found.mended:.2%}</strong> with these "
-        "settings.</p>\n"
+        "<p>The largest error of a gradient, as a share of its noise, is "
+        f"<strong>{before}</strong> now and <strong>{found.mended:.2%}</strong> in the same run "
+        "with these settings.</p>\n"
     )
 
 
@@ -142,7 +145,8 @@ def _picture(found: Preflight) -> str:
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>')
     unit = _x(_ROUNDING[found.half])
     parts.append(f'<line class="unit" x1="{unit:.1f}" x2="{unit:.1f}" y1="4" y2="{bottom}"/>')
-    parts += [_mark(each, at, each.path in found.fp32_modules) for at, each in enumerate(shown, 1)]
+    mending = {*found.remedy.fp32_modules, *found.remedy.inf_clamp}
+    parts += [_mark(each, at, each.path in mending) for at, each in enumerate(shown, 1)]
     return "\n".join([*parts, "</svg>"])
 
 
@@ -150,10 +154,15 @@ def _mark(each: ModuleError, at: int, mends: bool) -> str:
     y = _HEIGHT * at
     name = each.path if len(each.path) <= 44 else f"…{each.path[-43:]}"
     kind = " mends" if mends else ""
+    after = ""
+    if each.mended is not None:
+        x = _x(each.mended)
+        after = f'<rect class="after" x="{x - 4:.1f}" y="{y - 4}" width="8" height="8"/>'
     return (
         f'<g><title>{escape(each.path)} ({escape(each.kind)}): own {each.own:.1e}, in the run '
         f'{each.handed:.1e}</title>'
         f'<text class="name{kind}" x="{_LEFT - 12}" y="{y + 4}">{escape(name)}</text>'
         f'<circle class="handed" cx="{_x(each.handed):.1f}" cy="{y}" r="5"/>'
+        f"{after}"
         f'<circle class="own{kind}" cx="{_x(each.own):.1f}" cy="{y}" r="3.5"/></g>'
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Runs of one training step in fp32 and in half, from the same weights, generators and rows."""
+"""Runs one training step in fp32 and in half precision, from the same weights and generators."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -12,15 +13,24 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp._nested import map_tensors, open_container, tensors_in
+from lightning_mp.callbacks._preflight.ops import Fp32Work, RoundingOps
+from lightning_mp.callbacks._preflight.result import Remedy
 from lightning_mp.callbacks._step.batches import copy_containers, loss_in
 from lightning_mp.callbacks._step.training_state import loss_scale_of
 from lightning_mp.callbacks._words.usage import usage
 from lightning_mp.numerics.floats import HALF_DTYPES
 from lightning_mp.numerics.replay_state import RngState
+from lightning_mp.precision._choice.module_selection import as_written
 from lightning_mp.precision._scaling.scaled_precision import ScaledPrecision
 from lightning_mp.precision._weights.half_module import cast_floats, replace_forward
+from lightning_mp.precision.inf_clamp import InfClamp
+from lightning_mp.precision.loss_scale_config import LossScaleConfig
+from lightning_mp.precision.op_policy import OpPolicy
 
 __all__ = ["ModuleCall", "Run", "Runs", "first_tensor"]
+
+_NOTHING = Remedy()
+_DEFAULT_SCALE = LossScaleConfig.parse("dynamic", torch.float16).init_scale or 1.0
 
 
 class ModuleCall(NamedTuple):
@@ -29,7 +39,7 @@ class ModuleCall(NamedTuple):
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output: Its first floating-point tensor.
+        output: First floating-point tensor that the module returned.
     """
 
     args: tuple[Any, ...]
@@ -37,14 +47,14 @@ class ModuleCall(NamedTuple):
     output: Tensor
 
     def rounded_like(self, other: "ModuleCall") -> "ModuleCall":
-        """Return the call with inputs in the dtypes of another, at most as large as these reach."""
+        """Return the call with inputs rounded to the dtypes of another call, and within range."""
         left = iter([x.dtype for x in tensors_in((other.args, other.kwargs))])
 
         def rounded(tensor: Tensor) -> Tensor:
             dtype = next(left, tensor.dtype)
             if not tensor.is_floating_point() or not dtype.is_floating_point:
                 return tensor
-            most = torch.finfo(dtype).max  # more is the doing of the module before
+            most = torch.finfo(dtype).max  # the module before is to blame for more
             return tensor.clamp(-most, most).to(dtype)
 
         args, kwargs = map_tensors((self.args, self.kwargs), rounded)
@@ -52,12 +62,12 @@ class ModuleCall(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run of a training step gave.
+    """Results of one run of a training step.
 
     Args:
-        loss: Unscaled.
+        loss: Unscaled loss.
         gradients: Unscaled gradients of the trained parameters, by name, in fp32.
-        calls: The first call of each module, by path, where they were asked for.
+        calls: The first call of each module, by path, if they were recorded.
         cotangents: Scaled gradients of the outputs of these calls.
     """
 
@@ -68,12 +78,12 @@ class Run(NamedTuple):
 
 
 class Runs:
-    """Makes runs of the training step of a Trainer.
+    """Runs the training step of a Trainer.
 
     Args:
-        trainer: Of the run.
-        batch: As `training_step` gets it.
-        batch_idx: Its index in the epoch.
+        trainer: The Trainer.
+        batch: The batch that `training_step` gets.
+        batch_idx: Index of the batch in the epoch.
     """
 
     def __init__(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
@@ -85,7 +95,7 @@ class Runs:
         self.is_true_half = any(p.dtype in HALF_DTYPES for p in self.module.parameters())
         self.half = self._half()
         self.scale = float(loss_scale_of(trainer) or 1.0)
-        """The loss scale that the run has now."""
+        """The current loss scale."""
 
     def _half(self) -> torch.dtype | None:
         if isinstance(self.plugin, ScaledPrecision):
@@ -98,7 +108,7 @@ class Runs:
         return tensor.to(self.trainer.strategy.root_device)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules inside the model."""
+        """Yield the submodules of the model."""
         return ((path, each) for path, each in self.module.named_modules() if path)
 
     def is_most(self, path: str) -> bool:
@@ -107,47 +117,98 @@ class Runs:
         count = sum(p.numel() for p in part.parameters())
         return 2 * count > sum(p.numel() for p in whole.parameters())
 
-    def size(self, path: str) -> int:
-        """Return how many modules are inside of one, itself included."""
-        return sum(1 for _ in self.module.get_submodule(path).modules())
+    @property
+    def lacks_settings(self) -> bool:
+        """Whether the plugin is Lightning's own true half precision, without settings to change."""
+        return self.is_true_half and not isinstance(self.plugin, ScaledPrecision)
+
+    def other_halves(self) -> list[torch.dtype]:
+        """Return the dtypes with which `BalancedAMP` differs from the run's own plugin."""
+        own = [self.half] if self.is_true_half and self.half is not None else []
+        return [*own, torch.float16 if self.half == torch.bfloat16 else torch.bfloat16]
 
     def in_fp32(self, batch: Any = None, *, records: bool = False) -> Run:
-        """Run in fp32, outside of the plugin's context, with weights of the same values."""
+        """Run in fp32, without the plugin, on weights of the same values."""
         with fp32_weights(self.module.modules()):
             batch = self.batch if batch is None else batch
             return self._run(cast_floats(batch, torch.float32), nullcontext(), 1.0, records)
 
-    def in_half(
-        self,
-        fp32_modules: Sequence[str] = (),
-        *,
-        records: bool = False,
-        scale: float | None = None,
-    ) -> Run:
-        """Run as the plugin does, but for some modules, which compute in fp32."""
+    def in_half(self, remedy: Remedy = _NOTHING, *, records: bool = False) -> Run:
+        """Run as the plugin does, with the settings of a remedy."""
+        if remedy.half is not None:
+            return self._in_balanced_amp(remedy.half, records)
         batch = self.plugin.convert_input(self.batch)
-        scale = self.scale if scale is None else scale
-        return self._run(batch, self._in_half_but(fp32_modules), scale, records, True)
+        scale = self.scale if remedy.loss_scale is None else remedy.loss_scale
+        context = self._in_plugin(remedy.fp32_ops)
+        recompute = self._recompute_context(remedy.fp32_ops)
+        return self._run(batch, context, scale, records, recompute, self._changed(remedy))
 
-    def in_autocast(self, half: torch.dtype) -> Run:
-        """Run under autocast to another dtype, with weights in fp32."""
-        device = self.trainer.strategy.root_device.type
+    def fp32_work(self, remedy: Remedy) -> float:
+        """Return the work in fp32 of the run with a remedy, forward and backward."""
+        work = Fp32Work()
+        with work:
+            self.in_half(remedy)
+        return work.total
+
+    def rounding_ops(self) -> dict[str, tuple[str, ...]]:
+        """Return the ops that round in half precision and that `fp32_ops` can move, with callers.
+
+        Empty if the plugin computes on half weights, for which it has no op policy.
+        """
+        if self.is_true_half or self.half is None:
+            return {}
+        ops = RoundingOps(self.half, self._device_type)
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            with self.plugin.forward_context(), ops.following(self.named_modules()), ops:
+                yield
+
+        batch = self.plugin.convert_input(self.batch)
+        self._run(batch, watched(), self.scale, False, self._recompute_context())
+        return ops.callers
+
+    def _in_balanced_amp(self, half: torch.dtype, records: bool) -> Run:
+        """Run as `BalancedAMP` with default settings does."""
+        policy = OpPolicy()
+        scale = _DEFAULT_SCALE if half == torch.float16 else 1.0
         with fp32_weights(self.module.modules()):
-            return self._run(self.batch, torch.autocast(device, dtype=half), 1.0, False)
+            context = policy.context(self._device_type, half)
+            recompute = policy.recompute_context(self._device_type)
+            batch = cast_floats(self.batch, torch.float32)
+            return self._run(batch, context, scale, records, recompute)
+
+    def _policy(self, fp32_ops: Sequence[str]) -> OpPolicy:
+        """Return the plugin's op policy with further ops in fp32."""
+        policy = getattr(self.plugin, "policy", OpPolicy())
+        half_ops = [op for op in policy.half_ops if op not in fp32_ops]
+        return replace(policy, fp32_ops=(*policy.fp32_ops, *fp32_ops), half_ops=half_ops)
 
     @contextmanager
-    def _in_half_but(self, paths: Sequence[str]) -> Iterator[None]:
-        """Compute as the plugin does, and some modules in fp32."""
-        modules = [self.module.get_submodule(path) for path in paths]
+    def _in_plugin(self, fp32_ops: Sequence[str]) -> Iterator[None]:
+        """Compute as the plugin does, with further ops in fp32."""
+        with self.plugin.forward_context(), ExitStack() as stack:
+            if fp32_ops and self.half is not None:
+                policy = self._policy(fp32_ops)
+                stack.enter_context(policy.context(self._device_type, self.half))
+            yield
+
+    @contextmanager
+    def _changed(self, remedy: Remedy) -> Iterator[None]:
+        """Let the modules of a remedy compute in fp32, or clamp their outputs."""
+        modules = [self.module.get_submodule(path) for path in remedy.fp32_modules]
         leaves_as = self.half if self.is_true_half else None
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self.trainer.strategy.root_device.type, enabled=False):
+            with torch.autocast(self._device_type, enabled=False):
                 args, kwargs = cast_floats((args, kwargs), torch.float32)
                 output = type(module).forward(module, *args, **kwargs)
             return output if leaves_as is None else cast_floats(output, leaves_as)
 
-        with self.plugin.forward_context(), ExitStack() as undo:
+        with ExitStack() as undo:
+            if remedy.inf_clamp:
+                clamp = InfClamp([as_written(name) for name in remedy.inf_clamp])
+                undo.callback(clamp.attach(self.module).remove)
             for module in modules:
                 undo.enter_context(fp32_weights(module.modules()))
                 replace_forward(module, forward, undo)
@@ -156,7 +217,7 @@ class Runs:
     def alone(
         self, path: str, call: ModuleCall, cotangent: Tensor | None, *, half: bool
     ) -> list[Tensor]:
-        """Run one module by itself; return its output, and gradients for inputs and parameters."""
+        """Run one module alone; return its output, and gradients for inputs and parameters."""
         module = self.module.get_submodule(path)
         weights = nullcontext() if half else fp32_weights(module.modules())
         context = self.plugin.forward_context() if half else nullcontext()
@@ -177,21 +238,33 @@ class Runs:
             trained = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
             found: Sequence[Tensor | None] = ()
             if cotangent is not None and output is not None and output.requires_grad and trained:
-                with self._recompute_context(half):
+                with self._recompute_context() if half else nullcontext():
                     found = torch.autograd.grad(
                         output, trained, cotangent.to(output.dtype), allow_unused=True
                     )
         tensors = [output, *found]
         return [torch.empty(0) if x is None else x.detach().float() for x in tensors]
 
-    def _recompute_context(self, half: bool) -> AbstractContextManager[Any]:
+    def _recompute_context(self, fp32_ops: Sequence[str] = ()) -> AbstractContextManager[Any]:
         """Return the context of a backward, in which checkpoints run their forward again."""
-        if half and isinstance(self.plugin, ScaledPrecision):
+        if fp32_ops:
+            return self._policy(fp32_ops).recompute_context(self._device_type)
+        if isinstance(self.plugin, ScaledPrecision):
             return self.plugin._recompute_context()
         return nullcontext()
 
+    @property
+    def _device_type(self) -> str:
+        return str(self.trainer.strategy.root_device.type)
+
     def _run(
-        self, batch: Any, context: Any, scale: float, records: bool, half: bool = False
+        self,
+        batch: Any,
+        context: AbstractContextManager[Any],
+        scale: float,
+        records: bool,
+        recompute: AbstractContextManager[Any] | None = None,
+        changes: AbstractContextManager[Any] | None = None,
     ) -> Run:
         calls: dict[str, ModuleCall] = {}
         cotangents: dict[str, Tensor] = {}
@@ -207,10 +280,12 @@ class Runs:
             loop: Any = self.trainer.fit_loop.epoch_loop
             kwargs = loop._build_kwargs(OrderedDict(), copy_containers(batch), self._batch_idx)
             with context:
+                # Until after the backward, in which checkpoints run modules again.
+                stack.enter_context(changes or nullcontext())
                 loss = loss_in(self.module.training_step(*kwargs.values()))
             if loss is None:
                 raise ValueError(usage("preflight_no_loss"))
-            with self._recompute_context(half):
+            with recompute or nullcontext():
                 found = torch.autograd.grad(
                     loss.float() * scale, [*named.values()], allow_unused=True
                 )
@@ -230,7 +305,7 @@ def _recording(
         if path in calls or tensor is None:
             return
         detached = map_tensors((args, kwargs), torch.Tensor.detach)
-        # Objects that a call writes to, such as caches of keys and values, are not what they were.
+        # A call may have written to other objects, such as caches of keys and values.
         given = tuple(v if _is_plain(v) else None for v in detached[0])
         named = {k: v if _is_plain(v) else None for k, v in detached[1].items()}
         calls[path] = ModuleCall(given, named, tensor.detach())
@@ -254,7 +329,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 @contextmanager
 def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give half parameters and buffers of modules the same values in fp32, for a while."""
+    """Give half parameters and buffers of modules the same values in fp32, inside the context."""
     with ExitStack() as undo:
         for module in modules:
             tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
@@ -266,7 +341,7 @@ def fp32_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Leaves dropout out: its masks follow the dtype, and would look like errors of half."""
+    """Leaves dropout out: its masks differ between dtypes, which would look like errors."""
 
     _DROPS = (functional.dropout, torch.dropout, functional.dropout1d, functional.dropout2d)
 

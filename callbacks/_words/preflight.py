@@ -1,115 +1,148 @@
-"""What a preflight says: a verdict, the modules, and the lines of YAML that mend it."""
+"""The words of a preflight: a verdict, a table of modules, and the YAML of the remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from lightning_mp.callbacks._preflight.measure import ModuleError, Preflight
+    from lightning_mp.callbacks._preflight.result import ModuleError, Preflight, Remedy
 
-__all__ = ["HEAD", "cells_of", "settings_of", "table_of", "verdict_of"]
+__all__ = ["cells_of", "head_of", "settings_of", "table_of", "verdict_of"]
 
 _ROWS = 8
-HEAD = ("module", "own error", "of gradients", "in the run", "largest output", "underflow")
 _NAMES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_OURS = ("BalancedAMP", "PureFP16")
 
 
 def verdict_of(found: Preflight, plugin: str) -> str:
-    """Return the result in one sentence."""
+    """Return the result in one sentence or two."""
     half = _NAMES[str(found.half)]
     if found.is_clean:
         return (
             f"{plugin} is safe for this model: errors of {half} are at most "
             f"{_share(found.ratio)} of the gradient noise (`{found.worst}`)."
         )
-    if found.ratio < math.inf:
-        harm = (
-            f"{half} adds errors of {_share(found.ratio)} of the gradient noise to `{found.worst}`"
-        )
-    else:
-        harm = f"{found.worst} is not finite in {half}"
-    if found.stagnant and found.fp32_modules == () and found.ratio < found.limit:
+    if found.stagnates and found.mended is None:
         return (
-            f"{_share(found.stagnant)} of the weights stand still: an update as large as the "
+            f"{_share(found.stagnant)} of the weights are stagnant: an update of the size of the "
             f"learning rate is below half a unit in the last place of {half}. Keep fp32 weights, "
             "with `BalancedAMP`."
         )
-    if found.mended is not None and found.loss_scale is not None:
-        scale = f"{found.loss_scale:g}"
-        return f"{harm}, and {_share(found.mended)} at an initial loss scale of {scale}."
-    if found.mended is not None and found.mended < found.limit:
-        names = ", ".join(f"`{each}`" for each in found.fp32_modules)
-        return f"{harm}, and {_share(found.mended)} with {names} in fp32."
-    if found.in_bf16 is not None and found.in_bf16 < found.limit:
-        return f"{harm}, and {_share(found.in_bf16)} in bf16. Train in bf16."
-    return f"{harm}. No module in fp32 mends it: look at what `training_step` computes itself."
+    harm = f"In {half}, {found.worst} is not finite."
+    if math.isfinite(found.ratio):
+        harm = (
+            f"{half} adds errors of {_share(found.ratio)} of the gradient noise to `{found.worst}`."
+        )
+    if found.is_mended and found.mended is not None:
+        return (
+            f"{harm} With {_settings_in_words(found.remedy)} the largest error is "
+            f"{_share(found.mended)} of the noise."
+        )
+    return (
+        f"{harm} No module or op in fp32, no clamp and no other dtype mends it: check what "
+        "`training_step` computes itself."
+    )
+
+
+def _settings_in_words(remedy: Remedy) -> str:
+    if remedy.half is not None:
+        return f"`BalancedAMP(half='{_NAMES[str(remedy.half)]}')`"
+    if remedy.loss_scale is not None:
+        return f"an initial loss scale of {remedy.loss_scale:g}"
+    lists = {kind: [n for k, n in remedy.names if k == kind] for kind, _ in remedy.names}
+    return " and ".join(f"`{kind}: [{', '.join(names)}]`" for kind, names in lists.items())
 
 
 def table_of(found: Preflight) -> str:
     """Return the modules with the largest errors of their own, as text."""
     half = _NAMES[str(found.half)]
-    rows = [cells_of(each) for each in found.modules[:_ROWS]]
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    rows = [cells_of(found, each) for each in found.modules[:_ROWS]]
+    head = head_of(found)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(
             [cell.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]
         )
-        for cell, *rest in (HEAD, *rows)
+        for cell, *rest in (head, *rows)
     ]
     whole, rounded = found.losses
     lines.append(f"The loss is {whole:.6g} in fp32 and {rounded:.6g} in {half}.")
+    lines += [f"`{op}` rounds in {_listed(callers)}." for op, callers in found.callers.items()]
     return "\n".join(lines)
 
 
-def cells_of(each: ModuleError) -> tuple[str, ...]:
-    """Return the row of a module under `HEAD`."""
+def head_of(found: Preflight) -> tuple[str, ...]:
+    """Return the head of the table of modules."""
+    mended = () if found.mended is None else ("with settings",)
+    return (
+        *("module", "own error", "of gradients", "in the run"),
+        *mended,
+        *("largest output", "underflow"),
+    )
+
+
+def cells_of(found: Preflight, each: ModuleError) -> tuple[str, ...]:
+    """Return the row of a module below `head_of`."""
+    mended = "" if each.mended is None else f"{each.mended:.1e}"
     return (
         f"{each.path} ({each.kind})",
         f"{each.output:.1e}",
         f"{each.gradient:.1e}",
         f"{each.handed:.1e}",
+        *(() if found.mended is None else (mended,)),
         f"{each.largest:.3g}",
         f"{each.underflow:.0%}",
     )
 
 
 def settings_of(found: Preflight, plugin: str, arguments: dict[str, Any]) -> str:
-    """Return the lines of YAML that mend what was found; empty where nothing was.
+    """Return the YAML of the remedy; empty if nothing is to be mended, or nothing mends it.
 
     Args:
         found: The result.
-        plugin: The name of the precision plugin's class.
-        arguments: What it was given, `half` and `fp32_modules` among it.
+        plugin: Class name of the precision plugin.
+        arguments: The arguments of the plugin that a remedy extends; `is_dynamic` tells whether
+            its loss scale moves.
     """
-    changed: dict[str, Any] = {}
-    if found.mended is not None and found.loss_scale is not None:
-        changed["loss_scale"] = {"init_scale": found.loss_scale}
-        if not arguments.get("is_dynamic", True):
-            changed["loss_scale"] = found.loss_scale
-    elif found.mended is not None and found.mended < found.limit:
-        changed["fp32_modules"] = _joined(arguments.get("fp32_modules", ["norm"]), found)
-    elif found.in_bf16 is not None and found.in_bf16 < found.limit:
-        changed["half"] = "bf16"
-    if not changed and not found.stagnant >= found.stagnates:
+    remedy = found.remedy
+    if not found.stagnates and not found.is_mended:
         return ""
-    is_ours = plugin in ("BalancedAMP", "PureFP16") and found.stagnant < found.stagnates
-    wanted = {"half": arguments["half"], **changed}
-    # O1, as Lightning's own mixed precision.
-    is_mixed = plugin in ("MixedPrecision", "Precision")
+    is_ours = plugin in _OURS and not found.stagnates and remedy.half is None
+    half = found.half if remedy.half is None else remedy.half
+    wanted: dict[str, Any] = {"half": _NAMES[str(half)]}
+    if found.is_mended and remedy.half is None:
+        wanted |= _changed(remedy, arguments)
+    if plugin in ("MixedPrecision", "Precision") and remedy.half is None:
+        wanted["weights"] = "full"  # O1, as Lightning's own mixed precision
     name = plugin if is_ours else "BalancedAMP"
-    if is_mixed:
-        wanted["weights"] = "full"
     lines = {"trainer": {"plugins": [{"class_path": name, "init_args": wanted}]}}
     text: str = yaml.safe_dump(lines, sort_keys=False)
-    return text if is_ours else f"# Without `precision:`.\n{text}"
+    return text if plugin in _OURS else f"# Without `precision:`.\n{text}"
 
 
-def _joined(before: Sequence[str], found: Preflight) -> list[str]:
-    return list(dict.fromkeys([*before, *found.fp32_modules]))
+def _changed(remedy: Remedy, arguments: dict[str, Any]) -> dict[str, Any]:
+    if remedy.loss_scale is not None:
+        is_dynamic = arguments["is_dynamic"]
+        return {
+            "loss_scale": {"init_scale": remedy.loss_scale} if is_dynamic else remedy.loss_scale
+        }
+    changed = {
+        kind: [*dict.fromkeys([*arguments[kind], *getattr(remedy, kind)])]
+        for kind, _ in remedy.names
+    }
+    moved = [op for op in arguments["half_ops"] if op in remedy.fp32_ops]
+    if moved:  # an op runs in one of both
+        changed["half_ops"] = [op for op in arguments["half_ops"] if op not in moved]
+    return changed
+
+
+def _listed(callers: tuple[str, ...]) -> str:
+    named = [f"`{each or 'training_step'}`" for each in callers[:3]]
+    more = f" and {len(callers) - 3} more" if len(callers) > 3 else ""
+    return ", ".join(named) + more
 
 
 def _share(ratio: float) -> str:

@@ -32,17 +32,18 @@ USAGE = {
     "skip_sync": "`SpikeGuard(action='skip')` reads one flag a step from the device, because "
     "`{optimizer}` cannot skip there. Pass `fused=True` to the optimizer if it has that, or train "
     "with `BalancedAMP`, to save this host sync.",
-    "preflight_manual": "`PrecisionPreflight` looks at nothing, as `training_step` takes its steps "
-    "itself (manual optimization). Leave it out.",
-    "preflight_sharded": "`PrecisionPreflight` looks at nothing, as the parameters are sharded. "
-    "Run `lightning-mp preflight` on one device.",
-    "preflight_fp32": "`PrecisionPreflight` looks at nothing, as `precision={precision!r}` "
-    "computes nothing in half. Pass `plugins=BalancedAMP()`.",
+    "preflight_manual": "`PrecisionPreflight` does not support manual optimization. Remove the "
+    "callback.",
+    "preflight_sharded": "`PrecisionPreflight` does not support sharded parameters. Run "
+    "`lightning-mp preflight` on one device.",
+    "preflight_fp32": "`PrecisionPreflight` has nothing to compare, because "
+    "`precision={precision!r}` does not compute in half precision. Pass `plugins=BalancedAMP()`.",
     "preflight_failed": "`PrecisionPreflight` could not run the step: {name}: {text}. Training "
-    "goes on.",
-    "preflight_rows": "`PrecisionPreflight` looks at nothing, as it compares halves of a batch. "
-    "Pass batches of two rows or more.",
-    "preflight_no_loss": "No loss was returned by `training_step`.",
+    "continues.",
+    "preflight_rows": "`PrecisionPreflight` compares the two halves of a batch. Pass batches of at "
+    "least two rows.",
+    "preflight_no_loss": "`training_step` returned no loss.",
+    "preflight_not_finite": "The loss is {loss} in fp32, so half precision is not the cause.",
     # --- while training --------------------------------------------------------------------------
     "kept_on_disk": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
     "bytes each on disk, {total:,} bytes in all.",

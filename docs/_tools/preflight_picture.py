@@ -18,6 +18,7 @@ STYLE = """
 text { font: 12px Helvetica, Arial, sans-serif; fill: #59626d; }
 .name { text-anchor: end; fill: #1b1f24; } .name.mends { fill: #b3261e; font-weight: bold; }
 .grid { stroke: #e2e5e9; } .unit { stroke: #1a6b3c; stroke-dasharray: 4 3; }
+.after { fill: none; stroke: #1a6b3c; stroke-width: 1.5; }
 .own { fill: #0b62a8; } .own.mends { fill: #b3261e; }
 .handed { fill: none; stroke: #59626d; stroke-width: 1.5; }
 """

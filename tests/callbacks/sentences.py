@@ -148,7 +148,7 @@ USES: dict[str, Any] = {
         "alert": "a URL",
     },
     **{"error": OSError("no space left"), "precision": "32-true", "name": "KeyError"},
-    "text": "'scores'",
+    **{"text": "'scores'", "loss": float("inf")},
 }
 
 

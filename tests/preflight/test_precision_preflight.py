@@ -1,6 +1,5 @@
 """The preflight names planted weaknesses, proves the cure, and leaves the run as it was."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from lightning_mp import (
     InstabilityReport,
     LossScaleConfig,
     PrecisionPreflight,
+    PureFP16,
 )
-from tests.preflight.models import WEAK, LayerScale, Sentences, Words, plugin, trainer
+from lightning_mp.cli import main
+from tests.preflight.models import WEAK, LayerScale, Sentences, Shifts, Words, plugin, trainer
 from tests.processes import run_ranks
 from tests.quiet import QUIET, parameters_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def look(model: pl.LightningModule, name: str, steps: int = 2, **kwargs: Any) -> PrecisionPreflight:
@@ -55,10 +54,116 @@ def test_planted_weakness_is_named_and_cured(weak: str, name: str) -> None:
     result = look(made(weak), name).result
     assert result is not None
     assert result.ratio > 0.05
-    assert result.fp32_modules == ("blocks.1.weak",)
+    assert result.remedy.fp32_modules == ("blocks.1.weak",)
     assert result.mended is not None
     assert result.mended < 0.05
     assert result.modules[0].path == "blocks.1.weak"
+
+
+def with_settings(callback: PrecisionPreflight, model: pl.LightningModule) -> PrecisionPreflight:
+    """Return the preflight of a model with the settings that another one printed."""
+    (entry,) = yaml.safe_load(callback.settings)["trainer"]["plugins"]
+    kind = {"BalancedAMP": BalancedAMP, "PureFP16": PureFP16}[entry["class_path"]]
+    cured = PrecisionPreflight(steps=2, stops=True)
+    pl.seed_everything(0, verbose=False)
+    run = pl.Trainer(
+        **{**QUIET, "max_steps": 4, "callbacks": cured}, plugins=kind(**entry["init_args"])
+    )
+    run.fit(model, Sentences())
+    return cured
+
+
+class LossInHalf(Words):
+    """Squares differences of 300 in fp16."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.running = torch.nn.Identity()
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        scores = x @ self.head.weight.T
+        target = 300.0 * torch.nn.functional.one_hot(batch[1], 40)
+        difference = scores - target.to(scores.dtype)
+        return (difference * difference).mean()
+
+
+@pytest.mark.parametrize("name", ["BalancedAMP fp16", "16-mixed"])
+def test_op_of_the_step_itself_is_cured_by_fp32_ops(name: str) -> None:
+    torch.manual_seed(1)
+    callback = look(LossInHalf(), name)
+    result = callback.result
+    assert result is not None
+    assert not result.is_clean
+    (op,) = result.remedy.fp32_ops
+    assert result.remedy.fp32_modules == result.remedy.inf_clamp == ()
+    assert f"With `fp32_ops: [{op}]` the largest error is" in callback.text
+    assert f"`{op}` rounds in " in callback.text
+    assert "`training_step`" in callback.text
+    torch.manual_seed(1)
+    assert with_settings(callback, LossInHalf()).result.is_clean  # type: ignore[union-attr]
+
+
+def test_op_that_half_ops_moves_leaves_them() -> None:
+    half_ops = BalancedAMP(half_ops=["cross_entropy", "softmax"])
+    callback = PrecisionPreflight(steps=1, stops=True)
+
+    class Step(Words):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            x = self.embed(batch[0])
+            weights = (1e4 + 4 * self.head(x).float()).softmax(-1)
+            return -(weights.flatten(0, 1).log() * 1.0).mean()
+
+    torch.manual_seed(1)
+    model = Step()
+    run = pl.Trainer(**{**QUIET, "max_steps": 1, "callbacks": callback}, plugins=half_ops)
+    run.fit(model, Sentences())
+    assert callback.result is not None
+    assert callback.result.remedy.fp32_ops == ("softmax",)
+    settings = yaml.safe_load(callback.settings)["trainer"]["plugins"][0]["init_args"]
+    assert settings["fp32_ops"] == ["softmax"]
+    assert settings["half_ops"] == ["cross_entropy"]
+    BalancedAMP(**settings)  # which refuses an op in both lists
+
+
+class Massive(torch.nn.Module):
+    """Writes 1e5 into one channel of the first token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.zeros(x.shape[1:], device=x.device)
+        place[0, 0] = 1e5
+        return x + place.to(x.dtype)
+
+
+def massive() -> Words:
+    model = made()
+    model.running = torch.nn.LayerNorm(model.embed.embedding_dim)
+    model.blocks[1].drop = torch.nn.Sequential(Massive())
+    return model
+
+
+@pytest.mark.parametrize("name", ["BalancedAMP fp16", "16-mixed"])
+def test_massive_activation_is_cured_by_a_clamp(name: str) -> None:
+    callback = look(massive(), name)
+    result = callback.result
+    assert result is not None
+    assert result.ratio == float("inf")
+    assert result.remedy.inf_clamp
+    assert result.remedy.fp32_modules == result.remedy.fp32_ops == ()
+    assert with_settings(callback, massive()).result.is_clean  # type: ignore[union-attr]
+
+
+def test_rounding_in_every_block_of_bf16_is_cured_by_fp16() -> None:
+    def many() -> Words:
+        model = made()
+        for block in model.blocks:
+            block.weak = Shifts()
+        return model
+
+    callback = look(many(), "PureFP16 bf16")
+    assert callback.result is not None
+    assert callback.result.remedy.half == torch.float16
+    assert "`BalancedAMP(half='fp16')`" in callback.text
+    assert with_settings(callback, many()).result.is_clean  # type: ignore[union-attr]
 
 
 def test_errors_of_half_are_those_of_the_formats() -> None:
@@ -74,7 +179,10 @@ def test_errors_of_half_are_those_of_the_formats() -> None:
             assert each.handed >= each.output / 2
 
 
-def test_settings_are_the_cure(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_settings_are_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config: dict[str, Any] = {
         "model": {
             "class_path": "tests.preflight.models.Words",
@@ -84,22 +192,23 @@ def test_settings_are_the_cure(tmp_path: Path) -> None:
         "trainer": {"plugins": [{"class_path": "BalancedAMP"}], "max_steps": 2, "logger": False},
     }
     path = tmp_path / "run.yaml"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-mp"])
 
-    def run(command: str) -> subprocess.CompletedProcess[str]:
+    def run(command: str) -> str:
         path.write_text(yaml.safe_dump(config))
-        arguments = [sys.executable, "-m", "lightning_mp", command, "--config", str(path)]
-        return subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
+        main([command, "--config", str(path)])
+        return capsys.readouterr().out
 
-    weak = run("preflight")
-    assert weak.returncode == 1, weak.stderr
-    assert "`blocks.1.weak` in fp32" in weak.stdout
-    assert not (tmp_path / "checkpoints").exists()
-    settings = yaml.safe_load(weak.stdout.partition("Paste into the configuration:")[2])
-    config["trainer"].update(settings["trainer"])
-    cured = run("preflight")
-    assert cured.returncode == 0, cured.stdout + cured.stderr
+    with pytest.raises(SystemExit, match="1"):
+        run("preflight")
+    said = capsys.readouterr().out
+    assert "With `fp32_modules: [blocks.1.weak]` the largest error is" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+    config["trainer"].update(yaml.safe_load(said.partition("configuration:")[2])["trainer"])
+    assert "is safe for this model" in run("preflight")
     config["trainer"].update(enable_checkpointing=False, enable_progress_bar=False)
-    assert run("fit").returncode == 0
+    run("fit")
 
 
 class Notes(pl.Callback):
@@ -147,6 +256,13 @@ class Manual(Words):
         return loss
 
 
+class Infinite(Words):
+    """Has a loss of inf in every dtype."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * float("inf")
+
+
 class Broken(Words):
     """Fails where no context of the plugin is."""
 
@@ -158,7 +274,11 @@ class Broken(Words):
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(Manual, "takes its steps itself"), (Broken, "could not run the step: KeyError: 'scores'")],
+    [
+        (Infinite, "The loss is inf in fp32"),
+        (Manual, "does not support manual optimization"),
+        (Broken, "could not run the step: KeyError: 'scores'"),
+    ],
 )
 def test_what_cannot_be_looked_at_trains_on(model: type[Words], words: str) -> None:
     callback, fitted = PrecisionPreflight(steps=1), model()
@@ -185,7 +305,7 @@ def test_page_shows_modules_and_settings_and_the_report_links_to_it(tmp_path: Pa
     page = callback.path.read_text()
     assert "<pre>trainer:\n  plugins:" in page
     assert '<text class="name mends"' in page
-    assert "</strong> as it is, <strong>0." in page
+    assert "</strong> now and <strong>0." in page
     assert page.count("<tr>") == 1 + len(callback.result.modules)  # type: ignore[union-attr]
     assert 'href="./preflight.html"' in (tmp_path / "instability.html").read_text()
 
@@ -225,14 +345,14 @@ def look_at_scale(scale: float) -> PrecisionPreflight:
 def test_gradients_below_the_range_are_cured_by_the_loss_scale() -> None:
     callback = look_at_scale(4.0)
     assert callback.result is not None
-    assert callback.result.fp32_modules == ()
+    assert callback.result.remedy.fp32_modules == ()
     assert callback.result.mended is not None
     assert callback.result.mended < 0.05 < callback.result.ratio
     settings = yaml.safe_load(callback.settings)["trainer"]["plugins"][0]["init_args"]
     scale = settings["loss_scale"]["init_scale"]
     assert settings == {"half": "fp16", "loss_scale": {"init_scale": scale}}
     assert scale > 4.0
-    assert "at an initial loss scale of" in callback.text
+    assert "With an initial loss scale of" in callback.text
     cured = look_at_scale(scale).result
     assert cured is not None
     assert cured.is_clean
@@ -259,12 +379,12 @@ def test_factors_of_low_rank_are_looked_at(weak: str | None) -> None:
         block.up = LowRank(block.up)
     result = look(model, "BalancedAMP fp16").result
     assert result is not None
-    assert result.fp32_modules == (() if weak is None else ("blocks.1.weak",))
+    assert result.remedy.fp32_modules == (() if weak is None else ("blocks.1.weak",))
 
 
 def test_fp32_is_left_out() -> None:
     callback = PrecisionPreflight()
-    with pytest.warns(UserWarning, match="computes nothing in half"):
+    with pytest.warns(UserWarning, match="does not compute in half precision"):
         pl.Trainer(**{**QUIET, "max_steps": 1, "callbacks": callback}).fit(made(), Sentences())
 
 
@@ -278,7 +398,7 @@ def test_weights_that_stand_still_are_told() -> None:
     assert callback.result is not None
     # Of weights up to 2^-2.5, those above 2^-11 or so have a unit that is twice as large.
     assert callback.result.stagnant > 0.9
-    assert "of the weights stand still" in callback.text
+    assert "of the weights are stagnant" in callback.text
     assert yaml.safe_load(callback.settings)["trainer"]["plugins"][0]["class_path"] == "BalancedAMP"
 
 
@@ -291,7 +411,7 @@ def test_compiled_and_checkpointed_modules_are_looked_at() -> None:
     )
     result = look(model, "BalancedAMP fp16").result
     assert result is not None
-    assert result.fp32_modules == ("blocks.1.weak",)
+    assert result.remedy.fp32_modules == ("blocks.1.weak",)
 
 
 def _on_ranks(rank: int) -> tuple[str, Tensor]:
@@ -326,4 +446,4 @@ def test_towers_of_a_gradient_cache_are_looked_at() -> None:
     run = pl.Trainer(**kwargs, strategy=strategy, plugins=plugin("BalancedAMP fp16"))
     run.fit(Weak(), loader(24, 12))
     assert callback.result is not None
-    assert callback.result.fp32_modules == ("text.1",)
+    assert callback.result.remedy.fp32_modules == ("text.1",)

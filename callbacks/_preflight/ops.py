@@ -1,0 +1,102 @@
+"""Modes that watch the ops of a run: those that round in half precision, and the work in fp32."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_mp.precision._choice.op_tables import canonical_name
+from lightning_mp.precision._weights.half_module import cast_floats
+
+__all__ = ["Fp32Work", "RoundingOps"]
+
+
+class RoundingOps(TorchFunctionMode):
+    """Collects the ops that return another value in half precision than in fp32.
+
+    Args:
+        half: The half-precision dtype.
+        device_type: Of the model.
+    """
+
+    def __init__(self, half: torch.dtype, device_type: str) -> None:
+        super().__init__()
+        self._half, self._device_type = half, device_type
+        self._running = [""]
+        self.callers: dict[str, tuple[str, ...]] = {}
+        """Paths of the modules that call each op; "" is `training_step` itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        output = func(*args, **kwargs)
+        name = _name_of(getattr(func, "__name__", ""))
+        caller = self._running[-1]
+        known = self.callers.get(name, ())
+        is_half = isinstance(output, Tensor) and output.dtype is self._half
+        if name and is_half and caller not in known and self._differs(func, args, kwargs, output):
+            self.callers[name] = (*known, caller)
+        return output
+
+    def _differs(self, func: Callable[..., Any], args: Any, kwargs: Any, output: Tensor) -> bool:
+        args, kwargs = cast_floats((args, kwargs), torch.float32)
+        autocast = torch.autocast(self._device_type, enabled=False)
+        try:
+            with torch.no_grad(), autocast, torch._C.DisableTorchFunction():
+                exact = func(*args, **kwargs)
+        except Exception:  # an op that takes no fp32: only a run can tell
+            return True
+        return not torch.equal(output.detach().float(), exact.float())
+
+    @contextmanager
+    def following(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Know, inside, which of these modules is running."""
+        with ExitStack() as stack:
+            for path, module in modules:
+                enter = module.register_forward_pre_hook(
+                    lambda *_, path=path: self._running.append(path), prepend=True
+                )
+                leave = module.register_forward_hook(
+                    lambda *_: (self._running.pop(), None)[1], always_call=True
+                )
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            yield
+
+
+@lru_cache(maxsize=4096)
+def _name_of(function: str) -> str:
+    """Return the name that `fp32_ops` takes; empty for a function that it cannot move."""
+    if "dropout" in function:
+        return ""
+    try:
+        return canonical_name(function)
+    except ValueError:
+        return ""
+
+
+class Fp32Work(TorchDispatchMode):
+    """Adds up the work of a run in fp32: FLOPs of products, and one for each other output value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        output = func(*args, **kwargs)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if any(leaf.dtype is torch.float32 for leaf in leaves):
+            count = flop_registry.get(getattr(func, "_overloadpacket", None))
+            if count is None:
+                self.total += sum(math.prod(leaf.shape) for leaf in leaves)
+            else:
+                self.total += count(*args, **kwargs, out_val=output)
+        return output

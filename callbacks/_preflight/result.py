@@ -1,0 +1,184 @@
+"""The result of a preflight: errors by module, and the settings that mend them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+__all__ = ["MATTERS", "STAGNANT", "ModuleError", "Preflight", "Remedy", "ranked"]
+
+MATTERS = 0.05
+"""Smallest error that matters, as a share of the gradient noise."""
+
+STAGNANT = 0.2
+"""Smallest share of stagnant weights that matters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Settings of a precision plugin that mend the errors of half precision.
+
+    Args:
+        fp32_modules: Modules to compute in fp32, beside those of the plugin.
+        fp32_ops: Ops to compute in fp32, beside those of the plugin.
+        inf_clamp: Modules whose fp16 outputs are clamped, beside those of the plugin.
+        loss_scale: Initial loss scale.
+        half: `BalancedAMP` with this dtype in place of the plugin of the run.
+    """
+
+    fp32_modules: tuple[str, ...] = ()
+    fp32_ops: tuple[str, ...] = ()
+    inf_clamp: tuple[str, ...] = ()
+    loss_scale: float | None = None
+    half: torch.dtype | None = None
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Argument and value of each module and op that is named."""
+        kinds = ("fp32_modules", "fp32_ops", "inf_clamp")
+        return tuple((kind, name) for kind in kinds for name in getattr(self, kind))
+
+    @classmethod
+    def of(cls, names: Sequence[tuple[str, str]]) -> "Remedy":
+        """Return the remedy with these arguments and values."""
+        lists: Any = {kind: tuple(n for k, n in names if k == kind) for kind, _ in names}
+        return cls(**lists)
+
+    def __or__(self, other: "Remedy") -> "Remedy":
+        return Remedy.of(tuple(dict.fromkeys((*self.names, *other.names))))
+
+    def includes(self, other: "Remedy") -> bool:
+        """Return whether another remedy adds nothing to this one."""
+        return all(
+            (kind, name) in self.names
+            or (kind == "fp32_modules" and any(name.startswith(f"{m}.") for m in self.fp32_modules))
+            for kind, name in other.names
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the remedy changes nothing."""
+        return all(getattr(self, each.name) in ((), None) for each in fields(self))
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """Errors of one module in half precision.
+
+    Args:
+        path: Path of the module.
+        kind: Class of the module.
+        output: Relative error of the module's output when it runs alone on the inputs of the half
+            run.
+        gradient: Relative error of its gradients for inputs and parameters when it runs alone.
+        handed: Relative error of its output in the whole run, including the errors of its inputs.
+        largest: Largest magnitude of its output in fp32.
+        underflow: Largest share of zeros in a gradient that are not zero in fp32.
+        subnormal: Largest share of subnormal values in a gradient, at the loss scale.
+        order: Position of the module in the model.
+        mended: Like `handed`, in the run with the remedy; `None` if there was none.
+    """
+
+    path: str
+    kind: str
+    output: float
+    gradient: float
+    handed: float
+    largest: float
+    underflow: float
+    subnormal: float
+    order: int = 0
+    mended: float | None = None
+
+    @property
+    def own(self) -> float:
+        """The larger error of the module alone."""
+        return max(self.output, self.gradient)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Result of the steps compared so far.
+
+    Args:
+        half: The half-precision dtype.
+        losses: Loss in fp32, and in half precision.
+        ratio: Largest error of a parameter's gradient, relative to its noise.
+        worst: Name of that parameter.
+        modules: Errors by module, the largest first.
+        remedy: The settings with the smallest ratio that was found.
+        mended: The ratio with `remedy`, the worst of the steps that needed it; `None` without one.
+        by_scale: The ratio at other loss scales, the worst of the steps that tried them.
+        callers: For each op of the remedy, the modules that call it in half precision.
+        stagnant: Share of half weights that an update of the size of the learning rate leaves
+            unchanged.
+        notes: What could not be measured.
+    """
+
+    half: torch.dtype
+    losses: tuple[float, float]
+    ratio: float
+    worst: str
+    modules: tuple[ModuleError, ...]
+    remedy: Remedy = field(default_factory=Remedy)
+    mended: float | None = None
+    by_scale: Mapping[float, float] = field(default_factory=dict)
+    callers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stagnant: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no error matters."""
+        return self.ratio < MATTERS and not self.stagnates
+
+    @property
+    def stagnates(self) -> bool:
+        """Whether so many weights are stagnant that it matters."""
+        return self.stagnant >= STAGNANT
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether the remedy brings the errors below what matters."""
+        return self.mended is not None and self.mended < MATTERS
+
+    @property
+    def best_scale(self) -> float | None:
+        """The loss scale at which every step was clean, if there is one."""
+        scale = min(self.by_scale, key=self.by_scale.__getitem__, default=0.0)
+        return scale if self.by_scale.get(scale, math.inf) < MATTERS else None
+
+    def merged(self, before: "Preflight") -> "Preflight":
+        """Return the worse of two steps, with the largest errors of each module."""
+        worse, less = (self, before) if self.ratio >= before.ratio else (before, self)
+        by_path = {each.path: each for each in less.modules}
+        modules = [max((m, by_path.get(m.path, m)), key=lambda e: e.own) for m in worse.modules]
+        scales = {**self.by_scale, **before.by_scale}
+        return replace(
+            worse,
+            modules=ranked(modules),
+            by_scale={
+                s: max(self.by_scale.get(s, 0.0), before.by_scale.get(s, 0.0)) for s in scales
+            },
+            stagnant=max(self.stagnant, before.stagnant),
+            remedy=before.remedy,
+            mended=before.mended,
+            callers=before.callers,
+        )
+
+    def with_errors(self, mended: Mapping[str, float]) -> "Preflight":
+        """Return the result with the errors of the modules in the run with the remedy."""
+        changed: Any = [replace(m, mended=mended.get(m.path)) for m in self.modules]
+        return replace(self, modules=tuple(changed))
+
+
+def ranked(modules: Sequence[ModuleError]) -> tuple[ModuleError, ...]:
+    """Return modules by their own errors; a module whose error a submodule explains comes last."""
+    own = {each.path: each.own for each in modules}
+
+    def is_explained(path: str) -> bool:
+        return any(p.startswith(f"{path}.") and 10 * e >= own[path] for p, e in own.items())
+
+    return tuple(sorted(modules, key=lambda each: (is_explained(each.path), -each.own)))

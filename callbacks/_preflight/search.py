@@ -1,0 +1,195 @@
+"""Finds the settings that mend the errors of half precision; each is tried by a run of the step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_mp.callbacks._preflight.measure import error_of, module_errors, relative
+from lightning_mp.callbacks._preflight.result import MATTERS, Preflight, Remedy
+from lightning_mp.callbacks._preflight.runs import Run, Runs
+from lightning_mp.precision._choice.residual_stream import find_residual_stream
+
+__all__ = ["look"]
+
+_TRIED = 8  # modules, by their own errors, and ops
+_CLAMPED = 4  # modules whose output exceeds fp16
+_MOST = 4  # modules and ops of a remedy
+# Factors of the loss scale that are tried.
+_SCALES = (2.0**-12, 2.0**-8, 2.0**-4, 2.0**4, 2.0**8, 2.0**12)
+_HIGHEST = 2.0**24
+_FP16_MAX = torch.finfo(torch.float16).max
+
+
+def look(
+    runs: Runs, before: Preflight | None, agree: Callable[[Any], Any], is_last: bool
+) -> Preflight | None:
+    """Return the result with one more step; `None` if the batch has no gradient noise.
+
+    Args:
+        runs: Makes the runs of the step.
+        before: Result of the steps before.
+        agree: Returns the value of rank 0, so that all ranks make the same runs.
+        is_last: Whether this is the last step, after which the remedy is chosen.
+    """
+    found, whole, noise = module_errors(runs)
+    if not noise:
+        return None
+    trials = _Trials(runs, whole, noise, agree)
+    is_bad = agree(found.ratio) >= MATTERS
+    if is_bad and found.half == torch.float16:
+        scales = [s for s in (runs.scale * f for f in _SCALES) if 1 <= s <= _HIGHEST]
+        by_scale = {s: trials.ratio(Remedy(loss_scale=s)) for s in scales}
+        found = replace(found, by_scale=by_scale)
+    all_found = found if before is None else found.merged(before)
+    if is_bad and agree(all_found.best_scale) is None:
+        all_found = search(trials, all_found)
+    return trials.proved(all_found) if is_last else all_found
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """Runs of one step with remedies.
+
+    Args:
+        runs: Makes them.
+        whole: The run in fp32.
+        noise: Gradient noise of each parameter.
+        agree: Returns the value of rank 0.
+    """
+
+    runs: Runs
+    whole: Run
+    noise: dict[str, float]
+    agree: Callable[[Any], Any]
+
+    def ratio(self, remedy: Remedy) -> float:
+        """Return the ratio with a remedy; inf if the step fails with it."""
+        try:
+            value = error_of(self.whole, self.runs.in_half(remedy), self.noise)[0]
+        except RuntimeError:  # for example, a weight that a module in half precision shares
+            value = math.inf
+        return float(self.agree(value))
+
+    def work(self, remedy: Remedy) -> float:
+        """Return the work in fp32 of the step with a remedy; inf if it cannot be counted."""
+        try:
+            value = self.runs.fp32_work(remedy)
+        except Exception:  # a tensor subclass without an answer for dispatch modes
+            value = math.inf
+        return float(self.agree(value))
+
+    def proved(self, found: Preflight) -> Preflight:
+        """Return the result with its remedy, and the run of this step with that remedy."""
+        scale = self.agree(found.best_scale)
+        if scale is not None:
+            remedy = Remedy(loss_scale=scale)
+            found = replace(found, remedy=remedy, mended=found.by_scale[scale])
+        if found.mended is None:
+            return found
+        run = self.runs.in_half(found.remedy, records=True)
+        ratio = self.agree(error_of(self.whole, run, self.noise)[0])
+        errors = {
+            path: relative(call.output.float(), self.whole.calls[path].output.float())
+            for path, call in run.calls.items()
+            if path in self.whole.calls
+        }
+        return replace(found, mended=max(ratio, found.mended)).with_errors(errors)
+
+
+def search(trials: _Trials, found: Preflight) -> Preflight:
+    """Return the result with the remedy that needs the least work in fp32."""
+    remedy = found.remedy  # of the steps before
+    ratio = trials.ratio(remedy)
+    if ratio < MATTERS:
+        return replace(found, mended=max(ratio, found.mended or 0.0))
+    if remedy.half is not None:
+        remedy, ratio = Remedy(), found.ratio
+    if trials.runs.lacks_settings:
+        balanced = Remedy(half=found.half)
+        if (ratio_of_balanced := trials.ratio(balanced)) < MATTERS:
+            return replace(found, remedy=balanced, mended=ratio_of_balanced)
+    callers: dict[str, tuple[str, ...]] = trials.agree(_rounding_ops(trials.runs))
+    # A clamp computes nothing in fp32: no other remedy is cheaper.
+    for options in (_clamps(trials.runs, found), _fp32(trials.runs, found, callers)):
+        remedy, ratio = _extended(trials, remedy, ratio, trials.agree(options))
+    remedy, ratio = _reduced(trials, remedy, ratio)
+    if ratio >= MATTERS:
+        for half in trials.runs.other_halves():
+            other = Remedy(half=half)
+            ratio_of_other = trials.ratio(other)
+            if ratio_of_other < MATTERS:
+                remedy, ratio = other, ratio_of_other
+                break
+    if remedy.is_empty:
+        return found
+    used = {op: callers[op] for op in remedy.fp32_ops if op in callers}
+    return replace(found, remedy=remedy, mended=ratio, callers=used)
+
+
+def _extended(
+    trials: _Trials, remedy: Remedy, ratio: float, options: list[Remedy]
+) -> tuple[Remedy, float]:
+    """Return a remedy with the options that mend the step, and its ratio."""
+    while ratio >= MATTERS and len(remedy.names) < _MOST:
+        left = [option for option in options if not remedy.includes(option)]
+        results = {option: trials.ratio(remedy | option) for option in left}
+        least = min(results.values(), default=math.inf)
+        if math.isinf(least) and len(left) > 1:  # several modules overflow
+            results = {(all_left := _union(left[:_MOST])): trials.ratio(remedy | all_left)}
+            least = results[all_left]
+        if not least < 0.8 * ratio:
+            break
+        good = [option for option in results if results[option] < max(MATTERS, 1.5 * least)]
+        if len(good) > 1:
+            work = {option: trials.work(remedy | option) for option in good}
+            good.sort(key=work.__getitem__)  # stable: of equal ones, the one with the larger error
+        remedy, ratio = remedy | good[0], results[good[0]]
+    return remedy, ratio
+
+
+def _reduced(trials: _Trials, remedy: Remedy, ratio: float) -> tuple[Remedy, float]:
+    """Leave out what a remedy does not need."""
+    for each in remedy.names if len(remedy.names) > 1 else ():
+        less = Remedy.of([other for other in remedy.names if other != each])
+        if not less.is_empty and (found := trials.ratio(less)) < MATTERS:
+            remedy, ratio = less, found
+    return remedy, ratio
+
+
+def _union(options: list[Remedy]) -> Remedy:
+    return Remedy.of([name for option in options for name in option.names])
+
+
+def _clamps(runs: Runs, found: Preflight) -> list[Remedy]:
+    """Return clamps of the modules whose output exceeds fp16, in the order of the model."""
+    if found.half != torch.float16:
+        return []
+    over = [m for m in found.modules if _FP16_MAX < m.largest < math.inf]
+    paths = [m.path for m in sorted(over, key=lambda m: m.order)]
+    options = [Remedy(inf_clamp=(path,)) for path in paths[:_CLAMPED]]
+    if paths and find_residual_stream(runs.module).writers:
+        options.append(Remedy(inf_clamp=("auto",)))
+    return options
+
+
+def _fp32(runs: Runs, found: Preflight, callers: dict[str, tuple[str, ...]]) -> list[Remedy]:
+    """Return modules in fp32, by their own errors, and ops of these modules and of the step."""
+    paths = [each.path for each in found.modules if not runs.is_most(each.path)][:_TRIED]
+    ops = [
+        op
+        for path in (*paths[:1], "", *paths[1:])
+        for op, modules in callers.items()
+        if any(m == path or (path and m.startswith(f"{path}.")) for m in modules)
+    ]
+    modules = [Remedy(fp32_modules=(path,)) for path in paths]
+    return modules + [Remedy(fp32_ops=(op,)) for op in [*dict.fromkeys(ops)][:_TRIED]]
+
+
+def _rounding_ops(runs: Runs) -> dict[str, tuple[str, ...]]:
+    try:
+        return runs.rounding_ops()
+    except RuntimeError:
+        return {}
