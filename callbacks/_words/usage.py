@@ -42,7 +42,7 @@ USAGE = {
     "continues.",
     "preflight_rows": "`PrecisionPreflight` compares the two halves of a batch. Pass batches of at "
     "least two rows.",
-    "preflight_no_loss": "`training_step` returned no loss.",
+    "preflight_no_loss": "No loss was returned by `training_step`.",
     "preflight_not_finite": "The loss is {loss} in fp32, so half precision is not the cause.",
     # --- while training --------------------------------------------------------------------------
     "kept_on_disk": "`SpikeGuard(action='rewind')` keeps up to {most} checkpoints of {size:,} "
