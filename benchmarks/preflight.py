@@ -1,10 +1,9 @@
-"""Plant weaknesses in models of transformers with random weights, and see what the preflight says.
+"""Plants weaknesses in models with random weights, and prints what the preflight finds.
 
     python benchmarks/preflight.py
 
-For each model and weakness: whether the module is named first, the error relative to the gradient
-noise before and after the printed settings, and the same for the model as it is. `--models` and
-`--plugin` choose some of it.
+For each model and weakness: whether the weak module is named first, the error relative to the
+gradient noise, the remedy, and the error of a second run with the printed settings.
 """
 
 # ruff: noqa: D102
@@ -76,26 +75,68 @@ class Softmax(nn.Module):
         return x * (1.0 + 10.0 * (4.0 * x + 1e4).softmax(-1))
 
 
-class FrozenTower(nn.Module):
-    """Adds what a frozen layer in fp16 makes of large values."""
+class Tower(nn.Module):
+    """Two layers with activations of 1e6 between them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full((1,), 3e4, dtype=torch.float16), requires_grad=False)
+        self.first, self.second = nn.LazyLinear(64), nn.LazyLinear(16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 1e-4 * (x * 16 * self.scale.to(x.dtype))
+        return self.second(self.first(x) * 1e6) * 1e-6
+
+
+class FrozenTower(nn.Module):
+    """Multiplies by the mean feature of a frozen tower that was loaded in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + self.tower(x).mean(-1, keepdim=True))
+
+
+class Massive(nn.Module):
+    """Writes 1e5 into one value, where a gate saturates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[..., :1] * 0 + 1e5, x[..., 1:]], -1)
+
+
+class Gate(nn.Module):
+    """Opens by the normalised value of a massive activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.massive = Massive()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.massive(x)
+        # inf - inf is NaN; any large value gives a gate of 1.
+        return x * (y - y[..., :1].detach() + 20.0)[..., :1].sigmoid()
+
+
+class HalfLoss(nn.Module):
+    """Squares differences of 300 in half precision."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        difference = scores - 300.0
+        return 1e-4 * (difference * difference).mean()
 
 
 WEAK: dict[str, Callable[[], nn.Module]] = {
     "logits of 1e5": Logits,
     "softmax at 1e4": Softmax,
-    "frozen layer in fp16": FrozenTower,
+    "frozen tower in fp16": FrozenTower,
+    "massive activation": Gate,
     "values of 1e6": LargeValues,
+    "values of 1e6, five times": lambda: nn.Sequential(*(LargeValues() for _ in range(5))),
     "tiny gradients": TinyGradients,
     "cancellation": Cancellation,
     "hand-written norm": HandWrittenNorm,
 }
+LOSSES = ("loss in half", "loss in training_step")
 
 
 def gpt2() -> tuple[nn.Module, str, dict[str, Tensor]]:
@@ -168,7 +209,7 @@ class CNN(nn.Module):
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         scores = self.head(self.body(pixel_values).mean((2, 3)))
-        return {"loss": nn.functional.cross_entropy(scores, labels)}
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
 def cnn() -> tuple[nn.Module, str, dict[str, Tensor]]:
@@ -283,11 +324,11 @@ OF_THEIR_OWN = {"ConvNeXt": (convnext, "layers.0.")}  # a weak model, and what i
 
 
 class Task(pl.LightningModule):
-    """Trains a model with a weakness planted behind one of its layers.
+    """Trains a model with a weakness planted behind one of its layers, or in the loss.
 
     Args:
-        name: Of the model.
-        weak: Of the weakness; `None` for the model as it is.
+        name: Name of the model.
+        weak: Name of the weakness; `None` for the model as it is.
     """
 
     def __init__(self, name: str, weak: str | None = None) -> None:
@@ -297,7 +338,11 @@ class Task(pl.LightningModule):
         assert make is not None
         self.model, path, self.batch = make()
         self.planted = part
-        if weak is not None:
+        self.criterion = HalfLoss() if weak == LOSSES[0] else None
+        self.squares = weak == LOSSES[1]
+        if weak in LOSSES:
+            self.planted = "criterion" if self.criterion else "training_step"
+        elif weak is not None:
             parent, _, last = path.rpartition(".")
             owner = self.model.get_submodule(parent)
             layer = getattr(owner, last)
@@ -305,9 +350,19 @@ class Task(pl.LightningModule):
             if hasattr(layer, "weight"):
                 owner.get_submodule(last).weight = layer.weight  # T5 asks for its dtype
             self.planted = f"model.{path}.1"
+            if weak == "frozen tower in fp16":
+                with torch.no_grad():  # makes the lazy layers
+                    self.model(**self.batch)
+                owner.get_submodule(last)[1].tower.half().requires_grad_(False)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(**batch)["loss"]
+        output = self.model(**batch)
+        if self.criterion is not None:
+            return output["loss"] + self.criterion(output["logits"])
+        if self.squares:
+            difference = output["logits"] - 300.0
+            return output["loss"] + 1e-4 * (difference * difference).mean()
+        return output["loss"]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
@@ -339,13 +394,15 @@ def row(name: str, weak: str | None, kind: str, half: str) -> tuple[str, bool]:
     if task.planted is None:
         seconds = time.perf_counter() - start
         verdict = "clean" if result.is_clean else "an alarm"
-        text = f"| {name} | | | {result.ratio:.2%} | {verdict} | {seconds:.0f} s |"
+        text = f"| {name} | | | {result.ratio:.2%} | | {verdict} | {seconds:.0f} s |"
         return text, result.is_clean
-    is_first = str(task.planted) in result.modules[0].path
+    callers = [each or "training_step" for some in result.callers.values() for each in some]
+    is_first = str(task.planted) in result.modules[0].path or task.planted in callers
     after = "-"
     is_cured = False
     if found.settings:
-        arguments = yaml.safe_load(found.settings)["trainer"]["plugins"][0]["init_args"]
+        (entry,) = yaml.safe_load(found.settings)["trainer"]["plugins"]
+        plugin, arguments = getattr(lightning_mp, entry["class_path"]), entry["init_args"]
         if isinstance(arguments.get("loss_scale"), dict):
             scale = lightning_mp.LossScaleConfig(**arguments["loss_scale"])
             arguments["loss_scale"] = scale
@@ -354,8 +411,20 @@ def row(name: str, weak: str | None, kind: str, half: str) -> tuple[str, bool]:
     seconds = time.perf_counter() - start
     named = "yes" if is_first else f"no: {result.modules[0].path}"
     before = f"{result.ratio:.0%}" if result.ratio < 1e6 else "not finite"
-    cells = name, weak or "its own layer scale", named, before, after, f"{seconds:.0f} s"
+    remedy = remedy_of(result.remedy)
+    cells = name, weak or "its own layer scale", named, before, remedy, after, f"{seconds:.0f} s"
     return f"| {' | '.join(cells)} |", is_first and is_cured
+
+
+def remedy_of(remedy: Any) -> str:
+    """Return the argument of the plugin that mends a model."""
+    kinds = list(dict.fromkeys(kind for kind, _ in remedy.names))
+    ops = f" ({', '.join(remedy.fp32_ops)})" if remedy.fp32_ops else ""
+    if remedy.half is not None:
+        kinds = [f"half={str(remedy.half).removeprefix('torch.')}"]
+    if remedy.loss_scale is not None:
+        kinds = ["loss_scale"]
+    return " and ".join(f"`{kind}`" for kind in kinds) + ops or "-"
 
 
 def main() -> None:
@@ -369,11 +438,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    print("| model | planted | named first | of the noise | with the settings | time |")
-    print("|---|---|---|---|---|---|")
+    print("| model | planted | named first | of the noise | remedy | with it | time |")
+    print("|---|---|---|---|---|---|---|")
     right = []
     for name in args.models:
-        for weak in (None, *WEAK) if name in MODELS else (None,):
+        for weak in (None, *WEAK, *LOSSES) if name in MODELS else (None,):
             line, is_right = row(name, weak, args.plugin, args.half)
             right.append(is_right)
             print(line, flush=True)

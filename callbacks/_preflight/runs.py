@@ -92,7 +92,8 @@ class Runs:
         self._batch_idx = batch_idx
         self._rng = RngState(trainer.strategy.root_device, self.module)
         self.plugin = trainer.precision_plugin
-        self.is_true_half = any(p.dtype in HALF_DTYPES for p in self.module.parameters())
+        trained = (p for p in self.module.parameters() if p.requires_grad)
+        self.is_true_half = any(p.dtype in HALF_DTYPES for p in trained)
         self.half = self._half()
         self.scale = float(loss_scale_of(trainer) or 1.0)
         """The current loss scale."""

@@ -177,7 +177,10 @@ def _clamps(runs: Runs, found: Preflight) -> list[Remedy]:
 
 def _fp32(runs: Runs, found: Preflight, callers: dict[str, tuple[str, ...]]) -> list[Remedy]:
     """Return modules in fp32, by their own errors, and ops of these modules and of the step."""
-    paths = [each.path for each in found.modules if not runs.is_most(each.path)][:_TRIED]
+    ranked = [each.path for each in found.modules if not runs.is_most(each.path)]
+    # A parent may overflow before it calls the module that then has the largest error.
+    parents = [path for path in ranked[_TRIED:] if ranked[0].startswith(f"{path}.")]
+    paths = ranked[:_TRIED] + parents
     ops = [
         op
         for path in (*paths[:1], "", *paths[1:])

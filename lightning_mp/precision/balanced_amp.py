@@ -129,7 +129,12 @@ class BalancedAMP(ScaledPrecision):
         kept = select_modules(module, self.fp32_modules)
         # The policy sees to norms, which return the dtype of their input.
         norms = set(select_modules(module, ["norm"]).values())
-        compute_in_fp32(outermost({n: m for n, m in kept.items() if m not in norms}), self._undo)
+        islands = {n: m for n, m in kept.items() if m not in norms}
+        for island in islands.values():  # inputs are fp32 there, also for a tower frozen in half
+            for tensor in (*island.parameters(), *island.buffers()):
+                if tensor.dtype in HALF_DTYPES and not tensor.requires_grad:
+                    tensor.data = tensor.data.float()
+        compute_in_fp32(outermost(islands), self._undo)
         return kept
 
     @override

@@ -39,6 +39,15 @@ def test_a_named_linear_layer_computes_in_fp32(weights: Any) -> None:
     assert model.seen["2"] == (torch.float16, torch.float16)  # the norm is the policy's business
 
 
+def test_a_layer_frozen_in_half_computes_in_fp32_in_an_island() -> None:
+    model = _Notes()
+    layer = model.network[3].half().requires_grad_(False)
+    weight = layer.weight.clone()
+    fit(model, BalancedAMP(fp32_modules=["norm", "network.3"]), loader(2))
+    assert model.seen["3"][1] == torch.float32
+    assert torch.equal(layer.weight, weight.float())
+
+
 def big() -> nn.Module:
     """Return a network of which one layer makes values around 300,000."""
     network = perceptron()
