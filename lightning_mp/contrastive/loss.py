@@ -292,10 +292,10 @@ class ContrastiveLoss(nn.Module):
         # A compiled graph would be made anew for each value.
         read = {} if is_compiling else self._first.read
         request = Request.of(self, image, text, scale, bias, **said, **read)
-        # What was checked last is all right, and so is what differs from it in values alone.
-        kinds = None if is_compiling else request.kinds
-        if is_compiling or kinds != self._first.kinds:
-            # Not raised here: one rank may be right where another is wrong, and would wait for it.
+        # Inputs that differ from the last checked ones in values alone need no check.
+        signature = None if is_compiling else request.signature
+        if is_compiling or signature != self._first.signature:
+            # `refuse` tells the other ranks, which would wait for this one after a plain `raise`.
             problem = self._problem(request)
             if problem is not None:
                 refuse(problem, request.owner, image, self.process_group)
@@ -307,5 +307,5 @@ class ContrastiveLoss(nn.Module):
         except CollectiveError as error:
             error.args = (f"{error} This was call {self._first.calls + 1} of the loss.",)
             raise
-        self._first.look(request, kinds)
+        self._first.look(request, signature)
         return found

@@ -1,7 +1,7 @@
 """What ranks say when one of them fails, is gone, or asks for something else than the others."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mp import ClipLoss, ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
+from lightning_mp.contrastive._call.request import Request
 from lightning_mp.contrastive._exchange.failures import CollectiveError
-from lightning_mp.contrastive._sums.agreement import device_problem
+from lightning_mp.contrastive._sums import agreement
+from tests.fake_cuda import FakeCuda
 from tests.processes import run_ranks
 
 
@@ -94,21 +96,62 @@ def test_class_that_was_called_is_named_on_all_ranks() -> None:
         assert f"Rank 0 of 2 passed arguments that `{name}` cannot use" in said
 
 
-def test_features_on_the_cpu_are_no_matter_of_a_group_of_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from lightning_mp.contrastive._call.request import Request
-    from lightning_mp.contrastive._sums import agreement
+LOSSES = (ContrastiveLoss, ClipLoss, SigmoidContrastiveLoss, lambda: MatryoshkaLoss(widths=[4, 8]))
 
-    request = Request(*features(0), torch.tensor(1.0), owner="SigmoidContrastiveLoss")
+
+@pytest.fixture
+def nccl(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The facts that ranks of an NCCL group have sent so far; a rank receives all of them."""
+    sent: list[Tensor] = []
+
+    def all_gather(by_rank: Tensor, mine: Tensor, group: object) -> None:
+        assert mine.is_cuda  # NCCL sends nothing else
+        sent.append(mine.clone())
+        by_rank.copy_(torch.cat([*sent, mine])[: len(by_rank)])
+
+    agreement._stream_of.cache_clear()
+    monkeypatch.setattr(agreement, "all_gather", all_gather)
+    for name, value in (("world_size", 2), ("rank", 0), ("backend_config", "cuda:nccl")):
+        monkeypatch.setattr(dist, f"get_{name}", lambda group=None, value=value: value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    yield sent
+    agreement._stream_of.cache_clear()
+
+
+@pytest.mark.parametrize("make_loss", LOSSES)
+@pytest.mark.parametrize("towers_on_cpu", [(True, True), (True, False), (False, True)])
+def test_rank_with_features_on_the_cpu_stops_all_ranks_of_an_nccl_group(
+    make_loss: Callable[[], Any], towers_on_cpu: tuple[bool, bool], nccl: list[Tensor]
+) -> None:
+    on_gpu = [x.cuda() for x in features(0)]
+    places = zip(features(0), on_gpu, towers_on_cpu, strict=True)
+    mixed = [x if is_on_cpu else y for x, y, is_on_cpu in places]
+    own = _error(lambda: make_loss()(*mixed, 10.0, -10.0))
+    assert ("process group of NCCL" if all(towers_on_cpu) else "Both must be on one device") in own
+    assert [facts.tolist() for facts in nccl] == [[0] * len(agreement.Facts())]
+    # The fake device does not reach inside of operators, so the other rank calls what they call.
+    request = Request.of(ContrastiveLoss(), *on_gpu, 10.0, None).checked()
+    other = _error(lambda: agreement.agreed_plan(request, None))
+    assert "Rank 0 of 2 passed arguments that `ContrastiveLoss` cannot use" in other
+
+
+@pytest.mark.parametrize("make_loss", LOSSES)
+def test_loss_that_was_called_before_there_was_a_group_checks_its_features_again(
+    make_loss: Callable[[], Any], nccl: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_fn = make_loss()
+    with monkeypatch.context() as alone:
+        alone.setattr(dist, "is_initialized", lambda: False)
+        loss_fn(*features(0), 10.0, -10.0)
+    assert "process group of NCCL" in _error(lambda: loss_fn(*features(0), 10.0, -10.0))
+    assert len(nccl) == 1
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_features_on_the_cpu_are_accepted_by_groups_that_send_them(
+    backends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(*features(0), torch.tensor(1.0))
     monkeypatch.setattr(agreement, "ranks_of", lambda *_: 2)
-    for backends, is_refused in (
-        ("cuda:nccl", True),
-        ("cpu:gloo,cuda:nccl", False),
-        ("cpu:gloo,cuda:gloo", False),
-    ):
-        monkeypatch.setattr(dist, "get_backend_config", lambda _, name=backends: name)
-        problem = device_problem(request, None)
-        assert (problem is not None) == is_refused
-        if problem is not None:
-            assert "to `SigmoidContrastiveLoss` of a process group of NCCL" in problem
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    assert agreement.device_problem(request, None) is None

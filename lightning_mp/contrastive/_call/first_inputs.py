@@ -32,7 +32,7 @@ class FirstInputs:
 
     Attributes:
         calls: How often the loss was called.
-        kinds: Of the last inputs that were checked, see `Request.kinds`.
+        signature: Signature of the last inputs that passed the checks, see `Request.signature`.
         read: The fields `read_scale` and `read_call` of a `Request`: what ranks compare of scales
             on CUDA devices, whose values the host has only here without waiting.
     """
@@ -41,7 +41,7 @@ class FirstInputs:
         self.calls = 0
         self.read: dict[str, Any] = {}
         self._shared_calls = 0
-        self.kinds: list[Any] | None = None
+        self.signature: list[Any] | None = None
         self._told: set[str] = set()
         self._readback = AsyncReadback()
 
@@ -53,9 +53,9 @@ class FirstInputs:
         return FirstInputs, ()
 
     @torch.compiler.disable  # where its caller was given up as compiled too often
-    def look(self, request: Request, kinds: list[Any] | None) -> None:
+    def look(self, request: Request, signature: list[Any] | None) -> None:
         """Take note of inputs that can be used; not of those that a CUDA graph is made with."""
-        self.kinds = kinds
+        self.signature = signature
         # CUDA refuses to be asked for an event while a graph is made, as `ready` does.
         if request.image.is_cuda and torch.cuda.is_current_stream_capturing():
             return

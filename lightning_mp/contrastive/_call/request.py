@@ -183,14 +183,17 @@ class Request:
         return cls(*values)
 
     @property
-    def kinds(self) -> list[Any]:
-        """What the checks look at: calls with equal ones are all right, or none is."""
-        return [
+    def signature(self) -> list[Any]:
+        """Everything that the checks depend on; calls with equal signatures have equal results."""
+        group = group_named(self.group)
+        # A group may be created, or have another backend, after the first call.
+        backend = str(dist.get_backend_config(group)) if ranks_of(group, self.owner) > 1 else ""
+        return [backend, *(
             (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
             else type(x) if name in _CALLED
             else x
             for name, x in zip(_NAMES, self.flat(), strict=True)
-        ]  # fmt: skip
+        )]  # fmt: skip
 
     @property
     def given(self) -> int:
