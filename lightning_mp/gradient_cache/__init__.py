@@ -1,4 +1,4 @@
-"""A cache for the towers of a loss over the whole batch: activations of one micro-batch."""
+"""Gradient caching: a loss over the whole batch with the activations of one micro-batch."""
 
 from lightning_mp.gradient_cache.gradient_cache import GradientCache
 

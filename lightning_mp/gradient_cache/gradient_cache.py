@@ -1,12 +1,13 @@
-"""`GradientCache`: a tower runs in micro-batches, and its activations are never all held at once.
+"""`GradientCache`: runs towers in micro-batches and holds the activations of one at a time.
 
 Shapes:
-    B: the batch of one call. D: width of the features.
+    B: batch size of one call. D: feature width.
 
-Run 1: `features = tower(batch)`, micro-batch by micro-batch, every graph let go at once. The loss
-turns the features into `dL/dfeatures`. Run 2, inside that backward: each micro-batch again, from
-the same generator states, then `backward(dL/dfeatures[rows])` into sums that stand aside. By the
-chain rule these are exactly the gradients of the whole batch; the price is one more forward.
+First run: `features = tower(batch)`, micro-batch by micro-batch; each graph is freed at once. The
+loss turns the features into the cotangent `dL/dfeatures`. Replay, inside the backward of the loss:
+each micro-batch runs again from the same generator states, and `backward(dL/dfeatures[rows])` adds
+its gradients to separate sums. By the chain rule the sums are exactly the gradients of the whole
+batch. The price is one more forward.
 """
 
 import functools
@@ -43,7 +44,7 @@ from lightning_mp.numerics.async_readback import AsyncReadback
 __all__ = ["GradientCache"]
 
 _log = logging.getLogger(__name__)
-_UNUSED_BYTES = 2**20  # of outputs that were not used, from which on a warning says so
+_UNUSED_BYTES = 2**20  # unused outputs of at least this size draw a warning
 
 
 @explains_arguments(
@@ -53,32 +54,36 @@ _UNUSED_BYTES = 2**20  # of outputs that were not used, from which on a warning 
     }
 )
 class GradientCache:
-    """Serves calls to towers in micro-batches and replays them in the backward, in any loop.
+    """Runs towers in micro-batches and replays them in the backward; works in any training loop.
 
-    Every feature of a contrastive batch meets every other, so a batch cannot be accumulated from
-    smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. With this cache,
-    activations are those of one micro-batch and gradients those of the whole batch. Each replayed
-    output is compared with that of the call, and a difference beyond rounding is an error. What is
-    replayed, and what is not as in a whole batch, stands in docs/contrastive/gradient-cache.md.
+    A contrastive loss compares every feature with every other, so gradient accumulation is no
+    substitute for a large batch: 8 batches of 4,096 pairs have an eighth of the negatives of one
+    batch of 32,768. With this cache, memory holds the activations of one micro-batch, and the
+    gradients are those of the whole batch. The replay's outputs are compared with the first run's,
+    and a difference beyond rounding error raises. docs/contrastive/gradient-cache.md lists what a
+    replay restores and what differs from a run of the whole batch.
 
     Args:
-        micro_batch_size: Rows that a tower sees at a time; `"auto"`: as many as memory holds, found
-            in the first call of each tower and agreed by all ranks.
-        activation_bytes: What a micro-batch's activations may take with `"auto"`, in bytes.
-            `None`: 1 GiB on a CPU, all that is free on CUDA (half of that for sharded towers).
-        device: Where towers run; arguments elsewhere are brought there, micro-batch by micro-batch.
-        prefetch: Micro-batches to copy ahead when arguments are on the host; from 2 on copies
-            overlap with the towers, and at most `max(prefetch + 1, 2)` are on the device.
-        roles: What arguments and outputs of towers are, by name, where shapes cannot tell:
-            `{"prompt": "whole", "lengths": "rows", "last_hidden_state": "left out"}`. The words and
-            what they do stand in docs/contrastive/gradient-cache.md.
-        replay_tolerance: The relative difference of a replay's outputs that is allowed. `None`:
-            rounding of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and tf32, 6% in bf16. `inf`: any.
-        context: Makes the context of every replay, such as a precision plugin's forward context.
+        micro_batch_size: Rows per micro-batch. `"auto"`: as many as memory allows, measured in the
+            first call of each tower and agreed on by all ranks.
+        activation_bytes: Memory budget for the activations of a micro-batch with `"auto"`, in
+            bytes. `None`: 1 GiB on a CPU; on CUDA all free memory, half of it for sharded towers.
+        device: Device of the towers. Arguments on another device are copied to it, micro-batch by
+            micro-batch.
+        prefetch: Number of micro-batches to copy ahead if arguments are on the host. Copies overlap
+            with the towers from 2 on; the device holds at most `max(prefetch + 1, 2)`.
+        roles: Roles of the towers' arguments and outputs by name, where shapes are ambiguous:
+            `{"prompt": "whole", "lengths": "rows", "last_hidden_state": "left out"}`.
+            docs/contrastive/gradient-cache.md explains all roles.
+        replay_tolerance: Largest accepted relative difference between the outputs of a replay and
+            of the first run. `None`: rounding error of the dtypes, 1.5e-5 in fp32, 0.8% in fp16 and
+            tf32, 6% in bf16. `inf`: no comparison.
+        context: Returns a context manager that is entered for each replayed micro-batch, such as
+            the forward context of a precision plugin.
 
     Raises:
-        ValueError: For arguments that cannot be used, here or in a tower's call.
-        RuntimeError: In the backward, for a replay that cannot be right or was not.
+        ValueError: On invalid arguments, here or in the call of a tower.
+        RuntimeError: In the backward, if a replay is impossible or its outputs differ.
 
     References:
         - GradCache, https://arxiv.org/abs/2101.06983
@@ -96,47 +101,47 @@ class GradientCache:
         self._config = config
         self._declared = Declared(config.roles)
         self.declared = DeclaredNames(self, self._declared)
-        """The names of declared roles, and whether each of them matches something."""
+        """Checks that every name in `roles` matches something."""
         self.roles: dict[str, dict[str, dict[str, str]]] = {}
-        """What `"arguments"` and `"outputs"` of each tower were taken for, by name."""
+        """Roles of the `"arguments"` and `"outputs"` of each tower, by name."""
         self._trained: list[Tensor] = []
         self._expected_rows: int | None = None
         self._in_a_tower = False
-        self._told_of: set[str] = set()
-        # Of each tower: what its arguments were, and its outputs if it was tried with two sizes.
+        self._warned_towers: set[str] = set()
+        # For each tower: lengths of earlier arguments, and the roles of outputs that are known.
         self._earlier: defaultdict[tuple[str, int], EarlierCalls] = defaultdict(EarlierCalls)
         self._known: defaultdict[tuple[str, int], dict[str, Role]] = defaultdict(dict)
         self._pending: list[tuple[TowerCall, Sequence[Tensor | None]]] = []
         self._differences = AsyncReadback()
-        self._is_waiting = False  # for a difference to arrive
+        self._is_waiting = False  # whether a difference has not arrived yet
         self.calls = 0
-        """How many calls of towers were served."""
+        """Number of calls of towers so far."""
         self.micro_batch_sizes: dict[str, int] = {}
-        """What `"auto"` has found for each tower."""
+        """Micro-batch size that `"auto"` chose for each tower."""
 
     @contextmanager
     def serving(self, model: nn.Module, towers: Sequence[str], batch: Any = None) -> Iterator[None]:
-        """Serve all calls to some towers until the context ends; the backward may come later.
+        """Run all calls of the given towers in micro-batches until the context ends.
 
-        A tower inside a tower runs as it is.
+        The backward may follow after the context. A tower called inside another tower runs plainly.
 
         Args:
-            model: Whose towers they are; it may be wrapped in DDP.
-            towers: Submodules or methods of the model by dotted path, such as `visual` or
+            model: The module that contains the towers; it may be wrapped in DDP.
+            towers: Dotted paths of submodules or methods of the model, such as `visual` or
                 `model.encode_image`.
-            batch: The batch of the step. Its rows tell which arguments of a tower are the batch
-                where those have different first dimensions.
+            batch: The batch of the step. Its number of rows identifies the batch among the
+                arguments of a tower if their first dimensions differ.
 
         Raises:
-            ValueError: The model has no such tower, or a declared name has matched nothing
-                once all towers were called.
+            ValueError: The model has no such tower, or all towers have been called and a name in
+                `roles` matches nothing.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module  # towers are named as the user knows them
+            model = model.module  # the user's paths do not contain DDP's `module`
         if self._pending:
             raise RuntimeError(
-                f"The sharded tower `{self._pending[0][0].tower}` was called, and its replay never "
-                "run, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
+                f"The sharded tower `{self._pending[0][0].tower}` was called, but its replay never "
+                "ran, so its gradients are missing. Call `cache.finish()` after `loss.backward()`; "
                 "with `InfCLModelParallelStrategy`, `self.manual_backward(loss)` does both."
             )
         found = [find_tower(model, name) for name in towers]
@@ -155,21 +160,22 @@ class GradientCache:
             self._expected_rows, self._trained = before, []
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, served in micro-batches.
+        """Return `function(*args, **kwargs)`, computed in micro-batches.
 
         Args:
-            function: A module or a method of one. Tensors that it returns have the batch first.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            function: A module or a method of a module. The first dimension of the tensors that it
+                returns is the batch.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
 
         Raises:
-            ValueError: No argument is a batch, or an output has no rows.
+            ValueError: No argument is a batch, or an output does not have the rows of the batch.
         """
         module = (
             function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         )
         module = module if isinstance(module, nn.Module) else None
-        # A module's `__call__` takes anything; its `forward` names what it takes.
+        # `nn.Module.__call__` takes any arguments; `forward` names them.
         signature_of = function.forward if isinstance(function, nn.Module) else function
         name = getattr(function, "__name__", type(function).__name__)
         return self._run(
@@ -177,43 +183,44 @@ class GradientCache:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to cut batches, and so to draw dropout, as this one."""
+        """Return the micro-batch sizes, so that a resumed run draws the same dropout masks."""
         return {"micro_batch_sizes": dict(self.micro_batch_sizes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned; without `micro_batch_size="auto"` it has no effect."""
+        """Load a `state_dict`; it only has an effect with `micro_batch_size="auto"`."""
         self.micro_batch_sizes = dict(state["micro_batch_sizes"])
 
     def finish(self, *, reduce: bool = True) -> None:
-        """Replay what the backward of the loss has left: calls of towers under `fully_shard`.
+        """Replay the calls of sharded towers, which the backward of the loss cannot replay.
 
-        Gathered parameters get their gradients through FSDP's own hooks only, which a backward
-        inside another cannot run. Call it after `loss.backward()`; without such towers it does
-        nothing. Until the end, whole gradients stay on each rank, as in FSDP's own accumulation.
+        Only FSDP's own hooks give sharded parameters their gradients, and these hooks do not run in
+        a backward inside another backward. Call this method after `loss.backward()`; without
+        towers under `fully_shard` it does nothing. Until the last micro-batch each rank holds whole
+        gradients, as with FSDP's own gradient accumulation.
 
         Args:
-            reduce: Whether to reduce and scatter the gradients with the last micro-batch; False
-                where another backward follows before the step.
+            reduce: Whether to reduce-scatter the gradients with the last micro-batch. Pass False if
+                another backward follows before the optimizer step.
         """
-        # Taken out first: an error in a replay must not leave them for the next step.
+        # Cleared first: after an error in a replay, the next step must not find these calls.
         pending, self._pending = self._pending, []
         for index, (call, cotangents) in enumerate(pending):
-            # What a later call shares is reduced there, once and with all gradients in it.
+            # A module that a later call shares is reduced once, in the last call.
             following = {id(part) for other, _ in pending[index + 1 :] for part in other.sharded}
             set_reduction(call.sharded, False)
             last = [part for part in call.sharded if id(part) not in following]
             gradients = self._replay_now(call, cotangents, last if reduce else ())
             for leaf, gradient in zip(call.trained.leaves.values(), gradients, strict=True):
                 if gradient is not None:
-                    # Not into `.grad`: a backward runs the hooks of the leaf.
+                    # A backward, unlike an addition to `.grad`, runs the hooks of the leaf.
                     torch.autograd.backward([leaf], [gradient])
 
     def check(self) -> None:
-        """Wait for the comparisons of all replays so far.
+        """Wait for the comparison of all replays with their first runs.
 
         Raises:
-            RuntimeError: A replay gave other outputs than its call.
-            ValueError: A declared name has matched nothing.
+            RuntimeError: A replay's outputs differ from the first run's.
+            ValueError: A name in `roles` matches nothing.
         """
         self._judge(self._differences.drain())
         self.declared.check()
@@ -221,7 +228,7 @@ class GradientCache:
     def _serve(
         self, tower: Tower, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        if self._in_a_tower:  # a tower that calls another is one tower
+        if self._in_a_tower:  # the outer tower replays the call with its own
             return original(*args, **kwargs)
         signature_of, module = tower.signature_of, tower.module
         return self._run(tower.name, signature_of, original, module, tower.sharded, args, kwargs)
@@ -238,7 +245,7 @@ class GradientCache:
     ) -> Any:
         _check_no_transform(name)
         if self._is_waiting:
-            # Of earlier replays, whose numbers may have come by now: on CUDA none is waited for.
+            # On CUDA, differences of earlier replays are read when they have arrived.
             self._judge(self._differences.ready())
             self._is_waiting = len(self._differences) > 0
         self.calls += 1
@@ -268,7 +275,7 @@ class GradientCache:
             self._note_roles(name, arguments, call.outputs)
         trained = [*call.inputs, *call.trained.leaves.values()]
         if trained or call.trained.is_reentrant or any(call.outputs.needs_grad):
-            # Of a sharded tower nothing may be left that is trained here.
+            # The call of a sharded tower may have no other input that requires grad.
             anchor = [torch.zeros((), requires_grad=True)] if sharded else []
             reached = zip(outputs, call.outputs.needs_grad, strict=True)
             constant = [output for output, needs_grad in reached if not needs_grad]
@@ -284,27 +291,27 @@ class GradientCache:
         self.roles[name] = {
             place: {path: str(role) for path, role in roles} for place, roles in found.items()
         }
-        _log.debug("The tower `%s` was called with these roles: %s", name, self.roles[name])
+        _log.debug("Roles in the call of the tower `%s`: %s", name, self.roles[name])
 
     def _rows_at_a_time(self, call: TowerCall, is_known: bool) -> int:
         rows = self._config.micro_batch_size
         if rows == "auto":
-            # A call without a graph, as of a teacher, holds less.
+            # A call without grad, such as a teacher's, needs less memory.
             name = call.tower if torch.is_grad_enabled() else f"{call.tower} (without grad)"
             if name not in self.micro_batch_sizes:
                 trained = self._trained or call.trained.parameters
                 found = find_micro_batch_size(call, self._config.activation_bytes, trained)
                 self.micro_batch_sizes[name] = found
             rows = self.micro_batch_sizes[name]
-        # Once a tower. All ranks gather the layers of a sharded one, so there whatever the sizes.
-        # Micro-batches of several sizes show by themselves what follows the size.
+        # Once per tower, and only if all micro-batches have one size: different sizes reveal an
+        # output whose shape depends on them. Ranks with a sharded tower must all run the check.
         is_cut = call.batch_size > rows and call.batch_size % rows == 0
         if not is_known and (is_cut or call.sharded):
             call.check_shapes()
         return rows
 
     def _replay(self, call: TowerCall, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        # FSDP's hooks do not run in a backward inside of another: left to `finish`.
+        # FSDP's hooks do not run in a backward inside another backward; `finish` replays the call.
         if call.sharded:
             self._pending.append((call, cotangents))
             return [None] * (len(call.trained.leaves) + 1)
@@ -318,11 +325,11 @@ class GradientCache:
             replayed = call.replay(cotangents, to_reduce)
         finally:
             self._in_a_tower = was_in_a_tower
-        self._tell_of_unused(call.tower, replayed)
+        self._warn_of_unused(call.tower, replayed)
         difference, tolerance = replayed.difference, replayed.tolerance
         if difference is not None and tolerance < float("inf"):
             context = {"tower": call.tower, "tolerance": tolerance}
-            if call.device.type == "cpu":  # nothing is waited for there
+            if call.device.type == "cpu":  # reading the number does not wait for a device
                 self._judge([(0, difference, context)])
             else:
                 self._differences.submit(0, difference, **context)
@@ -331,23 +338,23 @@ class GradientCache:
 
     def _judge(self, arrived: Sequence[Any]) -> None:
         for _, difference, context in arrived:
-            # Not `>`: a NaN is a difference as well.
+            # `not <=` instead of `>`, so that NaN counts as a difference.
             if not float(difference) <= context["tolerance"]:
                 raise difference_error(context["tower"], float(difference), context["tolerance"])
 
-    def _tell_of_unused(self, tower: str, replayed: Replayed) -> None:
+    def _warn_of_unused(self, tower: str, replayed: Replayed) -> None:
         unused = sum(replayed.unused.values())
         is_initialized = dist.is_available() and dist.is_initialized()
         is_first = not is_initialized or dist.get_rank() == 0
-        if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._told_of:
+        if unused < max(_UNUSED_BYTES, replayed.used_bytes) or tower in self._warned_towers:
             return
-        self._told_of.add(tower)
+        self._warned_towers.add(tower)
         if is_first:
             names = sorted(replayed.unused, key=replayed.unused.__getitem__, reverse=True)
             warnings.warn(
-                f"The tower `{tower}` returns {unused:,} bytes for the whole batch that the loss "
-                f"never used, next to {replayed.used_bytes:,} that it did: {', '.join(names)}. "
-                "Leave them out to save that memory: "
+                f"The loss never used {unused:,} bytes of the outputs of the tower `{tower}` for "
+                f"the whole batch, and used {replayed.used_bytes:,}. The unused outputs are "
+                f"{', '.join(names)}. Leave them out to save their memory: "
                 f"`roles={dict.fromkeys(names, 'left out')!r}`.",
                 stacklevel=2,
             )
@@ -357,6 +364,6 @@ def _check_no_transform(tower: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"Called the tower `{tower}` inside a transform of `torch.func` while its gradients "
-            "are cached. A replay needs a plain backward. Call it outside of `cache.serving(...)` "
-            "there, or take the gradient with `torch.autograd.grad`."
+            "are cached. A replay needs a plain backward. Call the tower outside of "
+            "`cache.serving(...)`, or compute the gradient with `torch.autograd.grad`."
         )

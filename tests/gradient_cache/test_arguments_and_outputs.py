@@ -197,8 +197,8 @@ def test_lists_of_strings_go_in_and_out_with_their_rows() -> None:
 @pytest.mark.parametrize(
     ("pack", "message"),
     [
-        (lambda x, names: object(), "returned no tensor but a object"),
-        (lambda x, names: names, "returned no tensor but a list"),
+        (lambda x, names: object(), "returned a object without tensors"),
+        (lambda x, names: names, "returned a list without tensors"),
         (lambda x, names: (x, names[0]), r"returned `\[1\]` of type str, which differs"),
         (lambda x, names: {"x": x, names[0]: x}, r"for one micro-batch and"),
     ],
@@ -244,7 +244,7 @@ def test_outputs_left_out_are_not_kept() -> None:
     [
         ({"micro_batch_size": 0}, "micro_batch_size=0"),
         ({"prefetch": -1}, "prefetch=-1"),
-        ({"roles": {"prompt": "hole"}}, r"roles={'prompt': 'hole'}.*'hole' is no role. Roles are"),
+        ({"roles": {"prompt": "hole"}}, r"roles={'prompt': 'hole'}.*'hole' is not a role"),
         ({"replay_tolerance": -1.0}, "replay_tolerance=-1.0"),
         ({"replay_tolerance": float("nan")}, "replay_tolerance=nan"),
     ],

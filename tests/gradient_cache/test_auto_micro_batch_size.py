@@ -189,7 +189,7 @@ def test_sharded_tower_on_cuda_takes_what_is_free_in_step_with_other_ranks(
 def test_memory_that_is_too_small_for_any_row_is_said(small_gpu: Any) -> None:
     with small_gpu(LAYERS * WIDTH) as gpu:
         cache, tower = GradientCache(micro_batch_size="auto", device=DEVICE), Tower()
-        with pytest.raises(RuntimeError, match="no memory for 2 rows of the tower `Tower`"):
+        with pytest.raises(RuntimeError, match="too little memory for 2 rows of the tower `Tower`"):
             gradient_of(cache, tower, batch().pin_memory())
         assert gpu.times_full > 0
 

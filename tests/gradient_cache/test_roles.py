@@ -128,7 +128,7 @@ def test_roles_are_logged_once_a_tower(logged: list[str]) -> None:
     cache, tower = GradientCache(micro_batch_size=2), nn.Linear(WIDTH, WIDTH)
     for _ in range(2):
         cache.call(tower, torch.randn(BATCH, WIDTH))
-    (line,) = [each for each in logged if "these roles" in each]
+    (line,) = [each for each in logged if "Roles in the call" in each]
     assert "`Linear`" in line
     assert "{'input': 'rows'}" in line
 
@@ -211,5 +211,5 @@ def test_masks_of_several_rows_each_cut_at_the_longest_of_their_image() -> None:
 
 def test_mask_of_another_shape_is_refused() -> None:
     cache = GradientCache(micro_batch_size=2, roles=PADDED)
-    with pytest.raises(ValueError, match="declared as 'mask', and is no tensor with a number for"):
+    with pytest.raises(ValueError, match="declared as 'mask' but is not a tensor of shape"):
         cache.call(Reads(), torch.ones(4, 3, dtype=torch.long), torch.ones(4, 1, 3))

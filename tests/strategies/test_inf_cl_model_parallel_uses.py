@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
     "plugin": (Model, {"plugins": BalancedAMP()}, r"Pass `ModelParallelBalancedAMP\(\)`"),
     "head": (Model, {"layout": "plain head", "gradient_clip_val": 1.0}, "'head.weight' is not"),
     "input": (Leading, {}, r"visual` with `input`, which requires grad"),
-    "layers": (Uneven, {}, "`visual` trains other parameters in some micro-batches"),
+    "layers": (Uneven, {}, "`visual` trains parameters in some micro-batches"),
     "rows": (Model, {"rows": [slice(0, 2), slice(2, 24)]}, "2 rows .* 5 micro-batches"),
 }
 

@@ -1,4 +1,4 @@
-"""The arguments of a tower's call, taken apart: which are cut with the batch, which go whole.
+"""Opens the arguments of a tower's call and tells which of them have the rows of the batch.
 
 Shapes:
     B: the batch of one call.
@@ -22,13 +22,13 @@ __all__ = ["Arguments", "EarlierCalls", "Tree", "described", "is_array", "open_t
 
 @dataclasses.dataclass(slots=True)
 class Tree:
-    """A value, and what it is made of if it is a container; a leaf otherwise.
+    """A nested value: a container with its parts, or a leaf.
 
     Args:
-        path: Where it stands, such as `batch.pixel_values` or `images[0]`.
-        value: What it is.
-        parts: What it contains; `None`: it is not opened.
-        close: Makes a container of the same type of other parts.
+        path: Name of the value, such as `batch.pixel_values` or `images[0]`.
+        value: The value itself.
+        parts: The items of a container; `None` for a leaf.
+        close: Returns a container of the same type with other items.
     """
 
     path: str
@@ -38,13 +38,13 @@ class Tree:
 
     @property
     def leaves(self) -> "list[Tree]":
-        """What is not opened further, in order."""
+        """All leaves, in order."""
         if self.parts is None:
             return [self]
         return [leaf for part in self.parts for leaf in part.leaves]
 
     def prune(self, is_leaf: "Callable[[Tree], bool]") -> "Tree":
-        """Make leaves of some containers, the outermost first; return the tree itself."""
+        """Turn the containers for which `is_leaf` holds into leaves; return the tree itself."""
         if self.parts is not None and is_leaf(self):
             self.parts = None
         for part in self.parts or ():
@@ -52,7 +52,7 @@ class Tree:
         return self
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Return containers of the same types around other leaves; these stay as they are."""
+        """Return containers of the same types with other leaves; the original is unchanged."""
         return self._filled(iter(leaves))
 
     def _filled(self, leaves: Iterator[Any]) -> Any:
@@ -62,24 +62,24 @@ class Tree:
 
 
 class Arguments:
-    """The arguments of one call, taken apart, each with its role.
+    """The leaves of the arguments of one call, each with its role.
 
-    Cut are tensors and numpy arrays whose first dimension is the batch, and lists with one thing a
-    row: strings, numbers, images of different sizes. All else is whole: parameters and buffers,
-    masks, flags.
+    Tensors and numpy arrays whose first dimension is the batch are split into micro-batches, and so
+    are lists with one item per row: strings, numbers, images of different sizes. Every micro-batch
+    gets all other values whole: parameters, buffers, attention masks of shape (L, L), flags.
 
     Args:
-        signature_of: Whose parameters name the arguments.
+        signature_of: The function whose parameters name the arguments.
         args: Positional arguments.
         kwargs: Keyword arguments.
         constants: Tensors that are not data, such as buffers of the tower.
-        declared: The roles that were declared.
-        earlier: What arguments of the tower were in earlier calls.
-        expected: The rows that the batch of the step has; they are taken for the batch of the call
-            where an argument has as many. `None`: unknown.
+        declared: The declared roles.
+        earlier: Lengths of arguments in earlier calls of the tower.
+        expected: Number of rows of the step's batch. It is the batch size of the call if an
+            argument has as many rows. `None`: unknown.
 
     Raises:
-        ValueError: There is no batch, it is empty, or the role of an argument cannot be told.
+        ValueError: No argument is a batch, the batch is empty, or a role is ambiguous.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class Arguments:
         expected: int | None = None,
     ) -> None:
         tree = open_call(_names(signature_of, len(args)), args, kwargs)
-        # By identity, as `==` of tensors compares their values.
+        # By identity, because `==` compares the values of tensors.
         self._constants = {id(tensor) for tensor in constants}
         self._declared = declared or Declared({})
         self._earlier = earlier or EarlierCalls()
-        self._fewest = 1  # rows for each of the batch
+        self._fewest = 1  # smallest number of rows per sample among the declared roles
         self.batch_size = self._find_batch_size(tree.parts or [], expected) or 0
 
         for part in tree.parts or ():
             part.prune(self._has_a_thing_a_row)
         self.rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-        """Returns positional and keyword arguments around other leaves."""
+        """Returns the positional and keyword arguments with other leaves."""
         self.rebuild = tree.rebuild
         self._leaves = tree.leaves
         self.leaves = [leaf.value for leaf in self._leaves]
         self.roles = [self._role(leaf.path, leaf.value) for leaf in self._leaves]
-        """What each leaf is."""
+        """Role of each leaf."""
         if not self.batch_size or not any(role.has_rows for role in self.roles):
             raise ValueError(
-                f"Passed no batch, or an empty one, to a tower ({self}). A tower takes at least "
-                "one tensor or list whose first dimension is the batch. Pass the batch as an "
-                "argument, not as an attribute."
+                f"Passed no batch, or an empty batch, to a tower ({self}). At least one argument "
+                "must be a tensor or a list whose first dimension is the batch. Pass the batch as "
+                "an argument, not as an attribute."
             )
 
     @property
@@ -127,7 +127,7 @@ class Arguments:
         return self._leaves[index].path
 
     def __str__(self) -> str:
-        """Return what was taken for what, for messages."""
+        """Return the roles of all arguments, for messages."""
         words: dict[str, list[str]] = {}
         for leaf, role in zip(self._leaves, self.roles, strict=True):
             taken = "whole" if role == WHOLE else f"as {role} of the batch"
@@ -139,13 +139,13 @@ class Arguments:
         lists = [each for part in parts for each in lists_in(part)]
         leaves = [leaf for part in parts for leaf in part.leaves if is_array(leaf.value)]
         found = [(each, self._declared_role(each.path)) for each in [*leaves, *lists]]
-        # Lists first: the tensors in one, as of images of different sizes, have its name, too.
+        # Lists first, because a declared name of a list also matches the tensors in it.
         declared = [
             (tree.value, role)
             for tree, role in [*found[len(leaves) :], *found[: len(leaves)]]
             if role is not None and role.has_rows
         ]
-        # The first tensor decides where nothing else does: towers take their data first.
+        # Without other evidence the first tensor decides, as towers take their data first.
         guessed = [
             len(tree.value)
             for tree, role in found
@@ -155,30 +155,30 @@ class Arguments:
             self._fewest = min(role.each for _, role in declared)
             value, role = min(declared, key=lambda each: each[1].each)
             rows: int = len(value) // role.each
-            # Alone in a call, "5 rows" of an image each are just its rows.
+            # If only "5 rows" per image are passed, these rows are the batch of the call.
             if rows not in guessed:
                 return rows * self._fewest
             self._fewest = 1
             return rows
-        # The step's own rows go before the first tensor, which may be a prompt or class weights.
+        # The rows of the step take precedence: the first tensor may be a prompt or class weights.
         if expected is not None and expected in guessed:
             return expected
         return guessed[0] if guessed else None
 
     def _has_a_thing_a_row(self, tree: Tree) -> bool:
-        """Return whether a list has one element for each row, and is no collection of batches."""
+        """Return whether a list has one item per row and is not a collection of batches."""
         role = self._declared_role(tree.path) or ROWS
         rows = self.batch_size * role.each // self._fewest
         if type(tree.value) not in (list, tuple) or len(tree.value) != rows:
             return False
-        # As many tensors as rows, each with as many rows, are a collection of batches.
+        # A list of B tensors with B rows each is a collection of batches.
         inside = [leaf.value for leaf in tree.leaves]
         return not any(is_array(x) and len(x) == self.batch_size for x in inside)
 
     def _role(self, path: str, value: Any) -> Role:
-        # What was declared goes before all that is guessed.
+        # A declared role takes precedence over all inference.
         role = self._declared_role(path)
-        is_list = isinstance(value, (list, tuple))  # a leaf, as it has one thing a row
+        is_list = isinstance(value, (list, tuple))  # a leaf with one item per row
         if not is_list and not is_array(value):
             return WHOLE
         if role is not None:
@@ -187,7 +187,7 @@ class Arguments:
             return ROWS
         if self._is_constant(value) or not self._earlier.has_rows(path, value, self.batch_size):
             return WHOLE
-        # Whole numbers of one dimension are labels or lengths, one a row.
+        # Integer vectors hold labels or lengths, one per row; float vectors are ambiguous.
         if value.ndim == 1 and isinstance(value, Tensor) and value.is_floating_point():
             self._check_vector(path, value)
         return ROWS
@@ -208,7 +208,7 @@ class Arguments:
         return role
 
     def _check_vector(self, path: str, value: Tensor) -> None:
-        """Refuse a vector that may be one value a row, or one for every feature."""
+        """Raise if a vector may hold one value per row or one value per feature."""
         others = [
             leaf
             for leaf in self._leaves
@@ -217,57 +217,57 @@ class Arguments:
             and isinstance(leaf.value, (list, tuple, Tensor))
             and (not isinstance(leaf.value, Tensor) or leaf.value.ndim > 1)
         ]
-        # Alone, it can only be the batch itself.
+        # Without other arguments, the vector is the batch.
         if others:
             name = path.split(".")[-1]
             raise ValueError(
                 f"Passed `{path}` of shape {list(value.shape)} to a tower, for a batch of as many "
-                "rows. It may be one value a row, which is cut with the batch, or one vector that "
-                f"all rows share. Say which: `roles={{{name!r}: 'rows'}}` or "
+                "rows. The vector may hold one value per row, which is split with the batch, or be "
+                f"shared by all rows. Declare its role: `roles={{{name!r}: 'rows'}}` or "
                 f"`roles={{{name!r}: 'whole'}}`."
             )
 
     def _is_constant(self, value: Any) -> bool:
-        # Its first dimension may happen to be that of the batch.
+        # The first dimension of a parameter or buffer may equal the batch size by chance.
         return isinstance(value, nn.Parameter) or id(value) in self._constants
 
 
 class EarlierCalls:
-    """Which lengths an argument had in earlier calls of a tower, and what they were taken for.
+    """The lengths of arguments in earlier calls of a tower, with and without the rows of the batch.
 
-    A prompt of 8 rows is whole beside a batch of 12, and stays so beside a last batch of 8.
+    A prompt of 8 rows is whole beside a batch of 12, and stays whole beside a last batch of 8.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[str, bool], set[int]] = {}
 
     def has_rows(self, path: str, value: Any, batch_size: int) -> bool:
-        """Return whether an array has a row for each of the batch.
+        """Return whether an array has the rows of the batch.
 
         Raises:
-            ValueError: It was cut in an earlier call, as it had by chance as many rows.
+            ValueError: An earlier call split an array of this length because it had as many rows.
         """
         length = len(value)
         is_alike = length == batch_size
-        # A length of one is that of what is broadcast.
+        # Arrays of length 1 are broadcast.
         if length > 1 and length in self._lengths.get((path, not is_alike), ()):
             if is_alike:
                 return False
             raise ValueError(
                 f"Passed `{path}` of shape {list(value.shape)} to a tower called with {batch_size} "
-                f"rows. In an earlier call with {length} rows it was cut with the batch. Say what "
-                f"it is: `roles={{{path!r}: 'whole'}}`, or 'rows' if it has one for each."
+                f"rows. An earlier call with {length} rows split it with the batch. Declare its "
+                f"role: `roles={{{path!r}: 'whole'}}`, or 'rows' if it has one item per row."
             )
         self._lengths.setdefault((path, is_alike), set()).add(length)
         return is_alike
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the rows of a training step's batch: what most of its tensors or lists begin with."""
+    """Return the number of rows of a batch: the most frequent length of its tensors or lists."""
     tree = open_tree(batch)
     sizes = [len(leaf.value) for leaf in tree.leaves if is_array(leaf.value)]
     sizes = sizes or [len(each.value) for each in lists_in(tree) if each.value]
-    # Most, not the first: a batch may carry a prompt or class weights beside its rows.
+    # Not the first length: a batch may contain a prompt or class weights besides its rows.
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
@@ -275,7 +275,7 @@ def _names(signature_of: Callable[..., Any], count: int) -> list[str]:
     """Return names for `count` positional arguments."""
     try:
         parameters = inspect.signature(signature_of).parameters.values()
-    except (TypeError, ValueError):  # a function of C has none
+    except (TypeError, ValueError):  # C functions have no signature
         parameters = {}.values()  # type: ignore[assignment]
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -286,7 +286,7 @@ def _names(signature_of: Callable[..., Any], count: int) -> list[str]:
 
 
 def described(value: Any) -> str:
-    """Return what a value is, without what is in it."""
+    """Return the shape, length or type of a value, for messages."""
     if isinstance(value, (Tensor, np.ndarray)):
         return str(list(value.shape))
     if isinstance(value, (list, tuple)):
@@ -295,8 +295,8 @@ def described(value: Any) -> str:
 
 
 def lists_in(tree: Tree) -> list[Tree]:
-    """Return plain lists and tuples that hold no batch of their own."""
-    # No subclasses: a named tuple is a batch of fields, not a list of rows.
+    """Return the lists and tuples in a tree that contain no other lists."""
+    # Exact types only: a named tuple is a batch of fields, not a list of rows.
     is_plain = type(tree.value) in (list, tuple)
     if is_plain and not any(isinstance(x, (list, tuple)) for x in tree.value):
         return [tree]
@@ -308,7 +308,7 @@ def is_array(value: Any) -> bool:
 
 
 def open_tree(value: Any, path: str = "") -> Tree:
-    """Take apart what torch's pytrees know, dataclasses, mappings, and subclasses of containers."""
+    """Open the containers that torch's pytrees or `open_container` know, recursively."""
     opened = None if isinstance(value, Tensor) else _open(value)
     if opened is None:
         return Tree(path, value)
@@ -321,7 +321,7 @@ def open_tree(value: Any, path: str = "") -> Tree:
 
 
 def open_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
-    """Take apart the arguments of a call; the tree is rebuilt as a tuple and a dict of them."""
+    """Open the arguments of a call; `rebuild` of the tree returns args and kwargs."""
     keywords, count = list(kwargs), len(names)
     values = zip([*names, *keywords], [*args, *kwargs.values()], strict=True)
 

@@ -1,4 +1,4 @@
-"""What a graph trains, gradients for it that are kept aside, and the node that hands them on."""
+"""Finds the leaves of graphs, sums their gradients, and attaches the replay to the graph."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 __all__ = ["GradientSums", "Trained", "attach", "explore", "for_hooks", "gradients_aside"]
 
 _TWICE = (
-    "Called a second derivative through a tower whose gradients are cached. Its replay leaves no "
-    "graph behind, so there is only a first one. Leave the tower out of `towers` for a gradient "
-    "penalty, or write the penalty on the features."
+    "Called a second derivative through a tower whose gradients are cached. A replay keeps no "
+    "graph, so only first derivatives exist. For a gradient penalty leave the tower out of "
+    "`towers`, or compute the penalty from the features."
 )
 
 
 class Graph(NamedTuple):
-    """What stands behind some outputs.
+    """The part of the autograd graph that leads to some outputs.
 
     Args:
-        leaves: Tensors that gradients are accumulated into, such as parameters.
-        is_reentrant: Whether a part is checkpointed in the reentrant way, which hides its leaves
-            and works in a full backward only.
-        goes_outside: Whether it goes on into a graph that was there before, such as that of a
-            prompt which a tower has as an attribute. Several micro-batches then share it.
+        leaves: Tensors that accumulate gradients, such as parameters, by identity.
+        is_reentrant: Whether a part uses reentrant checkpointing, which hides its leaves and only
+            works in a full backward.
+        goes_outside: Whether the graph continues into an older graph, such as that of a prompt in
+            an attribute of the tower. Micro-batches then share the older graph.
     """
 
     leaves: dict[int, Tensor]
@@ -33,30 +33,30 @@ class Graph(NamedTuple):
 
 
 def explore(roots: Iterable[Tensor], since: int) -> Graph:
-    """Walk through a graph.
+    """Traverse the graph of outputs and describe it.
 
-    Not `module.parameters()`: an adapter may hang on a hook and a prompt on an attribute, and a
-    precision plugin may let a module compute with copies of its parameters.
+    `module.parameters()` would not do: a hook may use an adapter, an attribute may hold a prompt,
+    and a precision plugin may make a module compute with copies of its parameters.
 
     Args:
-        roots: Outputs.
-        since: The sequence number that autograd had reached before they were computed.
+        roots: The outputs.
+        since: Autograd's sequence number before the outputs were computed.
     """
-    # The nodes are held until the end: Python may make new objects for those that it let go.
+    # Hold all nodes: Python may create a second object for a node whose first object was freed.
     seen: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
     nodes = list(seen)
-    # A tower may return a parameter as it is, which has no node.
+    # A tower may return a parameter itself, which has no node.
     leaves = {id(root): root for root in roots if root.requires_grad and root.grad_fn is None}
     is_reentrant = goes_outside = False
     while nodes:
         node = nodes.pop()
-        # A node that accumulates into a leaf's `.grad`; torch has no public type for it.
+        # The node that accumulates into `.grad`; torch has no public type for it.
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
             continue
-        # Named so in torch, and in the libraries that have one of their own.
+        # torch and other libraries use this name.
         is_reentrant |= node.name().startswith("CheckpointFunction")
-        # Autograd numbers its nodes in the order in which they are made.
+        # Autograd numbers nodes in the order of their creation.
         goes_outside |= node._sequence_nr() < since
         following = {parent for parent, _ in node.next_functions if parent is not None} - seen
         nodes.extend(following)
@@ -65,12 +65,12 @@ def explore(roots: Iterable[Tensor], since: int) -> Graph:
 
 
 class Trained:
-    """What the micro-batches of a call train: a replay must train the same.
+    """The leaves that the micro-batches of a call train; a replay must train the same leaves.
 
     Args:
-        tower: The name, for messages.
-        module: Whose parameters may be trained where a graph hides them.
-        own: Identities of the parameters that are not sharded; `None`: the tower is not sharded.
+        tower: Name of the tower, for messages.
+        module: Module whose parameters count as trained if the graph hides its leaves.
+        own: Identities of the parameters that are not sharded; `None` if the tower is not sharded.
     """
 
     def __init__(self, tower: str, module: nn.Module | None, own: set[int] | None) -> None:
@@ -80,8 +80,8 @@ class Trained:
         self.goes_outside = False
         self._since = 0
 
-    def alike(self) -> "Trained":
-        """Return one for the same tower that has seen nothing."""
+    def fresh(self) -> "Trained":
+        """Return an empty object for the same tower."""
         return Trained(self._tower, self._module, self._own)
 
     @property
@@ -91,26 +91,26 @@ class Trained:
         return [p for p in parameters if p.requires_grad]
 
     def begin(self) -> None:
-        """Take graphs from here on for those of micro-batches."""
+        """Count all nodes created from here on as part of a micro-batch."""
         self._since = sequence_number()
 
     def note(self, roots: Iterable[Tensor], inputs: Iterable[Tensor]) -> frozenset[int]:
-        """Note what the graph of a micro-batch trains beside its inputs, and return that."""
+        """Record the leaves that a micro-batch trains besides its inputs, and return their ids."""
         graph = explore(roots, self._since)
         self._since = sequence_number()
         leaves = dict(graph.leaves)
         for tensor in inputs:
             leaves.pop(id(tensor), None)
         if graph.is_reentrant:
-            # Its checkpoints show no leaves: any parameter may be trained.
+            # Reentrant checkpoints hide leaves, so any parameter may be trained.
             leaves.update({id(p): p for p in self.parameters})
-        self.leaves.update(self.aside(leaves))
+        self.leaves.update(self.not_gathered(leaves))
         self.is_reentrant |= graph.is_reentrant
         self.goes_outside |= graph.goes_outside
         return frozenset(leaves)
 
-    def aside(self, leaves: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the leaves whose gradients are summed up here: all but those FSDP gathered."""
+    def not_gathered(self, leaves: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the leaves whose gradients are summed here: all except those gathered by FSDP."""
         return {
             key: leaf
             for key, leaf in leaves.items()
@@ -124,20 +124,20 @@ class Trained:
         inputs: Sequence[Tensor],
         known: frozenset[int],
     ) -> Sequence[Tensor | None]:
-        """Return gradients of a replay for its inputs and then for all leaves of the call.
+        """Return the gradients of a replay for its inputs and then for all leaves of the call.
 
         Raises:
-            RuntimeError: It trains what its micro-batch did not.
+            RuntimeError: The replay trains a leaf that the first run did not train.
         """
         leaves = explore(roots, 0).leaves
-        strange = set(leaves) - known - {id(tensor) for tensor in inputs}
-        if strange:
+        unexpected = set(leaves) - known - {id(tensor) for tensor in inputs}
+        if unexpected:
             raise RuntimeError(
-                f"The tower `{self._tower}` trains other tensors in its replay than in its call, "
-                f"such as one of shape {list(leaves[min(strange)].shape)}. Parameters must stay in "
-                "place until the backward: do not call a tower inside "
-                "`torch.func.functional_call` or swap its parameters while its gradients are "
-                "cached."
+                f"The tower `{self._tower}` trains a tensor of shape "
+                f"{list(leaves[min(unexpected)].shape)} in its replay that it did not train in its "
+                "call. Parameters must not be replaced before the backward: do not call a tower "
+                "inside `torch.func.functional_call`, and do not swap its parameters while its "
+                "gradients are cached."
             )
         return gradients_aside(
             roots,
@@ -149,9 +149,9 @@ class Trained:
 
 
 class GradientSums:
-    """Adds up gradients of micro-batches, those in 16 bits in fp32.
+    """Sums the gradients of micro-batches; gradients in half precision are summed in fp32.
 
-    Otherwise 128 micro-batches in bf16, which has 8 bits, would leave out most of what they add.
+    In bf16 with its 8-bit significand, a sum over 128 micro-batches would lose most addends.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -169,7 +169,9 @@ class GradientSums:
             self._dtypes[index] = gradient.dtype
             total = self._sums[index]
             if total is None:
-                self._sums[index] = gradient  # may be shared, as by the inputs of a sum
+                self._sums[index] = (
+                    gradient  # not ours: autograd may return one tensor for two inputs
+                )
             elif not self._is_own[index] or total.is_sparse or gradient.is_sparse:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 self._sums[index] = total.to(wide) + gradient
@@ -178,11 +180,11 @@ class GradientSums:
                 into.append(total)
                 what.append(gradient)
         if into:
-            # One launch for all: an encoder has hundreds of parameters in every micro-batch.
+            # One launch for the hundreds of parameters of an encoder.
             torch._foreach_add_(into, what)
 
     def totals(self) -> list[Tensor | None]:
-        """Return the sums, in the dtype of what was added."""
+        """Return the sums, in the dtype of the gradients."""
         return [
             None if total is None else total.to(dtype)
             for total, dtype in zip(self._sums, self._dtypes, strict=True)
@@ -197,18 +199,18 @@ def gradients_aside(
     is_full: bool,
     retain_graph: bool,
 ) -> Sequence[Tensor | None]:
-    """Return gradients for `inputs`, without touching a `.grad` and without firing a hook of them.
+    """Return gradients for `inputs` without changing their `.grad` or running their hooks.
 
-    A reentrant checkpoint refuses `torch.autograd.grad`, and FSDP does not see it; there a full
-    backward runs, and `.grad` is put aside before.
+    Reentrant checkpoints raise in `torch.autograd.grad`, and FSDP's hooks do not run in it. With
+    `is_full`, a full backward runs instead, and `.grad` is saved and restored.
     """
-    with hooks_held(inputs):
+    with hooks_disabled(inputs):
         if not is_full:
-            # `inputs` are those of all micro-batches, and one of them may leave some out.
+            # `inputs` belong to all micro-batches, and one micro-batch may not use all of them.
             return torch.autograd.grad(
                 roots, inputs, cotangents, retain_graph=retain_graph, allow_unused=True
             )
-        # What the user has accumulated so far is not this replay's to add to.
+        # A replay must not add to gradients that the user has accumulated.
         before = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None
@@ -216,21 +218,21 @@ def gradients_aside(
             torch.autograd.backward(roots, cotangents, retain_graph=retain_graph)
             return [tensor.grad for tensor in inputs]
         finally:
-            # Also after an error, or what the user has accumulated would be lost.
+            # Also after an error, or the user's accumulated gradients would be lost.
             for tensor, gradient in zip(inputs, before, strict=True):
                 tensor.grad = gradient
 
 
 @contextmanager
-def hooks_held(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let no gradient hook of leaves fire, so that they see whole gradients only."""
+def hooks_disabled(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Disable the gradient hooks of leaves, which shall only see whole gradients."""
     held = [
         (hooks, dict(hooks))
         for tensor in tensors
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
         if hooks
     ]
-    # The dictionaries themselves are emptied: autograd's nodes hold on to them.
+    # Clear the dictionaries in place, because autograd's nodes hold references to them.
     for hooks, _ in held:
         hooks.clear()
     try:
@@ -241,7 +243,7 @@ def hooks_held(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor | None]:
-    """Give zeros to leaves without a gradient that have hooks, which cannot take `None`."""
+    """Replace missing gradients of leaves with hooks by zeros, as hooks do not accept `None`."""
     return [
         torch.zeros_like(leaf) if total is None and leaf._backward_hooks else total
         for leaf, total in zip(leaves, totals, strict=True)
@@ -249,8 +251,8 @@ def for_hooks(leaves: list[Tensor], totals: list[Tensor | None]) -> list[Tensor 
 
 
 def sequence_number() -> int:
-    """Return autograd's count of nodes so far."""
-    # A node is made to be asked: the counter itself is not shown.
+    """Return autograd's current sequence number."""
+    # torch does not expose the counter, but every new node has its value.
     with torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
     assert node is not None
@@ -264,20 +266,20 @@ def attach(
     outputs: list[Tensor],
     constant: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return the outputs of a call as those of a node whose backward replays the call.
+    """Return the outputs of a call as outputs of an autograd node whose backward replays the call.
 
-    What the call trains are its inputs. So autograd itself adds up what several calls and the rest
-    of the loss give a parameter, accumulates it once, fires hooks once, and DDP finds the parameter
-    in the graph and reduces it once, as if the tower had been called plainly.
+    The inputs of the node are the leaves that the call trains. So autograd sums the gradients of
+    several calls and of the rest of the loss, accumulates them once and runs hooks once, and DDP
+    finds each parameter in the graph and reduces it once, as after a plain call of the tower.
 
     Args:
-        replay: Returns the gradients of what is trained from those of the outputs.
-        trained: What the call trains.
-        outputs: The outputs; the list is emptied.
-        constant: Those that no gradient reaches.
+        replay: Returns the gradients of `trained` for the cotangents of the outputs.
+        trained: Tensors that the call trains.
+        outputs: Outputs of the call; the list is cleared.
+        constant: Outputs that do not require grad.
     """
     attached: tuple[Tensor, ...] = _Replay.apply((replay, outputs, constant), *trained)
-    outputs.clear()  # else the node would hold itself
+    outputs.clear()  # the node must not hold its own outputs
     return list(attached)
 
 
@@ -285,30 +287,31 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, what: tuple[Any, list[Tensor], Any], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.replay, outputs, constant = what
-        # Zeros for outputs that the loss leaves out would be replayed for nothing.
+        # Without this, unused outputs would get zeros, and the replay would differentiate them.
         ctx.set_materialize_grads(False)
-        # As after a plain call: else a loss would send gradients to labels and masks.
+        # As after a plain call: labels and masks get no gradients.
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        # With `create_graph=True` grad mode is on here; a replay turns it on where it needs it.
+        # With `create_graph=True` grad mode is on here; a replay enables it where needed.
         with torch.no_grad():
             gradients = (None, *ctx.replay(cotangents))
         given = [gradient for gradient in gradients if gradient is not None]
-        if not torch.is_grad_enabled() or not given:  # it is with `create_graph=True`
+        if not torch.is_grad_enabled() or not given:
             return gradients
-        # Cotangents lead back to the loss: `torch.autograd.grad` passes over a graph that does not
-        # reach what it is asked for, as that of torch's `once_differentiable`.
+        # A second derivative must raise. The raising node takes the cotangents as inputs, because
+        # `torch.autograd.grad` skips nodes that do not lead to the tensors it is asked for, which
+        # is why torch's `once_differentiable` would not raise here.
         handle = torch.zeros((), requires_grad=True, device=given[0].device)
         reached = [each for each in cotangents if each is not None]
-        refusing = iter(_Refuse.apply(given, handle, *reached))
-        return tuple(None if gradient is None else next(refusing) for gradient in gradients)
+        passed = iter(_RaiseInBackward.apply(given, handle, *reached))
+        return tuple(None if gradient is None else next(passed) for gradient in gradients)
 
 
-class _Refuse(torch.autograd.Function):
-    """Hands on gradients, in whose graph a backward raises an error."""
+class _RaiseInBackward(torch.autograd.Function):
+    """Passes gradients through; a backward through them raises."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:

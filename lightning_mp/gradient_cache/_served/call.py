@@ -1,7 +1,7 @@
-"""One call of a tower: run in micro-batches, then replayed for its gradients.
+"""One call of a tower: the first run in micro-batches, and the replay for gradients.
 
 Shapes:
-    B: the batch of the call. m: rows of one micro-batch.
+    B: batch size of the call. m: rows of one micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,20 +43,20 @@ __all__ = ["TowerCall", "Replayed"]
 
 
 class Replayed(NamedTuple):
-    """What a replay leaves behind."""
+    """The results of a replay."""
 
     gradients: list[Tensor | None]
-    """For the inputs and then the leaves of the call."""
+    """Gradients of the inputs, then of the trained leaves."""
     difference: Tensor | None
     """Relative difference between its outputs and the call's, 0-d; `None` if not compared."""
     tolerance: float
     unused: dict[str, int]
-    """Names and bytes of outputs that got no gradient."""
+    """Bytes of outputs that got no gradient, by name."""
     used_bytes: int
 
 
 class _Part(NamedTuple):
-    """What a replay of one micro-batch starts from, and what it is held against."""
+    """What the replay of one micro-batch starts from and is compared with."""
 
     rng: RngState
     leaves: frozenset[int]
@@ -67,14 +67,14 @@ class TowerCall:
     """A call of a tower.
 
     Args:
-        config: Of the cache.
-        tower: The name, for messages.
+        config: Configuration of the cache.
+        tower: Name of the tower, for messages.
         function: The tower.
-        module: Whose buffers and generators it moves.
-        sharded: The parts of the tower that `fully_shard` was called for.
-        arguments: What it is called with.
-        declared: The roles that were declared.
-        known: Roles of outputs that earlier calls of the tower have shown.
+        module: Module whose buffers and generators the tower uses.
+        sharded: Modules of the tower that `fully_shard` was applied to.
+        arguments: Arguments of the call.
+        declared: The declared roles.
+        known: Roles of outputs known from earlier calls of the tower.
     """
 
     def __init__(
@@ -122,19 +122,19 @@ class TowerCall:
         if sharded and self.inputs:
             raise RuntimeError(
                 f"Called the sharded tower `{tower}` with `{arguments.name(self._with_grad[0])}`, "
-                "which requires grad. It is replayed after the backward of the loss, when "
-                "gradients for inputs come too late. Put what makes the input into the tower, or "
-                "detach it."
+                "which requires grad. A sharded tower is replayed after the backward of the loss, "
+                "too late for gradients of its inputs. Move the computation of the input into the "
+                "tower, or detach the input."
             )
 
     def probe(self, rows: int) -> int:
-        """Run the first rows and differentiate them, without a trace; return the bytes of a row.
+        """Run and differentiate the first rows without side effects; return output bytes per row.
 
-        The gradients are of zeros, so that nothing that watches them sees an overflow.
+        Cotangents are zeros, so that no observer of gradients sees an overflow.
         """
         set_reduction(self.sharded, False)
         with undisturbed(self.device, self._module):
-            trained = self.trained.alike()
+            trained = self.trained.fresh()
             trained.begin()
             samples = self._batches.samples(rows)
             returned, inputs = self._run(samples[0])
@@ -149,15 +149,15 @@ class TowerCall:
         return size
 
     def check_shapes(self) -> None:
-        """Refuse outputs whose rows have a shape that follows the number of rows."""
+        """Raise if the row shape of an output depends on the number of rows."""
         with undisturbed(self.device, self._module):
             check_row_shapes(lambda n: self._run(self._batches.repeated(n))[0], self.outputs)
 
     def run(self, micro_batch_size: int) -> list[Tensor]:
-        """Run every micro-batch, and return the outputs for the whole batch.
+        """Run every micro-batch, and return the outputs of the whole batch.
 
-        Each runs as it will be replayed, with a graph, so that the same kernels are chosen and
-        what it trains is seen; the graph is let go at once.
+        Each micro-batch builds a graph as in its replay, so that torch chooses the same kernels and
+        the graph shows which tensors train. The graph is freed at once.
         """
         parts = None
         if self.sharded:
@@ -179,22 +179,29 @@ class TowerCall:
                 sketches = self.outputs.sketches(opened)
                 known = self.trained.note(opened.tensors, inputs)
                 self._parts.append(_Part(rng, known, sketches))
-                del args, kwargs, returned, inputs, opened  # the graph, before the next one is made
+                del (
+                    args,
+                    kwargs,
+                    returned,
+                    inputs,
+                    opened,
+                )  # frees the graph now
         except WrittenError as error:
             raise RuntimeError(
-                f"The tower `{self.tower}` writes to `{self._arguments.name(error.args[0])}` in "
-                "place, which all micro-batches share, or not in all of them alike. Let it work "
-                "on a copy, such as `x = x * 2` for `x.mul_(2)`."
+                f"The tower `{self.tower}` writes in place to "
+                f"`{self._arguments.name(error.args[0])}`, which all micro-batches share or which "
+                "only some micro-batches write to. Write to a copy instead, such as `x = x * 2` "
+                "instead of `x.mul_(2)`."
             ) from None
         self._buffers.commit()
         if self.sharded and any(part.leaves - self._parts[-1].leaves for part in self._parts):
             raise RuntimeError(
-                f"The sharded tower `{self.tower}` trains other parameters in some micro-batches "
-                "than in the last one, which reduces the gradients of all. Let it use the same "
-                "layers for every row."
+                f"The sharded tower `{self.tower}` trains parameters in some micro-batches that "
+                "the last micro-batch does not train. Gradients are reduced with the last "
+                "micro-batch only. Use the same layers for every row."
             )
         self._versions = {key: version_of(leaf) for key, leaf in self.trained.leaves.items()}
-        # Held by the graph alone from here on, so that they go when the loss lets them go.
+        # From here on only the graph holds the outputs, so that the loss can free them.
         tensors = self.outputs.finished()
         self._bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         return tensors
@@ -202,14 +209,14 @@ class TowerCall:
     def replay(
         self, cotangents: Sequence[Tensor | None], to_reduce: Sequence[Any] = ()
     ) -> Replayed:
-        """Run every micro-batch again and return the gradients of all of them together.
+        """Run every micro-batch again, and return the summed gradients.
 
         Args:
-            cotangents: Of the outputs.
+            cotangents: Gradients of the loss with respect to the outputs.
             to_reduce: Sharded modules whose gradients are complete after the last micro-batch.
 
         Raises:
-            RuntimeError: Something changed since the call, so that no replay can be right.
+            RuntimeError: A parameter or an input changed since the call.
         """
         self._check_unchanged()
         wanted = list(self.trained.leaves.values())
@@ -237,7 +244,7 @@ class TowerCall:
                 del args, kwargs, returned, opened
                 if not roots:
                     continue
-                # Gradients travel once, when they are complete.
+                # Gradients are reduced once, when they are complete.
                 if to_reduce and part is self._parts[-1]:
                     set_reduction(to_reduce, True)
                 gradients = self.trained.gradients(roots, grads, inputs, part.leaves)
@@ -265,12 +272,12 @@ class TowerCall:
                 unused[name] = size
             else:
                 used_bytes += size
-        # One number for all, so that reading it back is one copy.
+        # A single number needs a single copy to the host.
         difference = torch.stack(differences).max() if differences else None
         return Replayed(gradients, difference, tolerance, unused, used_bytes)
 
     def _run(self, leaves: list[Any]) -> tuple[Any, list[Tensor]]:
-        """Return what the tower returns for some rows, and its inputs that get gradients."""
+        """Run the tower on leaves; return its outputs and the inputs that get gradients."""
         inputs = self._batches.for_grad(leaves)
         args, kwargs = self._arguments.rebuild(leaves)
         with self._autocast:
@@ -279,24 +286,23 @@ class TowerCall:
     def _check_unchanged(self) -> None:
         if any(version_of(x) != self._versions[key] for key, x in self.trained.leaves.items()):
             raise RuntimeError(
-                f"A parameter of the tower `{self.tower}` was changed in place between the tower's "
-                "call and the backward through it, so a replay would not give the gradient of that "
-                "call. Call the tower again after `optimizer.step()`, or step after the last "
-                "backward."
+                f"A parameter of the tower `{self.tower}` was changed in place between the call of "
+                "the tower and its backward, so a replay would compute a different gradient. Call "
+                "the tower again after `optimizer.step()`, or step after the last backward."
             )
         written = self._batches.written_since()
         if written:
             raise RuntimeError(
-                f"`{self._arguments.name(written[0])}`, which the tower `{self.tower}` was called "
-                "with, was changed in place between the call and the backward through it, so a "
-                "replay would not give the gradient of that call. Pass the tower a copy, or change "
-                "the batch after the backward."
+                f"The argument `{self._arguments.name(written[0])}` of the tower `{self.tower}` "
+                "was changed in place between the call of the tower and its backward, so a replay "
+                "would compute a different gradient. Pass a copy to the tower, or change the batch "
+                "after the backward."
             )
 
     def _add_input_grads(
         self, grads: list[Tensor | None], parts: Sequence[Tensor | None], rows: slice
     ) -> None:
-        """Put the rows of a cut input in their place, and sum up those of a shared one."""
+        """Write the gradient of a split input to its rows; add the gradient of a shared input."""
         for place, (index, whole, part) in enumerate(
             zip(self._with_grad, self.inputs, parts, strict=False)
         ):
@@ -308,7 +314,7 @@ class TowerCall:
             role = self._arguments.roles[index]
             if role.has_rows:
                 share = grad[role.slice(rows)]
-                if share.shape != part.shape:  # of rows cut at the longest
+                if share.shape != part.shape:  # padding was cut off
                     share = share[:, : part.shape[1]]
                 share.copy_(part)
             else:

@@ -24,12 +24,12 @@ CHECKS: dict[str, Check | str] = {
         test=lambda roles: Declared(roles) is not None, words="a mapping of names to roles"
     ),
 }
-"""What the arguments must be beside their annotations."""
+"""Checks of the arguments beyond their annotations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The arguments of a cache; `GradientCache` says what they do."""
+    """The arguments of a gradient cache; the docstring of `GradientCache` explains them."""
 
     micro_batch_size: int | Literal["auto"]
     activation_bytes: int | None = None
@@ -40,7 +40,7 @@ class CacheConfig:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-# Type checkers know the arguments of a constructor that takes no others.
+# Type checkers see the arguments of a constructor that takes no others than the config's.
 @overload
 def takes_config(
     kind: Callable[_Parameters, CacheConfig],
@@ -56,13 +56,13 @@ def takes_config(
     documented: type | None = None,
     **defaults: Any,
 ) -> Any:
-    """Let a constructor take the arguments of a config, by name, and get it as `config`.
+    """Decorate a constructor: it takes the fields of a config by name and receives a `config`.
 
     Args:
         kind: `CacheConfig`.
-        without: Arguments that are not taken.
-        documented: Whose docstring says what the arguments do, which `--help` shows.
-        defaults: Those of arguments that have another default than the config's.
+        without: Fields that the constructor does not take.
+        documented: Class whose docstring explains the arguments, for `--help`.
+        defaults: Defaults that differ from the config's.
     """
 
     def decorate(init: Callable[..., None]) -> Any:
@@ -79,7 +79,7 @@ def takes_config(
             init(self, config=CacheConfig(**{**defaults, **given}), **kwargs)
 
         parameters = [*own.values(), *config.values(), *more]
-        # What `inspect.signature` and `typing.get_type_hints` read, and LightningCLI by them.
+        # LightningCLI reads these through `inspect.signature` and `typing.get_type_hints`.
         taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         taking.__doc__ = init.__doc__ if documented is None else documented.__doc__
         taking.__annotations__ = {p.name: p.annotation for p in parameters[1:]}

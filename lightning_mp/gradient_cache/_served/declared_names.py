@@ -1,4 +1,4 @@
-"""Names of roles that match nothing: misspelt, they change the loss."""
+"""Finds names in `roles` that match nothing: a misspelt name would silently change the loss."""
 
 import contextlib
 import inspect
@@ -18,37 +18,37 @@ _WORDS: dict[Place, str] = {
 
 
 class DeclaredNames:
-    """Notes what the names of declared roles match, until every tower has been called once.
+    """Records which declared names match something, until every tower has been called once.
 
     Args:
-        owner: Whose `roles` they are.
-        declared: Which has the names.
+        owner: The object that `roles` were passed to, for messages.
+        declared: The declared roles.
     """
 
     def __init__(self, owner: object, declared: Declared) -> None:
         self.owner = owner
         self.agree: Callable[[list[bool]], list[bool]] = list
-        """Returns which facts hold on any rank, so that ranks raise together."""
+        """Returns which facts hold on any rank, so that all ranks raise together."""
         self._declared = declared
         self.is_open = bool(declared.words)
-        """Whether there is a name that may match nothing."""
+        """Whether names are still to be checked."""
         self._called: set[str] = set()
-        # In the order of the calls, for messages.
+        # A dict keeps the order of the calls, for messages.
         self._paths: dict[Place, dict[str, None]] = {"argument": {}, "output": {}, "field": {}}
 
     def note(self, place: Place, paths: Iterable[str]) -> None:
-        """Note the names of what there is in a place."""
+        """Record the names of arguments, outputs or fields."""
         self._paths[place].update(dict.fromkeys(paths))
 
     def note_call(self, tower: str, signature_of: Callable[..., Any]) -> None:
-        """Note a tower, and all that it can be called with."""
+        """Record a called tower and the parameters of its signature."""
         self._called.add(tower)
-        # Also what this call leaves at its default: a later one may pass it.
-        with contextlib.suppress(TypeError, ValueError):  # a function of C has no signature
+        # All parameters, because a later call may pass one that this call leaves at its default.
+        with contextlib.suppress(TypeError, ValueError):  # C functions have no signature
             self.note("argument", inspect.signature(signature_of).parameters)
 
     def check(self, towers: Collection[str] = ()) -> None:
-        """Refuse names that match nothing, once some towers have been called; then never again.
+        """Raise for names that match nothing, once all `towers` have been called on all ranks.
 
         Raises:
             ValueError: A name matches nothing that can have its role.
@@ -76,7 +76,7 @@ class DeclaredNames:
         )
 
     def close(self) -> None:
-        """Check no more, as where ranks may end a run at different places."""
+        """Stop checking: at the end of a run, ranks may not reach the same check."""
         self.is_open = False
 
     def _known(self, name: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""A call's arguments in micro-batches, copied to the device ahead of their use.
+"""Splits the arguments of a call into micro-batches and copies them to the device ahead of use.
 
 Shapes:
-    B: the batch of one call. L: the length that rows of a padded batch have.
+    B: batch size of one call. L: length of the rows of a padded batch.
 """
 
 import functools
@@ -20,29 +20,28 @@ __all__ = ["MicroBatches", "WrittenError"]
 
 
 class WrittenError(Exception):
-    """A function wrote to a leaf (its index is the argument) that all micro-batches share."""
+    """A function wrote in place to a leaf that micro-batches share; its argument is the index."""
 
 
 class MicroBatches:
-    """Cuts leaves into micro-batches; iterate over it as often as needed.
+    """Splits leaves into micro-batches; can be iterated over any number of times.
 
-    Tensors elsewhere are brought to `device` in the dtype that they have. From host memory to a GPU
-    they are copied by a stream of their own, `prefetch` micro-batches ahead, so that at most
-    `prefetch + 1` of them, and never fewer than two, are on the device at a time. Copies run beside
-    the towers from a `prefetch` of 2 on.
+    Tensors on another device are copied to `device` without a change of dtype. Copies from the host
+    to a GPU use a separate stream and run `prefetch` micro-batches ahead, so that the device holds
+    at most `prefetch + 1` micro-batches, and at least two. Copies overlap with the towers from a
+    `prefetch` of 2 on.
 
-    A function may write to its own rows, as `normalize(inplace=True)` does. The first iteration
-    gives it the caller's memory, as a call without micro-batches would; later ones give it the
-    values of before, of which copies are kept where they are needed and nowhere else.
+    A function may write to its own rows in place, as `normalize(inplace=True)` does. The first
+    iteration passes the caller's memory, as a call without micro-batches would. Later iterations
+    pass the values from before the write; only rows that are written to are cloned for this.
 
     Args:
-        leaves: The leaves of the argument tree.
-        roles: What they are. Those with rows are cut, all others go to each micro-batch whole.
-        with_grad: Indices of those that get gradients.
-        batch_size: Rows of what is cut.
-        device: Where the function runs; `None` leaves everything where it is.
-        prefetch: Micro-batches to copy ahead.
-
+        leaves: The leaves of the arguments.
+        roles: Roles of the leaves. Leaves with rows are split; every micro-batch gets the others.
+        with_grad: Indices of the leaves that get gradients.
+        batch_size: Number of rows.
+        device: Device of the function; `None` leaves all tensors where they are.
+        prefetch: Number of micro-batches to copy ahead.
     """
 
     def __init__(
@@ -61,13 +60,13 @@ class MicroBatches:
         self._prefetch = prefetch
         self._roles = roles
         self._with_grad = with_grad
-        # What all micro-batches share is copied once, not with each of them.
+        # Shared leaves are copied once, not once per micro-batch.
         self._leaves = [
             leaf.to(device) if isinstance(leaf, Tensor) and device and not role.has_rows else leaf
             for leaf, role in zip(leaves, roles, strict=True)
         ]
         self._versions = self._count_writes()
-        # What is copied to another device is a copy already, so nothing can write to the original.
+        # The function writes to the caller's memory only if nothing is copied to another device.
         self._suspects = {
             index
             for index, leaf in enumerate(self._leaves)
@@ -78,16 +77,16 @@ class MicroBatches:
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._row_lengths = _row_lengths(self._leaves, roles, batch_size)
         self.is_padded = bool(self._row_lengths)
-        """Whether masks say how long rows are."""
+        """Whether masks give the lengths of rows."""
 
     def cut(self, rows: int, parts: int | None = None) -> None:
-        """Cut the batch; until then it is one micro-batch.
+        """Set the micro-batches; before this call, the whole batch is one micro-batch.
 
         Args:
-            rows: In a micro-batch; the last one may have fewer.
-            parts: How many to make, as even as can be, with up to that many rows.
+            rows: Rows per micro-batch; the last micro-batch may have fewer.
+            parts: Number of micro-batches of nearly equal size, instead of `rows`.
         """
-        # Ranks of a sharded tower make as many parts, whatever their rows: then even ones are best.
+        # Ranks of a sharded tower need equally many micro-batches, whatever their number of rows.
         count = parts or 1
         even = [self.batch_size * part // count for part in range(count + 1)]
         bounds = even if parts else [*range(0, self.batch_size, rows), self.batch_size]
@@ -97,43 +96,43 @@ class MicroBatches:
         return len(self._slices)
 
     def __iter__(self) -> Iterator[tuple[slice, list[Any]]]:
-        """Yield the rows and the leaves of every micro-batch, in order."""
+        """Yield the rows and the leaves of each micro-batch, in order."""
         if self._copies_ahead():
             return self._copied_ahead(self._slices)
         return ((rows, self._take(rows)) for rows in self._slices)
 
     def first_run(self) -> Iterator[tuple[slice, list[Any]]]:
-        """Iterate for the first time, and note what the function writes to."""
+        """Iterate for the first time, and clone the rows that the function writes to."""
         for rows, leaves in self:
-            # Cloned before the function may write: a replay needs what the call was given.
+            # Cloned before the function writes: a replay needs the original values.
             before = {i: self._rows(i, rows).clone() for i in self._suspects}
             yield rows, leaves
-            # Autograd counts what is written in place, also through views.
+            # Autograd counts in-place writes, also those through views.
             now = self._count_writes()
             written = {i for i, version in enumerate(now) if version != self._versions[i]}
             self._versions = now
-            # Of shared leaves, and those that the first micro-batch left alone, there is no copy.
+            # Shared leaves, and leaves the first micro-batch did not write to, have no clone.
             if not written <= self._suspects:
                 raise WrittenError(min(written - self._suspects))
-            # Later micro-batches are copied where the first one shows that it is needed.
+            # Later micro-batches clone only the leaves that the first micro-batch wrote to.
             self._suspects = written
             self._kept.update({(i, rows.start): before[i] for i in written})
 
     def for_grad(self, leaves: list[Any]) -> list[Tensor]:
-        """Make what gets gradients a graph's own in a micro-batch; return where they arrive."""
+        """Give inputs that require grad a graph of their own; return the leaves of that graph."""
         inputs = []
         for index in self._with_grad:
-            # A leaf of its own: the gradient of a micro-batch ends here, and not in the caller.
+            # The gradient of a micro-batch ends in this leaf instead of the caller's graph.
             inputs.append(leaves[index].detach().requires_grad_())
-            # No leaf, as the caller's is no leaf: the tower may write to it in place.
+            # A clone, because the tower may not write in place to a leaf that requires grad.
             leaves[index] = inputs[-1].clone()
         return inputs
 
     def samples(self, rows: int) -> list[list[Any]]:
-        """Return copies of the first rows: as many as an iteration has on the device at a time."""
-        # Copies, as a function may write to its rows, and a probe must leave no trace.
+        """Return copies of the first rows, as many as the device holds during an iteration."""
+        # Copies, because a function may write to its rows and a probe must not change the batch.
         count = max(self._prefetch + 1, 2) if self._copies_ahead() else 1
-        # As long as rows of the batch can be, since later ones may be longer.
+        # At full length, because later rows may be longer.
         return [
             [_copied(self._part(i, slice(0, rows), False)) for i in range(len(self._leaves))]
             for _ in range(count)
@@ -149,17 +148,17 @@ class MicroBatches:
         return [x.to(self._device) if isinstance(x, Tensor) else x for x in tensors]
 
     def written_since(self) -> list[int]:
-        """Return the leaves that were written to since the first iteration ended."""
+        """Return the indices of leaves that were written to since the first iteration ended."""
         now = self._count_writes()
         return [
             index
             for index, version in enumerate(self._versions)
-            # What the function itself writes to is replayed from copies.
+            # Leaves that the function itself writes to are replayed from clones.
             if version != now[index] and (index, 0) not in self._kept
         ]
 
     def _count_writes(self) -> list[int]:
-        # As by `version_of`: torch counts no writes to tensors of inference mode.
+        # Not `version_of`: torch does not count writes to inference tensors.
         return [
             leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
             for leaf in self._leaves
@@ -179,11 +178,11 @@ class MicroBatches:
         return [self._part(index, rows) for index in range(len(self._leaves))]
 
     def lengths(self, rows: slice) -> dict[int, int]:
-        """Return the lengths of the batch's padded rows, by those that a micro-batch is cut to."""
+        """Map the length that a micro-batch is cut to, to the padded length of the batch."""
         return {_longest_of(of, rows): length for length, of in self._row_lengths.items()}
 
     def _rows(self, index: int, rows: slice, is_short: bool = True) -> Any:
-        """Return some rows of a leaf, as long as the longest of them if they shall be short."""
+        """Return rows of a leaf; if `is_short`, padding beyond the longest row is cut off."""
         role = self._roles[index]
         part = self._leaves[index][rows if role.each == 1 else role.slice(rows)]
         is_padded = role.padding is not None and isinstance(part, Tensor) and part.ndim > 1
@@ -195,7 +194,7 @@ class MicroBatches:
     def _part(self, index: int, rows: slice, is_short: bool = True) -> Any:
         leaf = self._leaves[index]
         if (index, rows.start) in self._kept:
-            # A copy of the copy: the function will write to it once more.
+            # Cloned again, because the function will write to it again.
             return self._kept[index, rows.start].clone()
         if not self._roles[index].has_rows:
             return leaf
@@ -203,18 +202,18 @@ class MicroBatches:
         return part.to(self._device) if isinstance(part, Tensor) and self._device else part
 
     def _copied_ahead(self, slices: list[slice]) -> Iterator[tuple[slice, list[Any]]]:
-        """Copy on a stream of its own, which stays behind the stream that uses the copies.
+        """Copy micro-batches on a separate stream, ahead of the current stream.
 
-        Before a copy starts, the copying stream waits for all that was asked of the other one. So
-        memory that has been let go of by then is used again without `record_stream`, whose blocks
-        come back only when the host looks: one that is far ahead would take new ones without end.
-        What is waited for is the micro-batch before the one that runs during the copy.
+        Before a copy starts, the copy stream waits for all work queued on the current stream. So
+        memory that was freed by then can be reused without `record_stream`, which returns blocks
+        only when the host polls; a host far ahead of the device would keep allocating new blocks.
+        The wait ends with the micro-batch before the one that runs during the copy.
         """
         copying = _copying_stream(self._device)
         copied: deque[tuple[dict[int, Tensor], torch.cuda.Event]] = deque()
         started = 0
         for index, rows in enumerate(slices):
-            # The user of the iterator still holds the micro-batch before.
+            # The consumer still holds the previous micro-batch.
             last = min(max(index, index - bool(index) + self._prefetch), len(slices) - 1)
             if started <= last:
                 copying.wait_stream(torch.cuda.current_stream(self._device))
@@ -225,23 +224,23 @@ class MicroBatches:
                         for i in range(len(self._leaves))
                         if self._is_on_host(i)
                     }
-                    # An event each: to wait for the stream is to wait for the copies ahead, too.
+                    # One event each, because waiting for the stream would include later copies.
                     copied.append((parts, copying.record_event()))
             started = last + 1
             yield rows, self._arrived(rows, *copied.popleft())
 
     def _copy(self, part: Tensor) -> Tensor:
-        # From pageable memory a copy would wait, whatever `non_blocking` says.
+        # A copy from pageable memory is synchronous despite `non_blocking`.
         if part.device.type == "cpu" and not part.is_pinned():
-            # torch's host allocator keeps the pinned block until the copy is done.
+            # torch's host allocator keeps the pinned block until the copy has finished.
             part = part.pin_memory()
         return part.to(self._device, non_blocking=True)
 
     def _arrived(
         self, rows: slice, parts: dict[int, Tensor], copied: torch.cuda.Event
     ) -> list[Any]:
-        """Hold the current stream until the copies are done, and put them among the leaves."""
-        # The stream waits and not the host, which goes on to queue the tower.
+        """Make the current stream wait for the copies; return all leaves of the micro-batch."""
+        # The stream waits, not the host, which goes on to queue the tower's kernels.
         torch.cuda.current_stream(self._device).wait_event(copied)
         return [
             parts[index] if index in parts else self._part(index, rows)
@@ -250,12 +249,12 @@ class MicroBatches:
 
 
 def _row_lengths(leaves: Sequence[Any], roles: Sequence[Role], rows: int) -> dict[int, list[int]]:
-    """Return for each row of the batch up to where its masks have values, by the masks' length.
+    """Map the length L of masks to the number of unmasked positions of each row.
 
     Args:
         leaves: The arguments of a tower.
-        roles: What they are.
-        rows: Of the batch, B.
+        roles: Their roles.
+        rows: Batch size B.
 
     Raises:
         ValueError: A mask is not of shape (B, L).
@@ -265,19 +264,19 @@ def _row_lengths(leaves: Sequence[Any], roles: Sequence[Role], rows: int) -> dic
     for mask in masks:
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise ValueError(
-                "Passed a tower an argument that is declared as 'mask', and is no tensor with a "
-                "number for each token of each row. Declare it as 'rows'."
+                "Passed a tower an argument that is declared as 'mask' but is not a tensor of "
+                "shape (rows, length). Declare it as 'rows'."
             )
         length = mask.shape[1]
         ends = torch.arange(1, length + 1, device=mask.device)
         ends_B = ((mask != 0) * ends).view(rows, -1).amax(1).clamp(min=1)
         lengths[length] = torch.maximum(lengths.get(length, ends_B), ends_B)
-    # Read once a call, as a GPU is waited for.
+    # Read once per call, because reading waits for the GPU.
     return {length: ends_B.tolist() for length, ends_B in lengths.items()}
 
 
 def _longest_of(lengths: Sequence[int], rows: slice) -> int:
-    """Return how long the longest of some rows is."""
+    """Return the length of the longest of the given rows."""
     return max(lengths[rows])
 
 
@@ -296,5 +295,5 @@ def _copied(part: Any) -> Any:
 
 @functools.cache
 def _copying_stream(device: torch.device | None) -> torch.cuda.Stream:
-    """Return the one stream that copies to a device; each has its own pool in the allocator."""
+    """Return the copy stream of a device; one per device, as each stream has a memory pool."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
-"""What a tower returned, micro-batch by micro-batch: put together, and compared with its replay.
+"""Concatenates the outputs of micro-batches and compares them with those of the replay.
 
 Shapes:
-    B: the batch of one call. m: rows of one micro-batch. F: values in a row of an output.
+    B: batch size of one call. m: rows of one micro-batch. F: values per row of an output.
 """
 
 import functools
@@ -19,20 +19,20 @@ from lightning_mp.gradient_cache._served.roles import ROWS, Declared, Role
 
 __all__ = ["Outputs", "Sketch", "check_no_tangents", "rounding_noise"]
 
-_DROPPED = object()  # `None` may be a value that a tower returns
+_DROPPED = object()  # not `None`, which a tower may return
 
 
 class Outputs:
     """Collects the outputs of a tower.
 
-    Tensors must have rows for each row of the micro-batch, or a role that says what they are; lists
-    without tensors may have rows. All else must be the same in every micro-batch.
+    Tensors must have the rows of the micro-batch or a declared role. Lists without tensors may have
+    one item per row. All other values must be equal in every micro-batch.
 
     Args:
-        tower: The name, for messages.
-        arguments: Of the call.
-        declared: The roles that were declared.
-        known: Roles that earlier calls of the tower have shown, to be added to.
+        tower: Name of the tower, for messages.
+        arguments: Arguments of the call.
+        declared: The declared roles.
+        known: Roles known from earlier calls of the tower; new roles are added.
     """
 
     def __init__(
@@ -54,61 +54,61 @@ class Outputs:
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self.roles: list[Role] = []
-        """What each of the tensors is."""
+        """Role of each tensor."""
         self.needs_grad: list[bool] = []
-        """Which of the tensors a gradient reaches."""
+        """Whether each tensor requires grad."""
 
     @property
     def paths(self) -> list[str]:
-        """The names of all outputs, also of those left out."""
+        """The names of all outputs, including those left out."""
         return [leaf.path for leaf in self._leaves]
 
     def open(self, returned: Any, rows: slice) -> "Opened":
-        """Open what the tower returned for a micro-batch.
+        """Open the value that the tower returned for a micro-batch.
 
         Raises:
-            ValueError: There are no outputs, or one has no rows.
+            ValueError: It contains no tensor, or a tensor with neither rows nor a declared role.
         """
         tree, leaves = self._open(returned)
         count = rows.stop - rows.start
         kept = [leaf for leaf in leaves if self._is_kept(leaf)]
         if not kept:
             raise ValueError(
-                f"The tower `{self._tower}` returned no tensor but a "
-                f"{type(returned).__name__}. A tower returns tensors, or lists, dicts, dataclasses "
-                "and mappings of them. Return the features themselves."
+                f"The tower `{self._tower}` returned a {type(returned).__name__} without tensors. "
+                "A tower must return tensors, or lists, dicts, dataclasses and mappings of "
+                "tensors. Return the features themselves."
             )
         roles = [self._role(leaf.path, leaf.value, count) for leaf in kept]
         tensors = [leaf.value for leaf in kept]
         check_no_tangents(self._tower, tensors)
         return Opened(tree, leaves, [leaf.path for leaf in kept], tensors, roles)
 
-    # With a graph, these copies would keep the activations of all micro-batches alive.
+    # Without grad, or the copies would keep the activations of all micro-batches alive.
     @torch.no_grad()
     def add(self, opened: "Opened", rows: slice, lengths: Mapping[int, int] | None = None) -> None:
         """Copy the outputs of a micro-batch to their rows.
 
         Args:
-            opened: The outputs.
-            rows: Which of the batch they are.
-            lengths: Lengths of the batch's padded rows, by those that the micro-batch was cut to.
+            opened: The outputs of the micro-batch.
+            rows: Rows of the micro-batch.
+            lengths: Maps lengths that the micro-batch was cut to, to padded lengths of the batch.
         """
         if self._tree is None:
             self._begin(opened, lengths or {})
         if opened.names != self.names or len(opened.leaves) != len(self._wholes):
             raise ValueError(
                 f"The tower `{self._tower}` returned {opened.names} for one micro-batch and "
-                f"{self.names} for another. It must return the same things every time. Make what "
-                "it returns independent of the rows."
+                f"{self.names} for another. A tower must return the same outputs for every "
+                "micro-batch, independently of the rows."
             )
-        # Copied at once: CUDA graphs write the next micro-batch over this one's outputs.
+        # Copied at once, because CUDA graphs overwrite these outputs with the next micro-batch.
         for index, (output, tensor) in enumerate(zip(self.tensors, opened.tensors, strict=True)):
             self.needs_grad[index] |= tensor.requires_grad
             role = self.roles[index]
             if opened.roles[index] != role:
                 self._refuse(self.names[index], tensor.shape, f"{role} of the batch were expected")
             part = output[_rows(role, rows)] if role.has_rows else output
-            # `copy_` would spread one value over a row without a word.
+            # `copy_` would silently broadcast one value over a row.
             fits = len(tensor) == len(part) if role.has_rows else True
             is_padded = role.padding is not None and tensor.ndim > 1
             if is_padded and fits and tensor.shape[1] <= part.shape[1]:
@@ -117,17 +117,17 @@ class Outputs:
                 self._refuse(self.names[index], tensor.shape, f"{list(part.shape)} was expected")
             self._merge_tensor(index, part, tensor, rows)
         for index, leaf in enumerate(opened.leaves):
-            if not isinstance(leaf.value, Tensor):  # else it is copied, or left out
+            if not isinstance(leaf.value, Tensor):  # tensors are copied above or left out
                 self._merge(index, leaf, rows)
 
     def share(self, index: int, cotangent: Tensor, rows: slice, like: Tensor) -> Tensor:
-        """Return the part of an output's cotangent that a micro-batch has.
+        """Return the cotangent of a micro-batch's output.
 
         Args:
-            index: Of the output.
-            cotangent: For the whole batch.
-            rows: Of the micro-batch.
-            like: The output for them.
+            index: Index of the output.
+            cotangent: Cotangent for the whole batch.
+            rows: Rows of the micro-batch.
+            like: The output of the micro-batch.
         """
         role = self.roles[index]
         if role.has_rows:
@@ -136,16 +136,16 @@ class Outputs:
         return cotangent if role.kind == "sum" else cotangent.mul(self._weight(rows))
 
     def finished(self) -> list[Tensor]:
-        """Hand over the tensors for the whole batch, in the dtypes of the tower."""
+        """Release and return the tensors of the whole batch, in the dtypes of the tower."""
         tensors, self.tensors = self.tensors, []
         return [x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
 
     def sketches(self, opened: "Opened") -> "list[Sketch]":
-        """Return what the outputs of a replay are compared with; nothing where there is none."""
+        """Return sketches to compare a replay with; none without grad, when no replay follows."""
         return [Sketch(x) for x in opened.tensors] if torch.is_grad_enabled() else []
 
     def assemble(self, tensors: Sequence[Tensor]) -> Any:
-        """Return tensors for the whole batch in the structure that the tower gave them."""
+        """Return tensors of the whole batch in the structure that the tower returned."""
         assert self._tree is not None
         remaining = iter(tensors)
         leaves = [
@@ -155,21 +155,21 @@ class Outputs:
         return self._tree.rebuild(leaves)
 
     def shapes(self, returned: Any) -> dict[str, list[int]]:
-        """Return the shapes of the tensors among some outputs, those left out excepted."""
+        """Return the shapes of all output tensors that are not left out, by name."""
         _, leaves = self._open(returned)
         return {leaf.path: list(leaf.value.shape) for leaf in leaves if self._is_kept(leaf)}
 
     def _begin(self, opened: "Opened", lengths: Mapping[int, int]) -> None:
         batch_size = self._arguments.batch_size
         self.names, self.roles = opened.names, opened.roles
-        # For all rows at once: to join micro-batches in the end would hold them twice.
+        # Allocated for all rows at once: a final `cat` would hold the outputs twice.
         self.tensors = [
-            _room(x, role, batch_size, lengths)
+            _allocate(x, role, batch_size, lengths)
             for x, role in zip(opened.tensors, opened.roles, strict=True)
         ]
         self._dtypes = [x.dtype for x in opened.tensors]
         self.needs_grad = [False] * len(self.tensors)
-        # Only types and names are needed, not the tensors of this micro-batch.
+        # Keep the structure without the tensors of this micro-batch.
         values = [leaf.value for leaf in opened.leaves]
         self._wholes = [_DROPPED for _ in values]
         empty = [x.new_empty(0) if isinstance(x, Tensor) else x for x in values]
@@ -181,13 +181,13 @@ class Outputs:
         if kind == "sum":
             part.add_(tensor.to(part.dtype))
         elif kind == "mean":
-            # By the number of rows that it is a mean of.
+            # Weighted by the number of rows.
             part.add_(tensor.to(part.dtype), alpha=self._weight(rows))
         elif kind != "whole" or rows.start == 0:
             part.copy_(tensor)
         elif self._is_first_call and not torch.equal(part, tensor):
-            # In the first call alone, as the host waits for the answer.
-            expected = "a tensor that is equal in all micro-batches was expected"
+            # Only in the first call, because the comparison makes the host wait.
+            expected = "a tensor equal to those of other micro-batches was expected"
             self._refuse(self.names[index], tensor.shape, expected)
 
     def _weight(self, rows: slice) -> float:
@@ -200,24 +200,25 @@ class Outputs:
             self._wholes[index] = value
             return
         whole = self._wholes[index]
-        # As long as the rows so far; a list of another length is one thing that all rows share.
+        # A list with one item per row is concatenated; a list of another length is shared.
         is_a_row_each = isinstance(value, list) and isinstance(whole, list)
         if is_a_row_each and len(whole) == rows.start and len(value) == rows.stop - rows.start:
             self._wholes[index] = whole + value
-        # The same object is equal whatever `==` says of it, as of NaN; of arrays it says several.
+        # Identity first, because NaN is not equal to itself; `==` of arrays is an array.
         elif whole is not value and not bool(np.all(whole == value)):
             raise ValueError(
                 f"The tower `{self._tower}` returned {name_of(leaf.path)} of type "
                 f"{type(value).__name__}, which differs between micro-batches: "
-                f"{described(whole)} and {described(value)}. Only tensors and lists with one thing "
-                f"a row are put together. Leave it out: `roles={{{leaf.path!r}: 'left out'}}`."
+                f"{described(whole)} and {described(value)}. Only tensors and lists with one item "
+                "per row are concatenated. Leave the output out: "
+                f"`roles={{{leaf.path!r}: 'left out'}}`."
             )
 
     def _open(self, returned: Any) -> tuple[Tree, list[Tree]]:
-        if isinstance(returned, Tensor):  # as most towers do
+        if isinstance(returned, Tensor):  # the common case
             tree = Tree("", returned)
             return tree, [tree]
-        # Lists without tensors stay closed, so that those of micro-batches can be joined.
+        # Lists without tensors are leaves, so that micro-batches can be concatenated.
         tree = open_tree(returned).prune(
             lambda tree: (
                 type(tree.value) is list
@@ -234,7 +235,7 @@ class Outputs:
         return self._declared.role(path, "output") if self._declared.words else None
 
     def _role(self, path: str, tensor: Tensor, count: int) -> Role:
-        """Return what an output for `count` rows is."""
+        """Return the role of an output for `count` rows."""
         role = self._declared_role(path) or self._known.get(path)
         if role is not None and not role.has_rows:
             if role.kind != "whole" and not tensor.is_floating_point():
@@ -249,10 +250,11 @@ class Outputs:
         return role
 
     def learn_role(self, path: str, two: Sequence[int], three: Sequence[int]) -> None:
-        """Note what an output is by its shapes for two rows and for three.
+        """Infer the role of an output from its shapes for two and for three rows.
 
         Raises:
-            ValueError: It has no rows and no other role, or its shape follows their number.
+            ValueError: The output has neither rows nor another role, or the shape of a row depends
+                on the number of rows.
         """
         role = self._declared_role(path)
         if role is not None and not role.has_rows:
@@ -270,7 +272,7 @@ class Outputs:
 
 
 class Opened(NamedTuple):
-    """What a tower returned for a micro-batch: all of it, and the tensors that are kept."""
+    """The value that a tower returned for a micro-batch, and the tensors that are kept."""
 
     tree: Tree
     leaves: list[Tree]
@@ -283,8 +285,8 @@ def _rows(role: Role, rows: slice) -> slice:
     return rows if role.each == 1 else role.slice(rows)
 
 
-def _room(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -> Tensor:
-    """Return memory for an output of the whole batch, of which one of a micro-batch is known."""
+def _allocate(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -> Tensor:
+    """Allocate an output of the whole batch for an output of a micro-batch."""
     if role.kind in ("mean", "sum"):
         return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
     if not role.has_rows:
@@ -297,26 +299,26 @@ def _room(like: Tensor, role: Role, rows: int, lengths: Mapping[int, int]) -> Te
 
 
 def check_no_tangents(tower: str, values: Iterable[Any]) -> None:
-    """Refuse forward-mode AD, whose tangents would be lost.
+    """Raise in forward-mode AD, because a cached tower would lose the tangents.
 
     Raises:
-        RuntimeError: A tensor has one.
+        RuntimeError: A tensor has a tangent.
     """
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(
-                f"Called the tower `{tower}` in forward-mode AD. A tower whose gradients are "
-                "cached has no tangents. Call it outside of `cache.serving(...)`."
+                f"Called the tower `{tower}` in forward-mode AD. Gradient caching does not support "
+                "tangents. Call the tower outside of `cache.serving(...)`."
             )
 
 
 class Sketch:
-    """Two numbers for each row of an output: its sum under random weights, and its square norm.
+    """Two numbers per row of an output: its dot product with random weights, and its squared norm.
 
-    For rows `x` and `y` and standard normal `w`, the mean of `(w.x - w.y)^2` is `|x - y|^2`, so
-    sums over a micro-batch tell how far its outputs are from each other. Outputs that are equal bit
-    for bit have sketches that are. That takes one pass over an output and 8 bytes a row, where a
-    copy would double the memory of the features.
+    For rows `x` and `y` and standard normal `w`, the mean of `(w.x - w.y)^2` is `|x - y|^2`, so the
+    sum over a micro-batch estimates the distance of its outputs. Bitwise equal outputs have equal
+    sketches. A sketch takes one pass over an output and 8 bytes per row, where a copy would double
+    the memory of the features.
     """
 
     def __init__(self, output: Tensor) -> None:
@@ -324,37 +326,37 @@ class Sketch:
             one = output.detach().reshape(-1, 1)
             rows = output.detach().flatten(1) if output.ndim > 1 else one
             rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-            # The square of an fp16 value of 256 is no fp16 number.
+            # 256 squared overflows in fp16.
             values_mF = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            # Random weights: with equal ones, changes that sum to 0 would go unseen.
+            # Random weights, because with equal weights changes that sum to 0 would cancel.
             self._sum_m = (values_mF * _weights(values_mF)).sum(1)
             self._square_m = values_mF.square().sum(1)
 
     def difference(self, replayed: Tensor) -> Tensor:
-        """Return the norm of the difference to a replayed output over the norm of the output.
+        """Return the norm of the difference to a replayed output, relative to the output's norm.
 
-        inf where the replay alone is not finite, 0 where the output was not: such a loss trains
-        nothing.
+        The result is inf if only the replay is non-finite, and 0 if the output itself was
+        non-finite: such a step trains nothing.
         """
         other = Sketch(replayed)
         square = self._square_m.sum()
         difference = (other._sum_m - self._sum_m).square().sum() / square
-        # Equal outputs of zeros are 0 / 0.
+        # For outputs of zeros the quotient is 0 / 0.
         difference = torch.where((other._sum_m == self._sum_m).all(), 0.0, difference.sqrt())
         difference = torch.nan_to_num(difference, nan=torch.inf, posinf=torch.inf)
         return torch.where(square.isfinite(), difference, 0.0).to(torch.float32)
 
 
 def rounding_noise(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """Return by how much two runs of one network may differ by rounding, relative to its outputs.
+    """Return the relative difference that rounding may cause between two runs of one network.
 
-    Eight roundings of the coarsest dtype in use where that is 16 bits or tf32, as most of its
-    roundings fall alike; else 128, for sums in another order that go through a deep network. 0
-    under `torch.use_deterministic_algorithms(True)`.
+    Eight epsilons of the coarsest dtype in use if that is a 16-bit dtype or tf32, whose roundings
+    are mostly equal in both runs; otherwise 128 epsilons, for sums in a different order in a deep
+    network. 0 under `torch.use_deterministic_algorithms(True)`.
 
     Args:
-        dtypes: Of outputs, of what is trained, and of autocast.
-        device: fp32 on CUDA counts as tf32 wherever torch may multiply in it.
+        dtypes: Dtypes of outputs, trained tensors and autocast.
+        device: On CUDA, fp32 counts as tf32 if torch may use tf32 for products.
     """
     if torch.are_deterministic_algorithms_enabled():
         return 0.0
@@ -372,9 +374,9 @@ def _weights(values_mF: Tensor) -> Tensor:
     return _normal(values_mF.shape[1], values_mF.device).to(values_mF.dtype)
 
 
-# Bounded, as outputs of ever new lengths would leave a vector each on the device.
+# Bounded, because every new output width leaves a vector on the device.
 @functools.lru_cache(maxsize=32)
 def _normal(count: int, device: torch.device) -> Tensor:
-    """Return the same random numbers every time, without moving a generator of the user's."""
-    # Drawn on the CPU, so that all devices have the same.
+    """Return fixed random numbers without using the user's generators."""
+    # Drawn on the CPU, so that all devices get the same numbers.
     return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(device)

@@ -1,16 +1,16 @@
-"""What a tensor means: the role of an argument or output of a tower, or of a field of a batch.
+"""Roles of tensors: of the arguments and outputs of towers and of the fields of a batch.
 
-Roles are inferred from shapes where those are sure, and declared by name where they are not:
+Roles are inferred from shapes; where shapes are ambiguous, they are declared by name:
 
 | role | argument of a tower | output of a tower | field of loader batches |
 |---|---|---|---|
-| `rows` | cut with the batch | put together | joined |
-| `2 rows` | 2 for each row of the batch | 2 for each row | joined, as many for each row |
-| `rows padded with 0` | cut at the longest row | padded to one length | padded to one length |
-| `mask`, `mask of 2 rows` | says where rows end | as `rows padded with 0` | likewise |
-| `row numbers of text` | as `rows` | - | joined with an offset |
+| `rows` | split into micro-batches | concatenated | concatenated |
+| `2 rows` | 2 rows per sample | 2 rows per sample | 2 rows per sample |
+| `rows padded with 0` | cut to the longest row | padded to one length | padded to one length |
+| `mask`, `mask of 2 rows` | marks the end of each row | as `rows padded with 0` | likewise |
+| `row numbers of text` | as `rows` | - | concatenated with an offset |
 | `whole` | shared by all rows | equal in all micro-batches | equal in all loader batches |
-| `mean`, `sum` | - | over micro-batches, a mean by their rows | - |
+| `mean`, `sum` | - | mean weighted by rows, or sum, over micro-batches | - |
 | `left out` | - | `None` | - |
 """
 
@@ -36,13 +36,13 @@ _NUMBERS = re.compile(r"row numbers(?: of (\S+))?")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a tensor means.
+    """The role of one tensor.
 
     Args:
-        kind: As in the table above.
-        each: Rows that it has for each row of the batch.
-        of: The field whose rows are numbered; `""`: the batch itself.
-        padding: What fills rows that are shorter than others; `None`: all have one shape.
+        kind: Kind of role, as in the table above.
+        each: Number of rows per sample of the batch.
+        of: Name of the field whose rows are numbered; `""`: the batch itself.
+        padding: Value that fills shorter rows; `None`: all rows have one shape.
     """
 
     kind: Kind
@@ -50,18 +50,18 @@ class Role:
     of: str = ""
     padding: float | None = None
     has_rows: bool = field(init=False, compare=False)
-    """Whether the first dimension is rows, which are cut, put together and joined."""
+    """Whether the first dimension holds the rows of the batch."""
 
     def __post_init__(self) -> None:
-        """Note what is asked for every micro-batch."""
+        """Compute `has_rows` once, as it is read for every micro-batch."""
         object.__setattr__(self, "has_rows", self.kind in ("rows", "mask", "row numbers"))
 
     @classmethod
     def parse(cls, text: str) -> "Role":
-        """Return the role that some words stand for.
+        """Return the role that `text` describes.
 
         Raises:
-            ValueError: They stand for none.
+            ValueError: `text` is not a role.
         """
         if found := _ROWS.fullmatch(text):
             each, padding = found.groups()
@@ -72,13 +72,14 @@ class Role:
             return cls("row numbers", of=found[1] or "")
         if text not in get_args(Kind):
             raise ValueError(
-                f"{text!r} is no role. Roles are 'rows', '2 rows', 'rows padded with 0', 'mask', "
-                "'row numbers', 'row numbers of text', 'whole', 'mean', 'sum' and 'left out'."
+                f"{text!r} is not a role. Roles are 'rows', '2 rows', 'rows padded with 0', "
+                "'mask', 'row numbers', 'row numbers of text', 'whole', 'mean', 'sum' and 'left "
+                "out'."
             )
         return cls(text)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """Return the words that `parse` takes."""
+        """Return the text that `parse` accepts."""
         words: str = self.kind
         if self.each > 1:
             words = f"mask of {self.each} rows" if words == "mask" else f"{self.each} {words}"
@@ -88,7 +89,7 @@ class Role:
         return f"{words} padded with {self.padding:g}" if is_padded else words
 
     def slice(self, rows: slice) -> slice:
-        """Return which of its rows belong to some rows of the batch."""
+        """Return the rows of this tensor that belong to the given rows of the batch."""
         return slice(rows.start * self.each, rows.stop * self.each)
 
 
@@ -96,13 +97,13 @@ ROWS, WHOLE = Role("rows"), Role("whole")
 
 
 class Declared:
-    """The roles that were declared, by names.
+    """The declared roles by name.
 
     Args:
-        roles: Words of roles by names, such as `{"prompt": "whole"}`.
+        roles: Texts of roles by name, such as `{"prompt": "whole"}`.
 
     Raises:
-        ValueError: Words stand for no role.
+        ValueError: A text is not a role.
     """
 
     def __init__(self, roles: Mapping[str, str] | None) -> None:
@@ -110,26 +111,26 @@ class Declared:
         self._roles = {name: Role.parse(text) for name, text in self.words.items()}
 
     def role(self, path: str, place: Place) -> Role | None:
-        """Return the role declared for a path; `None`: nothing is declared for it there."""
+        """Return the declared role of a path; `None` if there is none that fits this place."""
         names = [
             name
             for name, role in self._roles.items()
             if role.kind in _OF_PLACE[place] and is_named(path, [name])
         ]
-        # `batch.lengths` says more than `batch`.
+        # The longest name is the most specific: `batch.lengths` before `batch`.
         return self._roles[max(names, key=len)] if names else None
 
     def places(self, name: str) -> list[Place]:
-        """Return where a declared name may be found."""
+        """Return the places in which a declared role is possible."""
         kind = self._roles[name].kind
         return [place for place, kinds in _OF_PLACE.items() if kind in kinds]
 
 
 def is_named(path: str, names: Collection[str]) -> bool:
-    """Return whether a path, a part that it begins with, or its last part is among `names`."""
+    """Return whether `names` contain the path, a leading part of it, or a single step of it."""
     if not names:
         return False
-    # `batch.images[0]` is named by itself, `batch.images`, `batch`, and `images`.
+    # `batch.images[0]` matches `batch.images[0]`, `batch.images`, `batch` and `images`.
     steps = path.replace("[", ".[").split(".")
     begins = {".".join(steps[: k + 1]).replace(".[", "[") for k in range(len(steps))}
     return bool((begins | {steps[-1], *steps}) & set(names))

@@ -1,7 +1,7 @@
-"""Outputs that have the rows of a micro-batch as another dimension, such as pairwise scores.
+"""Detects outputs whose row shape depends on the micro-batch size, such as pairwise scores.
 
-Of a micro-batch, `logits_per_image` of Hugging Face's `CLIPModel` are m x m. Micro-batches of one
-size would be put together to B x m, as if each row had met m - 1 others alone: another loss.
+For m rows, `logits_per_image` of Hugging Face's `CLIPModel` has shape m x m. Concatenated, the
+micro-batches would be B x m, as if each image had only m - 1 negatives: a different loss.
 """
 
 import sys
@@ -18,17 +18,18 @@ __all__ = ["check_row_shapes"]
 
 @torch.no_grad()
 def check_row_shapes(run: Callable[[int], Any], outputs: Outputs) -> None:
-    """Learn how many rows outputs have for one row, and refuse those whose shape follows them.
+    """Learn the roles of outputs, and raise if the shape of a row depends on the number of rows.
 
     Args:
-        run: Returns what a tower returns for so many copies of one row, between which nothing
-            differs but their number: not the length of a text, either.
+        run: Returns the tower's outputs for the given number of copies of one row. Copies have
+            equal lengths, so that only their number differs.
         outputs: The outputs of the call.
 
     Raises:
-        ValueError: Names the output.
+        ValueError: The shape of an output depends on the number of rows.
     """
-    # Two rows, as BatchNorm takes no single one. A compiler would take the sizes for those to come.
+    # At least two rows, because BatchNorm fails on one row. Eager, because a compiler would
+    # specialise on these sizes.
     is_compiling = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if is_compiling else nullcontext():
         two, three = (outputs.shapes(run(rows)) for rows in (2, 3))

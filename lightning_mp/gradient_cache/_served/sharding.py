@@ -1,9 +1,9 @@
-"""Towers whose parameters `fully_shard` spreads over ranks.
+"""Towers whose parameters are sharded over ranks by `fully_shard`.
 
-Their layers are gathered from all ranks, forward and backward, so all ranks must run as many
-micro-batches. What a layer trains in a graph is a gathered parameter, which only FSDP's own hooks
-can turn into the gradient of a shard: replays are full backwards after that of the loss, without
-reduction until the last.
+All ranks gather each layer together, in the forward and in the backward, so all ranks must run
+equally many micro-batches. The graph contains gathered parameters, and only FSDP's own hooks turn
+their gradients into gradients of shards. So replays are full backwards that follow the backward of
+the loss, and only the last replay reduces gradients.
 """
 
 from collections.abc import Iterable
@@ -20,40 +20,40 @@ __all__ = ["agree_on_parts", "own_parameters", "set_reduction"]
 
 def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the parameters that are not sharded."""
-    # Here, as only a sharded tower needs it.
+    # Imported here, because only sharded towers need it.
     from torch.distributed.tensor import DTensor
 
     for part in sharded_modules(module):
-        part.reshard()  # a root leaves its parameters gathered
+        part.reshard()  # a root module leaves its parameters gathered
     return [p for p in module.parameters() if not isinstance(p, DTensor)]
 
 
 def set_reduction(modules: Iterable[Any], is_on: bool) -> None:
-    """Have the next backwards reduce gradients, or keep them whole on every rank."""
+    """Make the next backwards reduce gradients, or accumulate whole gradients on each rank."""
     for module in modules:
-        # Its children stand in the list themselves.
+        # `modules` contain the children, too.
         module.set_requires_gradient_sync(is_on, recurse=False)
 
 
 def agree_on_parts(tower: str, batch_size: int, rows: int, device: torch.device) -> int:
-    """Return into how many micro-batches all ranks cut: as many as the largest batch needs.
+    """Return the number of micro-batches for all ranks: as many as the largest batch needs.
 
     Raises:
-        ValueError: Some rank has fewer rows; on all ranks.
+        ValueError: A rank has fewer rows than micro-batches; raised on all ranks.
     """
     parts = -(-batch_size // rows)
     if not (dist.is_available() and dist.is_initialized()):
         return parts
-    # The largest number of parts and the smallest batch, by one maximum.
-    # All ranks get the same two numbers, so all raise, and none waits for another in a gather.
+    # One all-reduce finds the largest number of parts and the smallest batch. All ranks get the
+    # same numbers, so either all raise or none does, and no rank waits in a gather.
     facts = torch.tensor([parts, -batch_size], device=device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     parts, least = int(facts[0]), -int(facts[1])
-    # A rank with fewer rows than parts would have an empty micro-batch.
+    # With fewer rows than parts a micro-batch would be empty.
     if parts > least:
         raise ValueError(
-            f"Passed {least} rows to the tower `{tower}` on one rank, and on another so many that "
-            f"they need {parts} micro-batches. A sharded tower runs equally often on all ranks. "
-            "Give them batches of like sizes, or pass a larger `micro_batch_size`."
+            f"Passed {least} rows to the tower `{tower}` on one rank, and {parts} micro-batches of "
+            "rows on another rank. All ranks must run a sharded tower equally often. Use batches "
+            "of similar sizes, or pass a larger `micro_batch_size`."
         )
     return parts

@@ -1,4 +1,4 @@
-"""Towers by their names, and a way to take over the calls to them for a while."""
+"""Finds towers by name and intercepts their calls."""
 
 import copy
 import difflib
@@ -14,43 +14,43 @@ from torch import nn
 __all__ = ["Tower", "find_tower", "sharded_modules"]
 
 Handler = Callable[["Tower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`handler(tower, original, args, kwargs)` answers a call in the tower's place."""
+"""`handler(tower, original, args, kwargs)` handles a call instead of the tower."""
 
-# Not `None`, which an instance may hold under the name.
+# Not `None`, which may be the value of the attribute.
 _MISSING = object()
 
 
 class Tower:
-    """A submodule or a method of one, whose calls can be intercepted.
+    """A submodule, or a method of a submodule, whose calls can be intercepted.
 
     Args:
-        name: The dotted path, for messages.
-        module: The submodule, or the one whose method it is.
-        method: The name of the method; `None` for calls to the submodule itself.
+        name: Dotted path, for messages.
+        module: The submodule, or the owner of the method.
+        method: Name of the method; `None` for calls of the submodule itself.
     """
 
     def __init__(self, name: str, module: nn.Module, method: str | None) -> None:
         self.name = name
         self.module = module
         self.sharded = sharded_modules(module)
-        """The parts of it that `fully_shard` was called for."""
+        """The modules in it that `fully_shard` was applied to."""
         self._method = method
         self.signature_of: Callable[..., Any] = (
             module.forward if method is None else getattr(module, method)
         )
-        """Whose parameters name the arguments of a call."""
+        """The function whose parameters name the arguments of a call."""
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
         """Send every call to `handler` until the context ends.
 
-        A call of a module goes through `_compiled_call_impl` if that is set. Setting it on the
-        instance therefore catches compiled and plain modules alike, and leaves hooks and `forward`
-        as they are. A method is caught by an attribute of its instance. Copies and pickles of the
-        module, such as a teacher made in a training step, take their calls themselves: torch drops
-        the one attribute, and the other copies as the plain method.
+        `nn.Module.__call__` uses `_compiled_call_impl` if it is set, so setting this attribute on
+        the instance intercepts compiled and plain modules alike and leaves hooks and `forward`
+        unchanged. A method is intercepted by an instance attribute of its name. Copies and pickles
+        of the module, such as a teacher made in a training step, are not intercepted: torch drops
+        `_compiled_call_impl`, and the method attribute copies as the original method.
         """
-        # Not `setattr`: a compiled module forwards that to the module inside it.
+        # Not `setattr`, which a compiled module forwards to the module inside it.
         attributes = vars(self.module)
         name = "_compiled_call_impl" if self._method is None else self._method
         before = attributes.get(name, _MISSING)
@@ -60,7 +60,7 @@ class Tower:
             yield
         finally:
             if before is _MISSING:
-                # Taken away, not set to `None`, so that the class's own attribute shows again.
+                # Removed instead of set to `None`, so that the class attribute is visible again.
                 attributes.pop(name, None)
             else:
                 attributes[name] = before
@@ -74,17 +74,17 @@ class Tower:
 
 
 class _Interceptor:
-    """Takes the calls of a module or of a method, and is the plain method in copies."""
+    """Receives the calls of a module or method; copies of it are the original method."""
 
     def __init__(
         self, tower: Tower, attribute: str, original: Callable[..., Any], handler: Handler
     ) -> None:
         self._tower, self._attribute = tower, attribute
         self._original, self._handler = original, handler
-        # `signature_of` finds this object in place of a method whose calls are taken over.
+        # `signature_of` finds this object instead of an intercepted method.
         self.__signature__ = inspect.signature(tower.signature_of)
 
-    # A compiled training step breaks its graph here: a handler keeps state between calls.
+    # A compiled training step has a graph break here, because a handler keeps state.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._handler(self._tower, self._original, args, kwargs)
@@ -95,7 +95,7 @@ class _Interceptor:
     def __reduce__(self) -> tuple[Any, ...]:
         owner = getattr(self._original, "__self__", None)
         if owner is self._tower.module:
-            # By its name, so that the plain method is found where the copy is loaded.
+            # By name, so that the copy finds its own method.
             return getattr, (owner, self._attribute)
         return _itself, (self._original,)
 
@@ -105,10 +105,10 @@ def _itself(value: Any) -> Any:
 
 
 def find_tower(model: nn.Module, name: str) -> Tower:
-    """Return the submodule or method of `model` that `name` (a dotted path) stands for.
+    """Return the submodule or method of `model` with the dotted path `name`.
 
     Raises:
-        ValueError: There is no such tower; the message lists names that are near.
+        ValueError: There is no such tower; the message lists similar names.
     """
     path, _, last = name.rpartition(".")
     try:
@@ -125,7 +125,7 @@ def find_tower(model: nn.Module, name: str) -> Tower:
     children = [child for child, _ in model.named_children()]
     raise ValueError(
         f"Passed the tower {name!r}, but {type(model).__name__} has no such submodule or method. "
-        + (f"Near names: {near}." if near else f"Its submodules: {children}.")
+        + (f"Similar names: {near}." if near else f"Its submodules: {children}.")
         + " Write the dotted path from the LightningModule, such as 'visual' or "
         "'model.encode_image'."
     )
@@ -138,7 +138,7 @@ def _tower_names(model: nn.Module) -> Iterable[str]:
             yield path
         prefix = f"{path}." if path else ""
         for cls in type(module).__mro__:
-            # Their methods are no towers, and would hide the near names.
+            # Methods of framework classes are not towers and would hide similar names.
             if cls.__module__.split(".")[0] in ("torch", "lightning", "pytorch_lightning"):
                 break
             for name, value in vars(cls).items():
@@ -147,7 +147,7 @@ def _tower_names(model: nn.Module) -> Iterable[str]:
 
 
 def sharded_modules(module: nn.Module | None) -> list[Any]:
-    """Return the modules that `fully_shard` was called for; nothing is imported to find none."""
+    """Return the modules that `fully_shard` was applied to, without importing FSDP."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if module is None or fsdp is None:
         return []
