@@ -1,6 +1,6 @@
 """Strategies for large contrastive batches; imported as `lightning_mp.strategies`."""
 
-# Under a second name the same files would make second classes, which `isinstance` tells apart.
+# Imported under a second name, the files would define second classes, which break `isinstance`.
 if __name__ != "lightning_mp.strategies":
     raise ImportError(
         f"Passed `import {__name__}`. This folder is installed as `lightning_mp.strategies`: "

@@ -1,4 +1,4 @@
-"""`InfCLStrategy`: DDP whose towers see a micro-batch while the loss sees the global batch."""
+"""`InfCLStrategy`: DDP with gradient caching for contrastive losses over the global batch."""
 
 import inspect
 from contextlib import nullcontext
@@ -22,42 +22,42 @@ from lightning_mp.strategies._inf_cl.serving import ServesTowers
 
 __all__ = ["InfCLStrategy"]
 
-# What `**kwargs` take; DDPStrategy passes on what it does not know, and sees to the first four.
+# Names that `**kwargs` accept; DDPStrategy passes those it does not know to DDP.
 _DDP = {
     name
     for base in (DDPStrategy, DistributedDataParallel)
     for name in inspect.signature(base.__init__).parameters
-    # Lightning passes `module` and `device_ids` itself; given twice they are a TypeError at set-up.
+    # Lightning passes `module` and `device_ids` itself.
 } - {"self", "kwargs", "module", "device_ids"}
 
 
 @explains_arguments(also=sorted(_DDP))
 class InfCLStrategy(ServesTowers, DDPStrategy):
-    r"""DDP for near-infinite contrastive batches: activations of one micro-batch, gradients of all.
+    r"""DDP for near-infinite contrastive batches: exact gradients, activations of one micro-batch.
 
-    Every feature of a contrastive batch meets every other, so a batch cannot simply be accumulated
-    from smaller ones: 8 times 4,096 pairs have an eighth of the negatives of 32,768. Here calls to
-    the towers in `training_step` are served in micro-batches without grad, and once the loss has
-    its gradients for the features, each micro-batch is replayed with grad, and its outputs are
-    compared with those of the call. The gradients are those of the whole batch, averaged over ranks
-    once a step for all that trains in it; the price is one more forward of the towers. What is the
-    same as without the strategy, and what is not, stands in docs/strategies/inf-cl.md.
+    A contrastive loss compares every feature with every other, so gradient accumulation is no
+    substitute for a large batch: 8 batches of 4,096 pairs have an eighth of the negatives of one
+    batch of 32,768. This strategy runs the towers called in `training_step` in micro-batches
+    without keeping activations. When the loss has computed the gradients of the features, each
+    micro-batch is replayed with grad, and its outputs are compared with the first run's. The
+    gradients are those of the whole batch and are averaged over ranks once per step. The price is
+    one more forward of the towers. docs/strategies/inf-cl.md lists what differs from plain DDP.
 
     Args:
-        towers: Submodules or methods of the LightningModule by dotted path, such as `visual` or
-            `model.encode_image`. Their tensors, in and out, have the batch first.
-        loader_batches_per_step: Batches of the training loader that make the batch of a step, in
-            host memory; the Trainer then counts whole batches.
-        offload: `"host"` leaves training batches in host memory in the dtype of the data set and
-            copies micro-batches to the device as towers need them.
-        **kwargs: `micro_batch_size` (256 rows on one rank, or `"auto"`), `activation_bytes`,
-            `prefetch`, `roles` and `replay_tolerance` as of
-            `GradientCache`; all that `DDPStrategy` takes, and for `DistributedDataParallel`.
+        towers: Dotted paths of submodules or methods of the LightningModule, such as `visual` or
+            `model.encode_image`. The first dimension of their inputs and outputs is the batch.
+        loader_batches_per_step: Number of loader batches to concatenate in host memory into the
+            batch of a training step. The Trainer counts the concatenated batches.
+        offload: `"host"` keeps training batches in host memory, in the dtype of the data set, and
+            copies micro-batches to the device when towers need them.
+        **kwargs: `micro_batch_size` (default 256 rows per rank, or `"auto"`), `activation_bytes`,
+            `prefetch`, `roles` and `replay_tolerance`, see `GradientCache`; all arguments of
+            `DDPStrategy` and `DistributedDataParallel`.
 
     Raises:
-        ValueError: For arguments that cannot be used, with what is accepted.
-        MisconfigurationException: A tower is not in the model, is not called in the first training
-            step, or the set-up cannot work with gradient caching.
+        ValueError: On invalid arguments.
+        MisconfigurationException: A tower is not in the model or not called in the first training
+            step, or the set-up does not support gradient caching.
 
     References:
         - Inf-CL, https://arxiv.org/abs/2410.17243
@@ -74,31 +74,31 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     def _check_precision(self, plugin: Precision | None) -> None:
         if isinstance(plugin, (FSDPPrecision, ModelParallelBalancedAMP)):
             raise MisconfigurationException(
-                f"Passed `{type(plugin).__name__}` with `InfCLStrategy`. It is for "
-                "sharded models, and `InfCLStrategy` is DDP. Pass `BalancedAMP()` instead."
+                f"Passed `{type(plugin).__name__}` with `InfCLStrategy`. The plugin is for sharded "
+                "models, but `InfCLStrategy` is DDP. Pass `BalancedAMP()` instead."
             )
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        # Under DDPStrategy's own, DDP's forward would prepare to reduce before towers are replayed.
+        # DDPStrategy's own redirection would prepare DDP's reducer before towers are replayed.
         self._forward_redirection = _NoSyncForwardRedirection()
         self._average = GradientAverage()
         super().setup(trainer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        # DDP would prepare to reduce during the loss's backward; `backward` averages after it.
+        # Skip DDP's preparation of its reducer: `backward` averages after the loss's backward.
         pass
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # Before the backward: it would run with the activations of the whole batch.
+        # Before the backward, which without cached towers needs the activations of all rows.
         self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         model = self.model
-        # Not under `no_sync`, as Lightning holds it while it accumulates batches.
+        # False inside `no_sync`, which Lightning enters during gradient accumulation.
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
             model.require_forward_param_sync = True  # the next forward sends rank 0's buffers
             hook = model._comm_hooks[-1] if model._comm_hooks else None
@@ -116,14 +116,15 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
     def _check_others(self, arguments: dict[str, Any]) -> None:
         if arguments.get("static_graph"):
             reason = (
-                "Gradients are averaged when all are complete, not in the graph that DDP would "
-                "record. Leave `static_graph` out; they are all-reduced once a step all the same."
+                "This strategy averages complete gradients after the backward, without the graph "
+                "that DDP would record. Leave `static_graph` out; gradients are all-reduced once "
+                "per step in any case."
             )
             refuse_values(self, reason, static_graph=True)
         if arguments.get("mixed_precision") is not None:
             reason = (
-                "DDP's reducer turns the gradients of its mixed precision into those of the "
-                "parameters, and it is not used here. Pass `Trainer(plugins=BalancedAMP())`."
+                "DDP's mixed precision relies on DDP's reducer, which this strategy does not use. "
+                "Pass `Trainer(plugins=BalancedAMP())`."
             )
             refuse_values(self, reason, mixed_precision=arguments["mixed_precision"])
 
@@ -133,16 +134,17 @@ class InfCLStrategy(ServesTowers, DDPStrategy):
             return super()._setup_model(model)
         # With `device_ids`, DDP's forward would move the whole batch to the device.
         on_gpu = self.root_device.type == "cuda"
-        # On a stream of its own, as in DDPStrategy.
+        # DDPStrategy uses a side stream here, too.
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
             return DistributedDataParallel(module=model, **self._ddp_kwargs)
 
 
 class _NoSyncForwardRedirection(_ForwardRedirection):
-    """Runs `training_step` through DDP's forward without preparing DDP to reduce.
+    """Runs `training_step` through DDP's forward without preparing DDP's reducer.
 
-    DDP's reducer averages what trained when it was made, and takes gradients of micro-batches for
-    whole ones; `GradientAverage` averages what trains now, once gradients are complete.
+    DDP's reducer averages the parameters that trained when DDP was constructed, and would reduce
+    the gradients of a single micro-batch. `GradientAverage` averages the parameters that train now,
+    when their gradients are complete.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""`InfCLModelParallelStrategy`: `InfCLStrategy` for models that `fully_shard` has sharded."""
+"""`InfCLModelParallelStrategy`: gradient caching for models sharded by `fully_shard`."""
 
 import inspect
 from collections.abc import Iterator
@@ -30,30 +30,30 @@ _OTHERS = sorted(set(inspect.signature(ModelParallelStrategy.__init__).parameter
 
 @explains_arguments(also=_OTHERS)
 class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
-    r"""FSDP2 for near-infinite contrastive batches: sharded towers, activations of a micro-batch.
+    r"""FSDP2 for near-infinite contrastive batches: sharded towers, activations of one micro-batch.
 
-    What `InfCLStrategy` is to DDP: calls to the towers in `training_step` are served in
-    micro-batches and replayed for their gradients, which are those of the whole batch. Under plain
-    FSDP2 each micro-batch of a replay would reduce and scatter all gradients, 128 times a step at
-    128 micro-batches. Here replays run after the backward of the loss, and the last one reduces and
-    scatters, once a step. The model shards itself in `configure_model`, over all ranks, as shown in
-    docs/strategies/inf-cl-model-parallel.md. Parameters that are not sharded start as those of rank
-    0, and their gradients are averaged as by DDP.
+    The counterpart of `InfCLStrategy` for FSDP2: towers called in `training_step` run in
+    micro-batches and are replayed for the gradients of the whole batch. Under plain FSDP2 each
+    replayed micro-batch would reduce-scatter all gradients, 128 times per step for 128
+    micro-batches. Here replays follow the backward of the loss, and only the last micro-batch
+    reduce-scatters. The model calls `fully_shard` over all ranks in `configure_model`, as shown in
+    docs/strategies/inf-cl-model-parallel.md. Parameters that are not sharded are initialised from
+    rank 0, and their gradients are averaged as in DDP.
 
     Args:
-        towers: Submodules or methods of the LightningModule by dotted path, such as `visual`.
-            Methods of a sharded module are to be named to `register_fsdp_forward_method`.
-        loader_batches_per_step: Batches of the training loader that make the batch of a step.
-        offload: `"host"` leaves training batches in host memory until towers need them.
-        **kwargs: As of `InfCLStrategy`, and `save_distributed_checkpoint`, `process_group_backend`
+        towers: Dotted paths of submodules or methods of the LightningModule, such as `visual`.
+            Methods of a sharded module need `register_fsdp_forward_method`.
+        loader_batches_per_step: Number of loader batches to concatenate into the batch of a step.
+        offload: `"host"` keeps training batches in host memory until towers need them.
+        **kwargs: As in `InfCLStrategy`, and `save_distributed_checkpoint`, `process_group_backend`
             and `timeout` of `ModelParallelStrategy`.
 
     Raises:
-        ValueError: For arguments that cannot be used, with what is accepted.
-        MisconfigurationException: Nothing is sharded, a tower is not in the model or not called, or
-            the set-up cannot work with gradient caching.
-        RuntimeError: A tower was called with an input that requires grad, or a micro-batch trains
-            what the last one does not.
+        ValueError: On invalid arguments.
+        MisconfigurationException: No module is sharded, a tower is not in the model or not called,
+            or the set-up does not support gradient caching.
+        RuntimeError: The input of a tower requires grad, or a micro-batch trains parameters that
+            the last micro-batch does not train.
 
     References:
         - Inf-CL, https://arxiv.org/abs/2410.17243
@@ -71,8 +71,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     def _check_precision(self, plugin: Precision | None) -> None:
         if isinstance(plugin, BalancedAMP) and not isinstance(plugin, ModelParallelBalancedAMP):
             raise MisconfigurationException(
-                f"Passed `{type(plugin).__name__}` with `{type(self).__name__}`. It does "
-                "not know shards. Pass `ModelParallelBalancedAMP()` instead."
+                f"Passed `{type(plugin).__name__}` with `{type(self).__name__}`. The plugin does "
+                "not support sharded models. Pass `ModelParallelBalancedAMP()` instead."
             )
 
     @override
@@ -86,7 +86,7 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
                 f"Passed `{type(self).__name__}`, but no module is sharded. Call `fully_shard` in "
                 "`configure_model`, or pass `InfCLStrategy`, which is DDP."
             )
-        # Frozen ones too: a callback may let them train later on, and they start as rank 0's.
+        # Including frozen parameters, which a callback may unfreeze later.
         own = {id(parameter) for parameter in own_parameters(module)}
         self._own = {name: p for name, p in module.named_parameters() if id(p) in own}
         self._average = GradientAverage()
@@ -101,8 +101,8 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     ) -> Tensor:
         cache = self._check_calls()
         closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        # Gathered parameters get gradients through FSDP2's hooks alone: replays follow the
-        # backward.
+        # Only FSDP2's hooks give sharded parameters their gradients, and the hooks do not run in
+        # a nested backward. So replays follow the backward.
         cache.finish(reduce=self._reduces)
         if self._reduces and self.world_size > 1:
             self._average.over_ranks(self._own)
@@ -116,23 +116,23 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients on each rank, as Lightning does while it accumulates batches."""
-        # FSDP2 has no `no_sync`, which is what Lightning enters here for DDP.
-        others = sharded_modules(self.lightning_module)
+        """Keep gradients on each rank while Lightning accumulates batches."""
+        # FSDP2 has no `no_sync`, which Lightning enters here for DDP.
+        modules = sharded_modules(self.lightning_module)
         self._reduces = False
-        for part in others:
+        for part in modules:
             part.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
             self._reduces = True
-            for part in others:
+            for part in modules:
                 part.set_requires_gradient_sync(True, recurse=False)
 
     @override
     def _check_others(self, arguments: dict[str, Any]) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size"):
-            size = arguments.get(name, "auto")  # as LightningCLI passes it
+            size = arguments.get(name, "auto")  # LightningCLI passes 'auto'
             if size != "auto":
                 reason = f"`{name}` must be 'auto', as all ranks share the batch. Leave it out."
                 refuse_values(self, reason, **{name: size})
@@ -140,15 +140,15 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
     @override
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
-        # By 'auto', all ranks of a node would be a tensor-parallel mesh.
+        # With 'auto', Lightning would put all ranks of a node into a tensor-parallel mesh.
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
 
     def _reshard(self) -> None:
-        """Leave nothing gathered between steps.
+        """Free all gathered parameters between steps.
 
-        What a frozen tower or a validation has gathered stays so, as no backward follows. Then
-        `requires_grad_` and an optimizer's new group would get the gathered parameters, and the
-        shards, which are trained, would stay frozen.
+        Without a backward, as for frozen towers and in validation, FSDP2 keeps them gathered.
+        Then `requires_grad_` and new optimizer groups would refer to gathered parameters instead of
+        the shards that train.
         """
         for part in sharded_modules(self.lightning_module):
             part.reshard()
@@ -158,12 +158,13 @@ class InfCLModelParallelStrategy(ServesTowers, ModelParallelStrategy):
         large = [
             name
             for name, parameter in trainer.lightning_module.named_parameters()
-            # A single number, such as a logit scale, passes torch's norm beside shards.
+            # torch computes the norm of shards together with single numbers, as a logit scale.
             if parameter.numel() > 1 and parameter.requires_grad and name in self._own
         ]
         if trainer.gradient_clip_val and not by_value and large:
             raise MisconfigurationException(
-                f"Passed `Trainer(gradient_clip_val={trainer.gradient_clip_val!r})`, but "
-                f"{large[0]!r} is not sharded, and torch takes no norm over shards and whole "
-                "gradients. Call `fully_shard` for what holds it, or clip by value."
+                f"Passed `Trainer(gradient_clip_val={trainer.gradient_clip_val!r})`, but the "
+                f"parameter {large[0]!r} is not sharded, and torch computes no norm over sharded "
+                "and whole gradients together. Call `fully_shard` on the module of the parameter, "
+                "or clip by value."
             )

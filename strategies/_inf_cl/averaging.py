@@ -1,9 +1,10 @@
-"""Averages the gradients of all parameters that currently train, whatever DDP once registered.
+"""Averages the gradients of all parameters that currently train, whatever DDP registered.
 
-DDP's reducer knows the parameters that trained when it was made. A tower that is frozen then and
-trained later would keep the gradients of each rank, and one that is frozen later would be waited
-for. So what trains is looked up at each average, in the order of the model, which is that of all
-ranks; the gradients travel in flat buckets, as DDP's do, and through its communication hook.
+DDP's reducer knows the parameters that trained when DDP was constructed. The gradients of a tower
+that is unfrozen later would not be averaged, and DDP would wait for a tower that is frozen later.
+So `GradientAverage` looks up the trained parameters at each step, in the order of the model, which
+is equal on all ranks. Gradients are averaged in flat buckets and through DDP's communication hook,
+as in DDP.
 """
 
 from collections import deque
@@ -18,14 +19,14 @@ from lightning_mp.numerics.async_readback import send
 
 __all__ = ["GradientAverage", "sparse_weights"]
 
-_BUCKET_BYTES = 25 * 2**20  # DDP's own default
-_IN_FLIGHT = 2  # buckets: one is filled while another travels
+_BUCKET_BYTES = 25 * 2**20  # the default of DDP
+_IN_FLIGHT = 2  # buckets: one is filled during the all-reduce of another
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class GradientAverage:
-    """Averages gradients over all ranks, in place; remembers what trained the last time."""
+    """Averages gradients over all ranks, in place; remembers which parameters trained last."""
 
     def __init__(self) -> None:
         self._trained: list[str] | None = None
@@ -39,16 +40,16 @@ class GradientAverage:
         bucket_bytes: int = _BUCKET_BYTES,
         sparse: Collection[int] = (),
     ) -> None:
-        """Average the gradients of the parameters that require them.
+        """Average the gradients of the parameters that require grad.
 
-        A rank without a gradient takes part with zeros, and gets the average if any rank has one.
+        A rank without a gradient contributes zeros, and gets the average if any rank has one.
 
         Args:
-            parameters: By name, in the same order on all ranks.
-            group: The ranks; `None`: all of them.
-            hook: DDP's communication hook with its state, which averages in place of an all-reduce.
-            bucket_bytes: Bytes that one collective sends at most, or those of one parameter.
-            sparse: Identities of parameters with sparse gradients, each of which travels alone.
+            parameters: Parameters by name, in the same order on all ranks.
+            group: Process group; `None`: all ranks.
+            hook: DDP's communication hook and its state; the hook replaces the all-reduce.
+            bucket_bytes: Largest size of a bucket with more than one parameter, in bytes.
+            sparse: Identities of parameters with sparse gradients, which are reduced one by one.
 
         Raises:
             RuntimeError: Some ranks train a parameter and others do not.
@@ -56,14 +57,14 @@ class GradientAverage:
         if not parameters:
             return
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        # Whether any rank has a gradient: a zero is not what `None` is, as weight decay follows it.
+        # A gradient that is `None` on all ranks stays `None`: with zeros, weight decay would act.
         facts = [
             [p.grad is not None, p.requires_grad, not p.requires_grad] for p in parameters.values()
         ]
         device = next(iter(parameters.values())).device
         on_some = send(torch.tensor(facts, dtype=torch.int32), device)
         asked = dist.all_reduce(on_some, dist.ReduceOp.MAX, group=group, async_op=True)
-        # Read where it may be otherwise than the last time, as the host waits for the device.
+        # Checked only if the trained parameters changed, because reading waits for the device.
         if device.type == "cpu" or self._trained != list(trained):
             asked.wait()
             _check_agreement(parameters, on_some)
@@ -76,7 +77,7 @@ class GradientAverage:
                 parameters.values(), on_some.tolist(), strict=True
             ):
                 if is_there and id(parameter) in missing:
-                    # Of its own dtype: a hook may return another.
+                    # A hook may return another dtype.
                     parameter.grad = missing[id(parameter)].to(parameter.dtype, copy=True)
 
 
@@ -85,7 +86,7 @@ def _check_agreement(parameters: Mapping[str, Tensor], on_some: Tensor) -> None:
         if is_trained and is_frozen:
             raise RuntimeError(
                 f"The parameter {name!r} is trained on some ranks and frozen on others, so its "
-                "gradients have no average. Call `requires_grad_` on all ranks alike."
+                "gradients cannot be averaged. Call `requires_grad_` on all ranks alike."
             )
 
 
@@ -97,23 +98,23 @@ def _average(
     bucket_bytes: int,
     sparse: Collection[int],
 ) -> dict[int, Tensor]:
-    """Average gradients in place; return the averages of those that are `None`, by identity."""
+    """Average gradients in place; return averages for missing gradients by parameter identity."""
     world_size = dist.get_world_size(group)
-    buckets = list(_cut([p for p in trained if id(p) not in sparse], bucket_bytes))
+    buckets = list(_buckets([p for p in trained if id(p) not in sparse], bucket_bytes))
     missing: dict[int, Tensor] = {}
-    travelling: deque[tuple[_Bucket, Any]] = deque()
+    in_flight: deque[tuple[_Bucket, Any]] = deque()
     for index, members in enumerate(buckets):
         bucket = _Bucket(index, index == len(buckets) - 1, members)
         if hook is None:
-            # Before the sum, which could overflow in half precision.
+            # Divided before the sum, which could overflow in half precision.
             flat = bucket.buffer().mul_(1.0 / world_size)
-            travelling.append((bucket, dist.all_reduce(flat, group=group, async_op=True)))
+            in_flight.append((bucket, dist.all_reduce(flat, group=group, async_op=True)))
         else:
-            travelling.append((bucket, hook[0](hook[1], bucket)))
-        # A hook may start collectives when others end, whose order would differ between ranks.
-        if hook is not None or len(travelling) == _IN_FLIGHT:
-            missing |= _arrived(*travelling.popleft())
-    for bucket, sent in travelling:
+            in_flight.append((bucket, hook[0](hook[1], bucket)))
+        # A hook may start a collective when another ends, in a different order on each rank.
+        if hook is not None or len(in_flight) == _IN_FLIGHT:
+            missing |= _arrived(*in_flight.popleft())
+    for bucket, sent in in_flight:
         missing |= _arrived(bucket, sent)
     for parameter in trained:
         if id(parameter) in sparse:
@@ -128,11 +129,11 @@ def sparse_weights(module: nn.Module) -> set[int]:
 
 
 class _Bucket:
-    """Gradients in one flat tensor; what communication hooks know as `dist.GradBucket`."""
+    """Gradients in one flat tensor, with the interface of `dist.GradBucket` for hooks."""
 
     def __init__(self, index: int, is_last: bool, parameters: list[Tensor]) -> None:
         self._index, self._is_last, self._parameters = index, is_last, parameters
-        # A rank that did not train a parameter takes part all the same.
+        # A rank without a gradient contributes zeros.
         self._buffer = torch.cat(
             [
                 (torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype)).flatten()
@@ -163,7 +164,7 @@ class _Bucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
-def _cut(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         members: list[Tensor] = []
         size = 0
@@ -178,9 +179,9 @@ def _cut(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def _arrived(bucket: _Bucket, sent: Any) -> dict[int, Tensor]:
-    """Write the averages of a bucket to its gradients; return those without one by identity."""
+    """Copy the averages of a bucket to the gradients; return those for missing gradients."""
     result = sent.wait()
-    # An all-reduce has written to the buffer; a hook returns a tensor or a list of one.
+    # An all-reduce writes to the buffer; a hook returns a tensor or a list with one tensor.
     if isinstance(result, (list, tuple)):
         result = result[0]
     means = bucket.split(result if isinstance(result, Tensor) else bucket.buffer())
@@ -203,7 +204,7 @@ def _average_sparse(
 ) -> dict[int, Tensor]:
     gradient = parameter.grad
     mean = torch.zeros_like(parameter) if gradient is None else gradient * (1.0 / world_size)
-    # Of a weight that is used densely too, the gradient is dense.
+    # The gradient is dense if the weight is also used densely.
     mean = (mean if mean.is_sparse else mean.to_sparse(1)).coalesce()
     dist.all_reduce(mean, group=group)
     if gradient is None:

@@ -1,7 +1,7 @@
-"""Joins loader batches into the batch of a step, field by field, by what each field is.
+"""Concatenates loader batches into the batch of a step, field by field, by their roles.
 
 Shapes:
-    N: rows of all loader batches of a step.
+    N: number of rows of all loader batches of a step.
 """
 
 import warnings
@@ -24,12 +24,12 @@ from lightning_mp.gradient_cache._served.roles import ROWS, WHOLE, Declared, Rol
 
 __all__ = ["JoinedBatch", "field_roles", "local_ids", "open_batch"]
 
-_ROWS_AN_ID = 8  # at most, where rows are numbered; fewer ids are classes
-_LIKELY_LABELS = 8  # rows; of 8 classes, 8 rows have each once in 1 batch of 400
+_ROWS_AN_ID = 8  # with more rows per id, ids are class labels
+_LIKELY_LABELS = 8  # fewer rows may be labels: 8 rows of 8 classes are distinct in 1 of 400
 
 
 def open_batch(batch: Any) -> Tree:
-    """Take a batch apart into fields; lists with one thing a row stay closed."""
+    """Open a batch into fields; lists with one item per row are fields."""
 
     def is_list_of_rows(tree: Tree) -> bool:
         return type(tree.value) in (list, tuple) and not any(
@@ -40,9 +40,9 @@ def open_batch(batch: Any) -> Tree:
 
 
 def field_roles(batch: Any, declared: Declared) -> dict[str, Role]:
-    """Return what each field of a loader batch is.
+    """Return the role of each field of a loader batch.
 
-    What is not declared has rows where it is as long as what was declared, or most of the batch.
+    An undeclared field has rows if it is as long as the declared fields, or else as most fields.
     """
     leaves = open_batch(batch).leaves
     lengths = _lengths(leaves, declared)
@@ -54,14 +54,14 @@ def field_roles(batch: Any, declared: Declared) -> dict[str, Role]:
 
 
 class JoinedBatch:
-    """A batch under construction: memory for all rows at the first of its parts.
+    """The batch of a step under construction; the first loader batch allocates all memory.
 
     Args:
         first: The first loader batch.
-        count: Loader batches that there is room for.
-        roles: What its fields are.
-        declared: The roles that were declared.
-        pin: Whether to join in pinned memory.
+        count: Number of loader batches to allocate memory for.
+        roles: Roles of the fields.
+        declared: The declared roles.
+        pin: Whether to use pinned memory.
     """
 
     def __init__(
@@ -77,25 +77,25 @@ class JoinedBatch:
             leaf.path: len(leaf.value) for leaf in self._tree.leaves if _has_length(leaf.value)
         }
         self._rows = self._batches = 0
-        # Fields that number something of every loader batch so far from 0 on.
+        # Undeclared fields that number something from 0 in every loader batch so far.
         self._numbering = {path for path, field in self._fields.items() if field.role == ROWS} - {
             path for path in self._fields if declared.role(path, "field")
         }
 
     def add(self, batch: Any) -> None:
-        """Copy a loader batch to its place; it may be freed then.
+        """Copy a loader batch to its rows; the loader batch may be freed afterwards.
 
         Raises:
-            ValueError: It does not fit to those before.
+            ValueError: The loader batch does not match the earlier ones.
         """
         leaves = open_batch(batch).leaves
         values = {leaf.path: leaf.value for leaf in leaves}
-        # By paths, not by number: parts in another order would be joined crosswise.
+        # Compare names, not the number of fields: fields in another order would be mixed up.
         if list(values) != list(self._fields):
             raise ValueError(
-                f"Gathered loader batches of {list(values)} and of {list(self._fields)} into one. "
-                "All must have the same parts. Let `collate_fn` return the same things for every "
-                "batch."
+                f"Gathered loader batches with the fields {list(values)} and {list(self._fields)}. "
+                "All loader batches must have the same fields in the same order. Make `collate_fn` "
+                "return the same fields for every batch."
             )
         rows = self._check_lengths(leaves)
         self._numbering = {p for p in self._numbering if numbers_rows(p, values[p], rows)}
@@ -110,14 +110,14 @@ class JoinedBatch:
         self._rows += rows
 
     def whole(self) -> Any:
-        """Return all loader batches as one."""
+        """Return the concatenated batch."""
         for field in self._fields.values():
             if field.other is not None:
                 self._refuse_different(field)
         return self._tree.rebuild([field.joined() for field in self._fields.values()])
 
     def _check_lengths(self, leaves: Sequence[Tree]) -> int:
-        """Return the rows of a loader batch, and refuse fields with another number of them."""
+        """Return the number of rows of a loader batch; raise for fields of another length."""
         expected = _lengths(leaves, self._declared)
         rows = min(expected, default=0)
         for leaf in leaves:
@@ -129,14 +129,14 @@ class JoinedBatch:
             if is_own or length in {each * role.each for each in expected}:
                 continue
             raise ValueError(
-                f"Gathered `{leaf.path}`, taken as {str(role)!r} of a loader batch, with {length} "
-                f"of them beside {rows} rows. Say what it is: `roles={{{leaf.path!r}: 'rows'}}` if "
-                "it has its own number of rows, or 'whole'."
+                f"Gathered `{leaf.path}` with {length} rows, but its role is {str(role)!r} and the "
+                f"loader batch has {rows} rows. Declare its role: "
+                f"`roles={{{leaf.path!r}: 'rows'}}` if it has its own number of rows, or 'whole'."
             )
         return rows
 
     def _shifted(self, field: "_Field", values: Mapping[str, Any], rows: int) -> Any:
-        """Return row numbers of one loader batch as those of the whole batch."""
+        """Return the row numbers of a loader batch with the offset of the whole batch."""
         start, count = self._rows, rows
         if field.role.of:
             others = (f for path, f in self._fields.items() if is_named(path, [field.role.of]))
@@ -151,11 +151,11 @@ class JoinedBatch:
         numbers = torch.as_tensor(value)
         if numbers.is_floating_point() or not ((numbers >= -1) & (numbers < count)).all():
             raise ValueError(
-                f"Gathered `{field.path}`, declared as '{field.role}', of which a loader batch has "
-                f"{count}, with numbers that are not from 0 to {count - 1}, nor -1, which pads. "
-                "Declare 'rows' for numbers that hold in all loader batches."
+                f"Gathered `{field.path}`, declared as '{field.role}', with numbers that are "
+                f"neither from 0 to {count - 1} nor the padding -1. Declare 'rows' for numbers "
+                "that refer to the whole data set."
             )
-        # In 64 bits, as a batch has more rows than a loader batch.
+        # In int64, because the whole batch may have too many rows for the loader's dtype.
         numbers = torch.where(numbers < 0, -1, numbers.to(torch.int64) + start)
         if isinstance(value, Tensor):
             return numbers
@@ -165,21 +165,21 @@ class JoinedBatch:
         for path in sorted(self._numbering):
             if _last(path) == "ids":
                 raise ValueError(
-                    f"Gathered `{path}` of several loader batches into one. It numbers from 0 on "
-                    "in each of them, so equal ids of two would not mean the same thing. Take ids "
-                    "of the data set, such as indices of its rows. If they are classes, say so: "
+                    f"Gathered `{path}` of several loader batches. Each loader batch numbers its "
+                    "ids from 0, so equal ids would not mean the same item. Use ids of the data "
+                    f"set, such as row indices. If `{path}` are class labels, declare "
                     f"`roles={{{path!r}: 'rows'}}`."
                 )
-            said = (
-                f"Gathered `{path}` of several loader batches into one. It numbers the rows of "
-                "each loader batch from 0 on, so after the first one it would name rows of "
-                f"another. Declare what it numbers: `roles={{{path!r}: 'row numbers of text'}}`, "
-                "by the name of that field."
+            message = (
+                f"Gathered `{path}` of several loader batches. `{path}` numbers the rows of each "
+                "loader batch from 0, so the numbers would refer to rows of the first loader batch "
+                f"only. Declare the field that it numbers: `roles={{{path!r}: 'row numbers of "
+                "text'}`. If the numbers are labels, declare 'rows'."
             )
             if _last(path) == "positives":
-                raise ValueError(said)
-            # Labels of which each batch has every class once are numbered so, too.
-            warnings.warn(f"{said} If these are labels: 'rows'.", stacklevel=2)
+                raise ValueError(message)
+            # Only a warning, because distinct labels look like row numbers.
+            warnings.warn(message, stacklevel=2)
 
     def _refuse_different(self, field: "_Field") -> NoReturn:
         lengths = self._first_lengths
@@ -191,9 +191,9 @@ class JoinedBatch:
         }
         raise ValueError(
             f"Gathered `{field.path}`, which differs between loader batches: "
-            f"{_described(field.first)} and {_described(field.other)}. Only what has one thing a "
-            "row is put together. Return one value a row, or say what has rows, as with several "
-            f"texts an image: `roles={roles}`."
+            f"{_described(field.first)} and {_described(field.other)}. Only fields with rows can "
+            "be concatenated. Return one value per row, or declare the fields with rows, as for "
+            f"several texts per image: `roles={roles}`."
         )
 
 
@@ -203,11 +203,11 @@ class _Field:
     def __init__(self, path: str, role: Role, count: int, pin: bool) -> None:
         self.path, self.role, self._count, self._pin = path, role, count, pin
         self.filled = 0
-        """Rows so far."""
+        """Number of rows so far."""
         self.first: Any = None
-        """The value of the first loader batch if it is whole."""
+        """Value of the first loader batch, for a field that is whole."""
         self.other: Any = None
-        """Another one that differs."""
+        """A different value of another loader batch."""
         self._memory: Tensor | None = None
         self._lists: list[Any] = []
 
@@ -223,7 +223,7 @@ class _Field:
         elif self.role.padding is not None:
             raise ValueError(
                 f"Gathered `{self.path}`, declared as '{self.role}', {described(value)}. Only "
-                "tensors are padded. Let `collate_fn` return a tensor."
+                "tensors can be padded. Make `collate_fn` return a tensor."
             )
         else:
             self._lists.append(value)
@@ -240,10 +240,10 @@ class _Field:
         return type(self._lists[0])(x for value in self._lists for x in value)
 
     def _copy(self, value: Tensor) -> None:
-        """Copy at once, so that the loader's batch is freed before the next one is asked for."""
+        """Copy now, so that the loader batch can be freed before the loader makes the next."""
         memory, filled = self._memory, self.filled + len(value)
         if memory is None:
-            # Room for all at once: batches joined at the end would be in memory twice.
+            # Allocated for all loader batches: a final `cat` would hold the rows twice.
             memory = self._allocate(value, self._count * len(value), value.shape[1:])
         shape = list(value.shape[1:])
         if self.role.padding is not None and shape:
@@ -252,14 +252,14 @@ class _Field:
         fits = fits and (self.role.padding is not None or shape == list(memory.shape[1:]))
         if not fits or memory.dtype != value.dtype:
             raise ValueError(
-                f"Gathered `{self.path}` of {value.dtype} {list(value.shape)} with rows of "
-                f"{memory.dtype} {list(memory.shape[1:])} into one batch. All rows must have one "
-                "shape. Pad to a fixed length in the data set or `collate_fn`, or declare what "
-                f"fills shorter rows: `roles={{{self.path!r}: 'rows padded with 0'}}`."
+                f"Gathered `{self.path}` of {value.dtype} and shape {list(value.shape)} after rows "
+                f"of {memory.dtype} and shape {list(memory.shape[1:])}. All rows must have one "
+                "dtype and shape. Pad to a fixed length in the data set or `collate_fn`, or "
+                f"declare the padding value: `roles={{{self.path!r}: 'rows padded with 0'}}`."
             )
         if filled > len(memory) or shape != list(memory.shape[1:]):
-            # Twice what is needed, so that not every further batch copies all that is there.
-            rows = 2 * filled if filled > len(memory) else len(memory)  # loader batches may grow
+            # Twice the size, so that larger loader batches do not cause a copy each time.
+            rows = 2 * filled if filled > len(memory) else len(memory)
             grown = self._allocate(value, rows, shape)
             _part(grown, slice(0, self.filled), memory).copy_(memory[: self.filled])
             memory = grown
@@ -267,7 +267,7 @@ class _Field:
         self._memory = memory
 
     def _allocate(self, like: Tensor, rows: int, shape: Sequence[int]) -> Tensor:
-        # Only memory of the host can be pinned; a loader may yield tensors of the device.
+        # Only host memory can be pinned, and a loader may yield tensors on the device.
         memory = torch.empty(
             rows,
             *shape,
@@ -279,11 +279,11 @@ class _Field:
 
 
 def numbers_rows(path: str, value: Any, rows: int) -> bool:
-    """Return whether a field holds numbers of its own batch, as `positives` of a loss do.
+    """Return whether a field numbers rows of its own loader batch, as `positives` of a loss do.
 
-    `ids` do if they number distinct rows from 0 on without a gap, and there are not just a few of
-    them, as of classes. Under other names only what has each number once, in batches that no labels
-    are likely to fill so by chance.
+    `ids` do so if they are 0 to n - 1 without a gap and n is too large for class labels. A field of
+    another name does so if its numbers are distinct, in a batch so large that distinct labels are
+    unlikely.
     """
     if isinstance(value, (list, tuple)) and all(isinstance(x, int) for x in value):
         value = np.asarray(value)
@@ -292,7 +292,7 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
     numbers = torch.as_tensor(value)
     if numbers.is_floating_point() or numbers.dtype == torch.bool:
         return False
-    numbers = numbers[numbers != -1]  # which pads rows of several numbers
+    numbers = numbers[numbers != -1]  # padding
     if not numbers.numel() or numbers.min() < 0:
         return False
     count = len(numbers.unique())
@@ -306,7 +306,7 @@ def numbers_rows(path: str, value: Any, rows: int) -> bool:
 
 
 def local_ids(batch: Any, declared: Declared) -> str | None:
-    """Return the name of undeclared `ids` that number from 0 on; `None`: there are none."""
+    """Return the name of undeclared `ids` that number rows from 0; `None` if there are none."""
     leaves = [leaf for leaf in open_batch(batch).leaves if _last(leaf.path) == "ids"]
     found = (
         leaf.path
@@ -317,7 +317,7 @@ def local_ids(batch: Any, declared: Declared) -> str | None:
 
 
 def _lengths(leaves: Sequence[Tree], declared: Declared) -> set[int]:
-    """Return how many rows fields of a loader batch have that have one a row."""
+    """Return the possible numbers of rows of a loader batch."""
     lengths = set()
     for leaf in leaves:
         role = declared.role(leaf.path, "field")
@@ -350,7 +350,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    # A message holds no values of a data set, but for a number or a flag.
+    # Messages quote only numbers and flags of a data set, no other values.
     shape = getattr(value, "shape", ())
     if len(shape):
         return f"{value.dtype} of shape {list(shape)}"

@@ -1,4 +1,4 @@
-"""Where a loader stands in an epoch, so that a run can go on there."""
+"""The position of a loader in an epoch, so that a run can resume there."""
 
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -22,37 +22,38 @@ from typing_extensions import override
 __all__ = ["LoaderOrder", "LoaderState", "Place", "sampler_of"]
 
 _OF_THE_EPOCH = (SequentialSampler, DistributedSampler)
-# These draw from a generator, of which a checkpoint has the state of one rank.
+# These draw from a generator; a checkpoint contains the generator state of one rank only.
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Place:
-    """The place of a loader in an epoch; as it is here, of one whose order is unknown."""
+    """The position of a loader in an epoch; this base class is for loaders of unknown order."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def begin(self) -> Iterator[Any]:
-        """Return an iterator of the loader, from where it stands."""
+        """Return an iterator of the loader from its position."""
         return iter(self._loader)
 
     def took(self, batches: int) -> None:
-        """Note that so many batches were taken."""
+        """Record that `batches` loader batches were taken."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `resume` takes."""
+        """Return the state for `resume`."""
         return {}
 
     def resume(self, state: dict[str, Any]) -> str:
-        """Have the next iterator go on, if it can; return what is said of it."""
+        """Make the next iterator continue from `state` if possible; return a log message."""
         return (
-            "its data begins anew, as the order of the loader cannot be drawn once more. Use "
-            "torchdata's `StatefulDataLoader`, or one of torch's samplers"
+            "The run resumes within an epoch, but its loader starts again from the first batch, "
+            "because the order of its loader cannot be reproduced. Use torchdata's "
+            "`StatefulDataLoader`, or one of torch's samplers."
         )
 
 
 class LoaderState(Place):
-    """The place of a loader that has a state, as torchdata's `StatefulDataLoader`."""
+    """The position of a loader with a state, such as torchdata's `StatefulDataLoader`."""
 
     @override
     def state(self) -> dict[str, Any]:
@@ -66,34 +67,35 @@ class LoaderState(Place):
         drawing = _drawing_sampler(sampler)
         if drawing is not sampler and type(drawing) not in _OF_THE_EPOCH:
             return (
-                "the loader has loaded its own state, but its order may be drawn anew, as the "
-                "sampler that Lightning put around it has none. Pass "
-                "`Trainer(use_distributed_sampler=False)` and a sampler of ranks with a state"
+                "The run resumes within an epoch from the loader's own state, but possibly in "
+                "another order, because the sampler that Lightning put around it has no state. "
+                "Pass `Trainer(use_distributed_sampler=False)` and a distributed sampler with a "
+                "state."
             )
-        return "it goes on with exactly the next batch, as the loader has loaded its own state"
+        return "The run resumes within an epoch at the next batch, from the loader's own state."
 
 
 class LoaderOrder(Place):
-    """The place of a loader whose order is known: it skips the indices of batches that were read.
+    """The position of a loader of known order; on resume, indices of read batches are skipped.
 
     Args:
-        loader: Of a data set with indices, for which `is_known` holds.
+        loader: A loader of a map-style data set, for which `is_known` holds.
     """
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         super().__init__(loader)
         self._batches: Any = loader.batch_sampler
         self._resumed: tuple[int, list[Tensor]] | None = None
-        self._rest: Iterator[Any] | None = None  # of an epoch that was begun before
-        self._states: list[Tensor] = []  # of the generators that the order was drawn from
+        self._rest: Iterator[Any] | None = None  # remaining indices of a resumed epoch
+        self._states: list[Tensor] = []  # of the generators before the order was drawn
         self._taken = 0
 
     @staticmethod
     def is_known(loader: object) -> bool:
-        """Return whether a loader's order can be drawn once more."""
+        """Return whether the order of a loader can be reproduced."""
         if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
             return False
-        # Exact types: a sampler of the user's may draw from anything.
+        # Exact types, because a user's sampler may draw from any source.
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         known = (*_OF_THE_EPOCH, *_DRAWN) if is_alone else _OF_THE_EPOCH
         return type(_drawing_sampler(loader.batch_sampler.sampler)) in known
@@ -110,8 +112,9 @@ class LoaderOrder(Place):
     def resume(self, state: dict[str, Any]) -> str:
         self._resumed = state["loader_batches"], state["generators"]
         return (
-            f"it goes on with exactly the next batch: {state['loader_batches']} loader batches are "
-            "skipped in the order of the sampler, without being read"
+            "The run resumes within an epoch at the next batch: "
+            f"{state['loader_batches']} loader batches are skipped in the order of the sampler, "
+            "without reading them."
         )
 
     @override
@@ -119,10 +122,11 @@ class LoaderOrder(Place):
         self._taken = 0 if self._resumed is None else self._resumed[0]
         if self._resumed is not None:
             batches = self._in_order(*self._resumed)
-            # Drawn now: Lightning sets the sampler's epoch before it asks for a batch, and counts
-            # an epoch that `max_steps` has cut short as a whole one.
+            # Drawn now: before it fetches a batch, Lightning sets the sampler's epoch, and counts
+            # an epoch that `max_steps` ended as complete.
             self._rest, self._resumed = chain(list(islice(batches, 1)), batches), None
-        # The loader refuses to have its sampler set; its iterator keeps what it finds now.
+        # The loader forbids setting its sampler, so write to its `__dict__`. The iterator keeps
+        # the sampler that it finds now.
         attributes = vars(self._loader)
         attributes["batch_sampler"] = self
         try:
@@ -134,7 +138,7 @@ class LoaderOrder(Place):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        # Only when a batch is asked for: an iterator with workers asks for two of these.
+        # A generator, because an iterator with workers creates two of these and uses one.
         rest, self._rest = self._rest, None
         yield from self._in_order(0, []) if rest is None else rest
 
@@ -146,21 +150,21 @@ class LoaderOrder(Place):
         for generator, state in zip(generators, self._states, strict=True):
             generator.set_state(state)
         batches = iter(self._batches)
-        first = list(islice(batches, 1))  # samplers draw their order here
+        first = list(islice(batches, 1))  # the sampler draws its order here
         if states:
-            # The sampler's own generator goes on from here, as in the run before.
+            # Only the sampler's own generator continues from here, as in the earlier run.
             torch.default_generator.set_state(before[0])
         yield from islice(chain(first, batches), skipped, None)
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return what a loader takes indices from, or `None`."""
+    """Return the sampler of a loader, or `None`."""
     batches = getattr(loader, "batch_sampler", None)
-    # Lightning puts its own for ranks into the batches, and leaves the loader's as it was.
+    # Lightning replaces the sampler of `batch_sampler`, but not `loader.sampler`.
     return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
 
 
 def _drawing_sampler(sampler: Any) -> Any:
-    """Return what draws the order: Lightning wraps samplers of the user's for its ranks."""
+    """Return the sampler that draws the order, without Lightning's wrapper for ranks."""
     is_wrapped = isinstance(sampler, DistributedSamplerWrapper)
     return sampler.dataset._sampler if is_wrapped else sampler  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What `InfCLStrategy` and `InfCLModelParallelStrategy` share: towers that a cache serves."""
+"""Gradient caching in a strategy, shared by `InfCLStrategy` and `InfCLModelParallelStrategy`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,12 +28,12 @@ from lightning_mp.strategies._inf_cl.joining import field_roles, local_ids
 from lightning_mp.strategies._inf_cl.loader_batches import (
     drop_states,
     gather_batches,
-    tell_of_no_state,
+    log_missing_state,
 )
 
 __all__ = ["ServesTowers"]
 
-if TYPE_CHECKING:  # what it is mixed into
+if TYPE_CHECKING:  # the class it is mixed into
     _Strategy = ParallelStrategy
 else:
     _Strategy = object
@@ -47,18 +47,18 @@ _KEY = "micro_batch_sizes"
         "towers": Check(
             least=1,
             test=lambda towers: len(set(towers)) == len(towers),
-            words="a non-empty list of names, each of them once",
+            words="a non-empty list of distinct names",
         ),
         "loader_batches_per_step": "[1, inf)",
     }
 )
 class ServesTowers(ForLightning, _Strategy):
-    """Serves the calls of towers in `training_step`; to be mixed into a strategy, before it.
+    """Mixin for strategies: runs the towers called in `training_step` in micro-batches.
 
-    Its arguments are those of `InfCLStrategy`; all others go to the strategy.
+    Its arguments are those of `InfCLStrategy`; all others are passed to the strategy.
     """
 
-    # Where towers run, and in which context, the strategy knows by itself.
+    # The strategy sets `device` and `context` of the cache.
     @takes_config(
         CacheConfig,
         without=("device", "context"),
@@ -83,12 +83,12 @@ class ServesTowers(ForLightning, _Strategy):
         self._config = config
         self._cache: GradientCache | None = None
         self._micro_batch_sizes: dict[str, int] = {}
-        self._ids_are_known = False  # whether those of the first step were looked at
+        self._ids_are_checked = False  # whether the `ids` of the first step were checked
 
     # Only the setter differs.
     @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined]
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Called by the constructor, and by that of the Trainer with its own.
+        # Called by the constructors of the strategy and of the Trainer.
         self._check_precision(precision_plugin)
         self._precision_plugin = precision_plugin
 
@@ -96,33 +96,33 @@ class ServesTowers(ForLightning, _Strategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._find_towers()  # a wrong name should not cost a set-up
+            self._find_towers()  # reports a wrong name before the slow set-up
         super().setup(trainer)
         if fitting:
-            _warn_of_batch_norm(self._find_towers())  # the precision plugin may replace modules
+            _warn_of_batch_norm(self._find_towers())  # again: set-up may replace modules
             context = self.precision_plugin.train_step_context
             config = replace(self._config, device=self.root_device, context=context)
             self._cache = GradientCache(**vars(config))
             self._cache.declared.owner, self._cache.declared.agree = self, self._on_any_rank
-            # A checkpoint may have been loaded before there was a cache.
+            # A checkpoint may have been loaded before the cache existed.
             self._cache.load_state_dict({"micro_batch_sizes": self._micro_batch_sizes})
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._cache is not None
         assert self.lightning_module is not None
-        # Lightning passes the batch first; what follows is its index and that of its loader.
+        # Lightning passes the batch first, then its index and the index of the loader.
         batch = args[0] if args else next(iter(kwargs.values()), None)
-        if self.world_size > 1 and not self._ids_are_known:
+        if self.world_size > 1 and not self._ids_are_checked:
             self._warn_of_local_ids(batch)
         with self._cache.serving(self.lightning_module, self.towers, batch):
             try:
                 output = super().training_step(*args, **kwargs)
             except CollectiveError as error:
                 step = self.lightning_module.trainer.global_step
-                error.args = (f"{error} The run was in step {step}.",)
+                error.args = (f"{error} The run was at step {step}.",)
                 raise
-        # "auto" finds the size of a tower in its first call: logged once, not every step.
+        # "auto" chooses the size in the first call of a tower, so this logs once.
         if self._micro_batch_sizes != self._cache.micro_batch_sizes:
             self._note_sizes(self._cache.micro_batch_sizes)
         return output
@@ -131,15 +131,15 @@ class ServesTowers(ForLightning, _Strategy):
     def teardown(self) -> None:
         cache, self._cache = self._cache, None
         super().teardown()
-        # Last, since it may raise: the strategy is torn down by then.
+        # After the strategy's teardown, because the checks may raise.
         if cache is not None:
             cache.declared.close()
-            cache.check()  # a GPU's last replays have not been compared yet
+            cache.check()  # the last replays on a GPU are not compared yet
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._micro_batch_sizes:
-            # A resumed run must cut the same micro-batches, or its dropout masks would be others.
+            # A resumed run needs the same micro-batches to draw the same dropout masks.
             checkpoint[_KEY] = dict(self._micro_batch_sizes)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
@@ -157,7 +157,7 @@ class ServesTowers(ForLightning, _Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
-        # Loaders of validation, test and prediction stay as they are.
+        # Only training loaders are changed.
         if self.loader_batches_per_step == 1 or module is None or not module.trainer.training:
             return dataloader
         pin = self.root_device.type == "cuda"
@@ -172,18 +172,17 @@ class ServesTowers(ForLightning, _Strategy):
         )
         is_within = loop.restarting and loop.epoch_loop.batch_progress.current.ready
         if is_within and not loop._combined_loader_states_to_load:
-            tell_of_no_state()
+            log_missing_state()
         return gathered
 
     def roles_of(self, batch: Any = None) -> dict[str, dict[str, dict[str, str]]]:
-        """Return what fields of a batch and what towers take and return were taken for.
+        """Return the roles of the fields of a batch and of the towers' arguments and outputs.
 
         Args:
-            batch: A batch of the loader; its roles stand under `"batch"` and `"fields"`.
+            batch: A loader batch, whose roles are returned under `"batch"` and `"fields"`.
 
         Returns:
-            Words of roles by name, under `"arguments"` and `"outputs"` of each tower that was
-            called in this run.
+            Roles by name, under `"arguments"` and `"outputs"` of each tower called in this run.
         """
         fields = field_roles(batch, Declared(self._config.roles))
         roles = {"batch": {"fields": {path: str(role) for path, role in fields.items()}}}
@@ -195,41 +194,41 @@ class ServesTowers(ForLightning, _Strategy):
     ) -> Any:
         module = self.lightning_module
         if self.offload == "host" and module is not None and module.trainer.training:
-            # The cache copies micro-batches to the device itself, as towers ask for them.
+            # The cache copies micro-batches to the device when towers need them.
             device = torch.device("cpu")
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _on_any_rank(self, facts: list[bool]) -> list[bool]:
-        """Return which facts hold on some rank; all ranks must call this."""
+        """Return which facts hold on any rank; all ranks must call this method."""
         on_some = torch.tensor(facts, dtype=torch.int32, device=self.root_device)
         dist.all_reduce(on_some, dist.ReduceOp.MAX)
         return on_some.bool().tolist()
 
     def _warn_of_local_ids(self, batch: Any) -> None:
-        """Warn of `ids` that every rank numbers from 0 on, as losses compare them over ranks."""
-        self._ids_are_known = True
+        """Warn if each rank numbers its `ids` from 0, because losses compare ids across ranks."""
+        self._ids_are_checked = True
         name = local_ids(batch, Declared(self._config.roles))
         (differs,) = self._on_any_rank([name is None])
         if not differs:
             rank_zero_warn(
-                f"`{name}` of the batch numbers from 0 on on every rank. Losses compare ids over "
-                "ranks, so equal ones of two ranks would mean the same thing. Take ids of the data "
-                "set, such as indices of its rows. If they are classes, say so: "
+                f"Every rank numbers `{name}` of its batch from 0. Losses compare ids across "
+                "ranks, so equal ids on two ranks would mean the same item. Use ids of the data "
+                f"set, such as row indices. If `{name}` are class labels, declare "
                 f"`roles={{{name!r}: 'rows'}}`."
             )
 
     def _check_precision(self, plugin: Precision | None) -> None:
-        """Refuse a precision that the strategy cannot work with."""
+        """Raise if the strategy does not support the precision plugin."""
 
     def _check_others(self, arguments: dict[str, Any]) -> None:
-        """Refuse what the strategy itself would take and cannot be used."""
+        """Raise for arguments of the base strategy that this strategy does not support."""
 
     def _note_sizes(self, sizes: dict[str, int]) -> None:
-        """Remember and log what `micro_batch_size="auto"` has found."""
+        """Store and log the sizes that `micro_batch_size="auto"` chose."""
         new = {name: rows for name, rows in sizes.items() if name not in self._micro_batch_sizes}
         self._micro_batch_sizes = dict(sizes)
-        found = ", ".join(f"{rows} rows of `{name}`" for name, rows in new.items())
-        rank_zero_info(f"{type(self).__name__}(micro_batch_size='auto'): {found} at a time.")
+        found = ", ".join(f"{rows} rows for `{name}`" for name, rows in new.items())
+        rank_zero_info(f"{type(self).__name__}(micro_batch_size='auto') chose {found}.")
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         for logger in trainer.loggers:
@@ -237,14 +236,15 @@ class ServesTowers(ForLightning, _Strategy):
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def _check_calls(self) -> GradientCache:
-        """Return the cache, and refuse a training step that called no tower."""
+        """Return the cache; raise if the training step called no tower."""
         assert self._cache is not None
         if not self._cache.calls:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}(towers={list(self.towers)})`, but the first "
-                "training step called none of them, so nothing would be served in micro-batches. "
-                "Name what `training_step` calls, and call it there as `self.name(batch)`: not as "
-                "`self.name.forward(batch)`, and not from inside compiled code."
+                "training step called none of these towers, so nothing runs in micro-batches. Name "
+                "the modules or methods that `training_step` calls, and call them as "
+                "`self.name(batch)`: not as `self.name.forward(batch)`, and not from inside "
+                "compiled code."
             )
         return self._cache
 
@@ -254,7 +254,7 @@ class ServesTowers(ForLightning, _Strategy):
         if module._compiler_ctx is not None:
             raise MisconfigurationException(
                 f"Passed `torch.compile({type(module).__name__}())` with `{type(self).__name__}`. "
-                "Calls to towers cannot be served from inside one compiled training step. Compile "
+                "Calls of towers cannot be intercepted inside a compiled training step. Compile "
                 f"the towers instead, such as `self.{self.towers[0]}.compile()`."
             )
         try:
@@ -272,8 +272,7 @@ def _warn_of_batch_norm(towers: Sequence[Tower]) -> None:
     ]
     if names:
         rank_zero_warn(
-            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) see "
-            "micro-batches: they normalise by the statistics of `micro_batch_size` rows, not of "
-            "the batch. Use LayerNorm or GroupNorm, or a larger `micro_batch_size`, if that "
-            "matters."
+            f"{len(names)} BatchNorm layers in the towers (the first is `{names[0]}`) normalise by "
+            "the statistics of a micro-batch of `micro_batch_size` rows, not of the whole batch. "
+            "If this matters, use LayerNorm or GroupNorm, or a larger `micro_batch_size`."
         )

@@ -31,8 +31,8 @@ def test_sizes_are_logged_and_in_checkpoints_and_a_resumed_run_keeps_them(
     sizes = strategy._micro_batch_sizes
     assert set(sizes) == {"visual", "text"}
     assert 2 <= sizes["visual"] < BATCH
-    found = ", ".join(f"{sizes[name]} rows of `{name}`" for name in ("visual", "text"))
-    assert f"InfCLStrategy(micro_batch_size='auto'): {found} at a time." in logged
+    found = ", ".join(f"{sizes[name]} rows for `{name}`" for name in ("visual", "text"))
+    assert f"InfCLStrategy(micro_batch_size='auto') chose {found}." in logged
     assert "micro_batch_size/visual" in (tmp_path / "metrics.csv").read_text()
     path = tmp_path / "end.ckpt"
     trainer.save_checkpoint(path)

@@ -34,7 +34,7 @@ class CallsNoTower(TinyCLIP):
 def test_inf_cl_first_step_without_a_tower_raises_and_trains_nothing() -> None:
     model = CallsNoTower(steps={1})
     start = copy.deepcopy(model.state_dict())
-    with pytest.raises(MisconfigurationException, match=r"first training step called none of them"):
+    with pytest.raises(MisconfigurationException, match=r"first training step called none"):
         make_trainer(InfCLStrategy(), max_steps=2).fit(model, loader(16, 8))
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -60,7 +60,7 @@ class LosesItsRanks(TinyCLIP):
 
 
 def test_inf_cl_error_of_a_collective_names_the_training_step() -> None:
-    with pytest.raises(CollectiveError, match=r"`ContrastiveLoss` failed\. .* in step 2\.$"):
+    with pytest.raises(CollectiveError, match=r"`ContrastiveLoss` failed\. .* at step 2\.$"):
         make_trainer(InfCLStrategy(), max_steps=4).fit(LosesItsRanks(), loader(64, 8))
 
 
@@ -86,7 +86,7 @@ def test_inf_cl_unknown_tower_lists_near_names(name: str, hint: str) -> None:
     [
         ({"towers": []}, r"towers=\[\]"),
         ({"towers": "visual"}, r"towers='visual'"),
-        ({"towers": ["visual", "visual"]}, "each of them once"),
+        ({"towers": ["visual", "visual"]}, "list of distinct names"),
         ({"micro_batch_size": 0}, "micro_batch_size=0"),
         ({"micro_batch_size": -1}, "micro_batch_size=-1"),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5"),
@@ -125,9 +125,9 @@ def test_help_says_what_the_arguments_of_the_cache_do(strategy: type) -> None:
     parser.add_class_arguments(strategy, "strategy")
     said = " ".join(parser.format_help().split())
     for words in (
-        "Submodules or methods of the LightningModule",
-        "Rows that a tower sees at a time",
-        "What arguments and outputs of towers are",
+        "Dotted paths of submodules or methods",
+        "Rows per micro-batch",
+        "Roles of the towers' arguments and outputs",
         "(type: Union[int, Literal['auto']], default: 256)",
     ):
         assert words in said

@@ -127,7 +127,7 @@ def test_batches_of_every_kind_are_those_of_a_big_loader() -> None:
     [
         ([torch.ones(2, 3), torch.ones(2, 4)], "Pad to a fixed length"),
         ([{"x": torch.ones(2), "n": 1}, {"x": torch.ones(2), "n": 2}], "`n`, which differs"),
-        ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "the same parts"),
+        ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "the same fields"),
     ],
 )
 def test_batches_that_do_not_fit_together_are_refused(batches: Any, message: str) -> None:

@@ -56,7 +56,7 @@ def test_several_texts_an_image_may_be_declared_as_so_many_rows() -> None:
     assert first["text"].shape == (16, 5)
     assert first["positives"].tolist() == [[2 * row, 2 * row + 1] for row in range(8)]
     assert last["positives"].tolist() == [[2 * row, 2 * row + 1] for row in range(4)]
-    with pytest.raises(ValueError, match=r"`text`, taken as '3 rows' of a loader batch, with 8"):
+    with pytest.raises(ValueError, match=r"`text` with 8 rows, but its role is '3 rows'"):
         list(gather_batches(parts, 2, text="3 rows", image="rows"))
 
 
@@ -74,8 +74,8 @@ def test_several_texts_that_are_not_declared_are_refused_with_the_declaration(te
 @pytest.mark.parametrize(
     ("positives", "roles", "message"),
     [
-        ([0, 4, 2, 3], {"positives": "row numbers"}, "has 4, with numbers that are"),
-        ([0.0, 1.0, 2.0, 3.0], {"positives": "row numbers"}, "not from 0 to 3"),
+        ([0, 4, 2, 3], {"positives": "row numbers"}, "neither from 0 to 3 nor"),
+        ([0.0, 1.0, 2.0, 3.0], {"positives": "row numbers"}, "neither from 0 to 3 nor"),
         (
             [0, 1, 2, 3],
             {"positives": "row numbers of texts"},
@@ -117,7 +117,7 @@ def test_ids_numbered_within_a_loader_batch_are_refused(case: str) -> None:
         (whole,) = gather_batches(batches, 2)
         assert torch.equal(whole["ids"], torch.cat([ids, ids]))
         return
-    with pytest.raises(ValueError, match=r"equal ids of two would not.*roles={'ids': 'rows'}"):
+    with pytest.raises(ValueError, match=r"equal ids would not.*roles={'ids': 'rows'}"):
         list(gather_batches(batches, 2))
     (whole,) = gather_batches(batches, 2, ids="rows")  # classes of the data set
     assert torch.equal(whole["ids"], torch.cat([ids, ids]))
@@ -169,7 +169,7 @@ def test_messages_hold_no_values_of_the_data_set(values: Any) -> None:
 
 def test_field_with_other_rows_than_the_batch_is_refused() -> None:
     batches = [{"x": torch.rand(4, 2), "y": torch.rand(n, 2), "z": torch.rand(4)} for n in (4, 1)]
-    with pytest.raises(ValueError, match="`y`, taken as 'rows' of a loader batch, with 1 of them"):
+    with pytest.raises(ValueError, match="`y` with 1 rows, but its role is 'rows'"):
         list(gather_batches(batches, 2))
 
 
@@ -220,7 +220,7 @@ def test_other_things_named_positives_are_joined(positives: Tensor) -> None:
 
 def test_row_numbers_under_another_name_are_warned_of_and_joined() -> None:
     rows = torch.arange(8)
-    with pytest.warns(UserWarning, match=r"`\[1\]` .*If these are labels"):
+    with pytest.warns(UserWarning, match=r"`\[1\]` .*If the numbers are labels"):
         list(gather_batches([(torch.ones(8, 2), rows)] * 2, 2))
     later = [(torch.ones(8, 2), rows), (torch.ones(8, 2), rows + 8)]  # numbers of the data set
     (whole,) = gather_batches(later, 2)
@@ -250,7 +250,7 @@ def _warnings(rank: int) -> list[int]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(WithIds(dropout=0.0), DataLoader(rows, batch_size=8))
-        counts.append(sum("numbers from 0 on on every rank" in str(w.message) for w in caught))
+        counts.append(sum("Every rank numbers" in str(w.message) for w in caught))
     return counts
 
 

@@ -125,7 +125,7 @@ def test_plain_loader_goes_on_by_indices(kind: str, tmp_path: Path, logged: list
     for step in (3, 9):
         logged.clear()
         resumed = _fit(kind, None, ckpt_path=tmp_path / f"step={step}.ckpt")
-        (said,) = [line for line in logged if "in the middle of an epoch" in line]
+        (said,) = [line for line in logged if "within an epoch" in line]
         assert f"{3 * (step % 5)} loader batches are skipped in the order of the sampler" in said
         _check(whole, resumed, step, is_drawn=kind in ("drawn", "subset", "weighted"))
 
@@ -139,7 +139,7 @@ def test_stateful_loader_goes_on_with_the_next_batch(
     for step in (3, 9):
         logged.clear()
         resumed = _fit(kind, None, ckpt_path=tmp_path / f"step={step}.ckpt")
-        assert any("as the loader has loaded its own state" in line for line in logged)
+        assert any("from the loader's own state" in line for line in logged)
         _check(whole, resumed, step)
 
 
@@ -148,7 +148,7 @@ def test_stateful_loader_goes_on_with_the_next_batch(
 def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str]) -> None:
     whole = _fit("unknown", tmp_path)
     resumed = _fit("unknown", None, ckpt_path=tmp_path / "step=3.ckpt")
-    assert any("its data begins anew, as the order of the loader" in line for line in logged)
+    assert any("starts again from the first batch, because the order" in line for line in logged)
     assert torch.equal(resumed.seen[0], whole.seen[0])
 
 
@@ -157,12 +157,12 @@ def test_loader_of_an_unknown_order_begins_anew(tmp_path: Path, logged: list[str
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (("shuffled", 3), ("unknown", 3), "is of another kind of loader"),
-        (("unknown", 3), ("shuffled", 3), "is of another kind of loader"),
-        (("stateful", 3), ("shuffled", 3), "is of another kind of loader"),
-        (("shuffled", 3), ("stateful", 3), "is of another kind of loader"),
-        (("shuffled", 3), ("shuffled", 1), "is of a run with another `loader_batches_per_step`"),
-        (("shuffled", 1), ("shuffled", 3), "does not say where its loader stood"),
+        (("shuffled", 3), ("unknown", 3), "written with another kind of loader"),
+        (("unknown", 3), ("shuffled", 3), "written with another kind of loader"),
+        (("stateful", 3), ("shuffled", 3), "written with another kind of loader"),
+        (("shuffled", 3), ("stateful", 3), "written with another kind of loader"),
+        (("shuffled", 3), ("shuffled", 1), "written with another `loader_batches_per_step`"),
+        (("shuffled", 1), ("shuffled", 3), "does not contain the position of the loader"),
     ],
 )
 def test_checkpoint_of_another_loader_begins_anew_and_says_so(
@@ -174,7 +174,7 @@ def test_checkpoint_of_another_loader_begins_anew_and_says_so(
 ) -> None:
     _fit(before[0], tmp_path, before[1])
     resumed = _fit(after[0], None, after[1], ckpt_path=tmp_path / "step=3.ckpt")
-    (said,) = [line for line in logged if "in the middle of an epoch" in line]
+    (said,) = [line for line in logged if "within an epoch" in line]
     assert reason in said
     assert resumed.seen
 
@@ -199,7 +199,7 @@ def test_checkpoint_without_a_state_of_the_loader_is_told(
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(checkpoint, path)
     resumed = _fit("in order", None, ckpt_path=path)
-    assert any("does not say where its loader stood" in line for line in logged)
+    assert any("does not contain the position of the loader" in line for line in logged)
     assert torch.equal(resumed.seen[0], whole.seen[0])
 
 
@@ -212,7 +212,7 @@ def test_resumed_at_the_end_of_an_epoch_skips_nothing(
     path = tmp_path / f"step={step}.ckpt"
     resumed = _fit(kind, None, limit_train_batches=limit, ckpt_path=path)
     _check(whole, resumed, step)
-    assert not any("in the middle of an epoch" in line for line in logged)
+    assert not any("within an epoch" in line for line in logged)
 
 
 def _fit_on_ranks(rank: int, folder: Path, step: int | None) -> tuple[list[Tensor], Tensor]:
