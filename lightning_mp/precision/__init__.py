@@ -1,4 +1,4 @@
-"""Precision plugins for `Trainer(plugins=...)` and what they are made of."""
+"""Precision plugins for `Trainer(plugins=...)` and their components."""
 
 from lightning_mp.precision.balanced_amp import BalancedAMP
 from lightning_mp.precision.fsdp import FSDPBalancedAMP

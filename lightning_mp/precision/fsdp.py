@@ -23,19 +23,19 @@ __all__ = ["FSDPBalancedAMP"]
 
 
 class ShardedBalancedAMP(BalancedAMP):
-    """What the plugins for sharded parameters share: their model rests in fp32 shards.
+    """Base class of the plugins for sharded parameters, which keep fp32 shards.
 
-    The sharding gathers working weights in half, so there are no copies to keep.
+    Sharding gathers working weights in half precision, so no half copies are kept.
 
     Args:
-        half: `"fp16"` or `"bf16"`.
-        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
-            bf16 has the range of fp32 and takes no loss scale.
+        half: Half-precision dtype, `"fp16"` or `"bf16"`.
+        loss_scale: `"dynamic"`, a number for a static scale, or a `LossScaleConfig`. `None` is
+            dynamic for fp16 and no loss scale for bf16.
         fp32_modules: Modules that keep fp32 weights and compute in fp32: `"norm"` for all
-            normalisation layers, names of classes, or dotted names.
-        fp32_ops: Names of torch functions to run in fp32 beside those of the policy.
-        half_ops: Names of torch functions to run in half.
-        reduce_dtype: Gradients are averaged in `"fp32"`, or in `"half"` with half the bytes.
+            normalisation layers, class names, or dotted names.
+        fp32_ops: Names of torch functions to run in fp32 in addition to those of the policy.
+        half_ops: Names of torch functions to run in half precision.
+        reduce_dtype: Dtype in which gradients are averaged, `"fp32"` or `"half"`.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class ShardedBalancedAMP(BalancedAMP):
 
     @override
     def _prepare(self) -> None:
-        """Nothing: each gathering rounds the shards anew."""
+        """Do nothing: every all-gather rounds the fp32 shards to half precision."""
 
-    # What one rank decides alone the others would wait for.
+    # All ranks must take the same decision, because a step contains collectives.
     @override
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         return self._on_any_rank(super()._has_gradients(optimizer))
@@ -73,12 +73,12 @@ class ShardedBalancedAMP(BalancedAMP):
         return self._on_any_rank(super()._has_gradient_values(optimizer))
 
     def _on_any_rank(self, has: bool) -> bool:
-        # A rank may hold no shard of an optimizer's parameters, and goes along with the others.
+        # A rank without a shard of an optimizer's parameters follows the other ranks.
         flag = torch.tensor(float(has), device=self._first_device())
         return all_reduce_found_inf(flag).item() != 0
 
     def _fp32_modules_of(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules to be sharded for themselves, in fp32: those with weights."""
+        """Return the modules with weights that must be sharded separately in fp32, by name."""
         kept = self._keep_fp32(module)
         return {name: m for name, m in kept.items() if list(m.parameters(recurse=False))}
 
@@ -89,33 +89,33 @@ class ShardedBalancedAMP(BalancedAMP):
 
 class _FSDPMixed(FSDPPrecision):
     def __init__(self) -> None:
-        super().__init__("bf16-mixed")  # "16-mixed" would make torch's scaler
+        super().__init__("bf16-mixed")  # "16-mixed" would create torch's scaler
 
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        # Past FSDPPrecision, which would scale the loss once more.
+        # Skips FSDPPrecision, which would scale the loss a second time.
         return super(FSDPPrecision, self).pre_backward(tensor, module)
 
 
 class _KeepsFP32(type):
-    """Lets FSDP, which asks for classes, find the very modules that a plugin chose."""
+    """Makes `isinstance` true for modules that a plugin marked, because FSDP expects classes."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        # Not by `hasattr`: FSDP hands what it lacks on to what it wraps, and would be marked too.
+        # Not `hasattr`: an FSDP module forwards attribute access to the module that it wraps.
         return "_keeps_fp32" in getattr(instance, "__dict__", ())
 
 
 class _FP32Module(nn.Module, metaclass=_KeepsFP32):
-    """The class, as far as `isinstance` tells, of modules whose weights stay in fp32."""
+    """Stand-in class of all modules whose weights stay in fp32."""
 
 
 @explains_arguments()
 class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
-    r"""Trains with FSDP on half working weights, fp32 shards and fp32 norms.
+    r"""FSDP training with half-precision working weights, fp32 shards and fp32 norms.
 
-    Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16 as well, reduces gradients in
-    fp16, counts skipped steps as steps, and raises when gradients are to be clipped by norm. The
-    arguments mean what those of `BalancedAMP` do.
+    Lightning's `FSDPPrecision("16-mixed")` gathers norms in fp16, reduces gradients in fp16, counts
+    skipped steps as steps, and raises on gradient clipping by norm. The arguments are those of
+    `BalancedAMP`.
 
     .. math::
         w_{16} = \mathrm{round}(\mathrm{gather}(w_{32})), \quad
@@ -123,9 +123,9 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
 
     Raises:
-        ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: The strategy is not FSDP, or did not keep `fp32_modules` in fp32.
-        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
+        ValueError: An argument is invalid or a name is unknown.
+        MisconfigurationException: The strategy is not FSDP or gathers `fp32_modules` in half.
+        FloatingPointError: `patience` consecutive steps were skipped at the smallest loss scale.
 
     References:
         PyTorch FSDP, https://arxiv.org/abs/2304.11277; Lightning#19803, #19235
@@ -141,7 +141,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         return MixedPrecision(
             param_dtype=self.half_dtype,
             reduce_dtype=self._wire_dtype,
-            buffer_dtype=None,  # statistics and tables of angles do not survive 11 bits
+            buffer_dtype=None,  # running statistics and rotary angles need more than 11 bits
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
             _module_classes_to_ignore=(_FP32Module,),
@@ -150,8 +150,8 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         for other in module.modules():
-            other.__dict__.pop("_keeps_fp32", None)  # of an earlier run
-        # Without `super()`, which attaches half copies: here the sharding gathers in half.
+            other.__dict__.pop("_keeps_fp32", None)  # set by an earlier run
+        # No `super()` call, which would attach half copies; FSDP gathers in half.
         widen(module.parameters(), "the model's", module.modules())
         for kept in self._fp32_modules_of(module).values():
             kept.__dict__["_keeps_fp32"] = True
@@ -161,18 +161,20 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        # Checked here, as FSDPStrategy wraps the model after `convert_module`.
+        # Checked here because FSDPStrategy wraps the model after `convert_module`.
         if not any(True for _ in _roots(model)):
             raise MisconfigurationException(
-                f"Passed `{type(self).__name__}`, but no module is wrapped in FSDP. It works with "
-                "`Trainer(strategy=FSDPStrategy(...))`. Pass `BalancedAMP` with other strategies."
+                f"Passed `{type(self).__name__}`, but no module is wrapped in FSDP. The plugin "
+                "requires `Trainer(strategy=FSDPStrategy(...))`. Use `BalancedAMP` with other "
+                "strategies."
             )
         rounded = list(_rounded(model, "", False))
         if rounded:
             raise MisconfigurationException(
                 f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but FSDP "
                 f"gathers {rounded[0]!r} in half. Pass `FSDPStrategy(auto_wrap_policy={{Block}})`, "
-                "wrap it by `wrap(module, mixed_precision=None)`, or pass `fp32_modules=[]`."
+                "wrap the module by `wrap(module, mixed_precision=None)`, or pass "
+                "`fp32_modules=[]`."
             )
         self._model = model
         return super().connect(model, optimizers, lr_schedulers)
@@ -183,11 +185,12 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
         roots = [] if self._model is None else list(_roots(self._model))
         if len(roots) != 1 or not own <= {id(p) for p in roots[0].parameters()}:
             raise MisconfigurationException(
-                f"Passed an optimizer to clip by norm whose parameters are in {len(roots)} FSDP "
-                "modules, or outside. They must be inside one. Wrap the whole model in one FSDP "
-                "module, or clip by value."
+                "Clipping by norm requires all parameters of an optimizer in one root FSDP module. "
+                f"The model has {len(roots)} root FSDP modules, or parameters outside of them. "
+                "Wrap the whole model in one FSDP module, or clip by value."
             )
-        # FSDP clips all parameters of a root by their common norm: hide those of other optimizers.
+        # FSDP clips all parameters of a root by their common norm, so hide the gradients of other
+        # optimizers.
         others = [p for p in roots[0].parameters() if id(p) not in own]
         hidden = [p.grad for p in others]
         for p in others:
@@ -205,7 +208,7 @@ class FSDPBalancedAMP(ShardedBalancedAMP, _FSDPMixed):  # type: ignore[misc]
 
     @override
     def _first_device(self) -> torch.device:
-        # Not that of the parameters: with `cpu_offload` they rest elsewhere.
+        # Not the device of the parameters, which are on the CPU with `cpu_offload`.
         for root in () if self._model is None else _roots(self._model):
             if root.compute_device is not None:
                 return root.compute_device
@@ -216,7 +219,7 @@ _WRAPPED = "_fsdp_wrapped_module."
 
 
 def _roots(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    """Yield the FSDP modules that are in no other."""
+    """Yield the outermost FSDP modules."""
     if isinstance(module, FullyShardedDataParallel):
         yield module
         return
@@ -225,9 +228,9 @@ def _roots(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
 
 
 def _rounded(module: nn.Module, path: str, is_half: bool) -> Iterator[str]:
-    """Yield the names of modules that should be in fp32 and are not."""
+    """Yield the names of `fp32_modules` that FSDP gathers in half."""
     if isinstance(module, FullyShardedDataParallel):
-        # The innermost unit around a module decides, whatever those outside of it say.
+        # The innermost FSDP unit around a module decides its dtype.
         is_half = module.mixed_precision.param_dtype not in (None, torch.float32)
     elif is_half and isinstance(module, _FP32Module):
         yield path.replace(_WRAPPED, "").rstrip(".")

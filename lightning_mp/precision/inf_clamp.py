@@ -1,4 +1,4 @@
-"""`InfClamp`: keeps an fp16 overflow in a residual stream from becoming NaN in the next norm."""
+"""`InfClamp`: clamps fp16 overflows in a residual stream before the next norm makes them NaN."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ _MAX = torch.finfo(torch.float16).max
 
 @explains_arguments(checks={"value": "(0, 65504]"})
 class InfClamp:
-    r"""Replaces +-inf in the fp16 tensors of chosen modules by a finite value, by forward hooks.
+    r"""Replaces +-inf in fp16 outputs of selected modules by a finite value, with forward hooks.
 
-    An fp16 value above 65504 is inf, and the next norm makes NaN of its whole token. Each element
-    is clamped by itself and counted; NaN passes, as do bf16 and fp32 tensors. Where nothing is
-    clamped outputs keep every bit.
+    An fp16 value above 65504 is inf, and the next norm turns its whole token into NaN. Elements are
+    clamped and counted individually. NaN, bf16 tensors and fp32 tensors pass unchanged, and outputs
+    without inf keep every bit.
 
     .. math::
         y = \begin{cases} \mathrm{sign}(x) \cdot v & x = \pm\infty \\ x & \text{else}
@@ -35,17 +35,18 @@ class InfClamp:
         \end{cases}
 
     Args:
-        modules: Each one of `"auto"` (the residual stream of a transformer, found by names and
-            structure), the dotted path of a module, the name of a class or of a base class (all its
-            modules), or `"norm"` (all normalisation layers). A name stands for the outputs of the
-            module itself, not for the modules inside it.
-        gradient: What flows back through a clamped element: `"zero"` as in T5, or
-            `"straight_through"`, the gradient unchanged, which may then grow from block to block.
-        value: What takes the place of infinity, above 0 and up to 65504. 32752 is the largest
-            whose double is finite: two clamped values can be added, dropout of 0.5 can scale one.
+        modules: Each entry is `"auto"` (the residual stream of a transformer, found by names and
+            structure), the dotted path of a module, the name of a class or base class (all its
+            modules), or `"norm"` (all normalisation layers). The outputs of the module itself are
+            clamped, not those of its submodules.
+        gradient: Gradient of a clamped element: `"zero"` as in T5, or `"straight_through"`, which
+            passes the gradient unchanged and may let it grow from block to block.
+        value: Finite replacement for infinity, above 0 and at most 65504. The default, 32752, is
+            the largest value whose double is finite, for a sum of two clamped values or a
+            dropout of 0.5.
 
     Raises:
-        ValueError: An argument is not of these.
+        ValueError: An argument is invalid.
 
     References:
         transformers#9295, #9487 (T5's clamp), #20287 (`wo` in fp32).
@@ -69,18 +70,18 @@ class InfClamp:
         self._loaded: dict[str, int] = {}
 
     def attach(self, root: nn.Module) -> "InfClamp":
-        """Put the hooks on a model, and take them off the one before; counts start at zero.
+        """Register the hooks on a model, remove earlier hooks, and reset the counts.
 
         Args:
-            root: The model; names start below it.
+            root: The model; dotted paths are relative to it.
 
         Raises:
-            ValueError: The model has no module of a name; the message lists names that are near.
+            ValueError: The model has no module of a given name; the message lists similar names.
         """
         named = {m for name in self.modules if name != "auto" for m in find_modules(root, name)}
         stream = find_residual_stream(root if "auto" in self.modules else nn.Identity())
         returning = {*stream.droppers, *stream.blocks} | stream.writers.keys()
-        # Not before: a name that stands for nothing leaves the hooks where they are.
+        # After the search, so that an unknown name leaves the existing hooks in place.
         self.remove()
         chosen = named | returning | stream.norms
         clamped = [(path, module) for path, module in root.named_modules() if module in chosen]
@@ -94,15 +95,15 @@ class InfClamp:
                 hook = module.register_forward_pre_hook(clamp.clamp_inputs, with_kwargs=True)
                 self._handles.append(hook)
             if module in named or module in returning:
-                # Of a module that the user names all outputs are meant; of one that was found, the
-                # first.
+                # Clamp all outputs of a module that the user named, the first output of a module
+                # that was found automatically.
                 dropout = stream.writers.get(module, 0.0)
                 clamp = dataclasses.replace(clamp, dropout=dropout, first_only=module not in named)
                 self._handles.append(module.register_forward_hook(clamp.clamp_outputs))
         return self
 
     def remove(self) -> None:
-        """Take the hooks off the model; names and counts stay until the next `attach`."""
+        """Remove the hooks; names and counts are kept until the next `attach`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -113,9 +114,11 @@ class InfClamp:
         return self._names
 
     def counts(self) -> Tensor:
-        """Return how many elements were clamped in each module since `attach` or `reset_counts`.
+        """Return the number of clamped elements per module since `attach` or `reset_counts`.
 
-        In the order of `names`: int64 [modules], on the device of the model, without a host sync.
+        Returns:
+            An int64 tensor of shape (modules,) in the order of `names`, on the device of the model.
+            There is no host sync.
         """
         if not self._counters:
             return torch.zeros(0, dtype=torch.int64)
@@ -123,35 +126,35 @@ class InfClamp:
         return torch.stack([counter.value.to(device) for counter in self._counters])
 
     def counted(self) -> dict[str, int]:
-        """Return the counts by name; costs one host sync."""
+        """Return the counts by name; takes one host sync."""
         return dict(zip(self._names, self.counts().tolist(), strict=True))
 
     def reset_counts(self) -> None:
-        """Start counting at zero."""
+        """Reset all counts to zero."""
         for counter in self._counters:
             counter.value.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts by name; costs one host sync."""
+        """Return the counts by name; takes one host sync."""
         return {"counts": self.counted()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the counts of another run, now or after `attach`, of modules clamped here."""
+        """Restore the counts of modules clamped here, now or at the next `attach`."""
         self._loaded = {} if self._names else dict(state_dict["counts"])
         for name, counter in zip(self._names, self._counters, strict=True):
             counter.value.fill_(state_dict["counts"].get(name, 0))
 
 
 class _Counter:
-    """A number on the device where it is counted."""
+    """A count on the device of the counted tensors."""
 
-    # Not an index into a common tensor: `torch.compile` would build a graph for each block.
+    # A separate tensor per module: with an index, `torch.compile` would build a graph per block.
     def __init__(self, start: int, device: torch.device) -> None:
         self.value = torch.tensor(start, dtype=torch.int64, device=device)
 
     def add(self, is_over: Tensor) -> None:
         if self.value.device != is_over.device:
-            # A tensor made in inference mode could not be changed by the training that follows.
+            # A tensor created in inference mode could not be modified in later training.
             with torch.inference_mode(False):
                 self.value = self.value.to(is_over.device)
         self.value.add_(is_over.sum(dtype=torch.int64))
@@ -159,20 +162,20 @@ class _Counter:
 
 @dataclasses.dataclass(eq=False)
 class _Clamp:
-    """Clamps and counts what a module is given, or what it returns."""
+    """Hooks that clamp and count the inputs or outputs of a module."""
 
     counter: _Counter | None
     gradient: str
     value: float
-    dropout: float = 0.0  # the probability of a functional one that follows
-    # Of several outputs: the others may be masks, whose -inf means what it says.
+    dropout: float = 0.0  # probability of a functional dropout that follows
+    # Clamp only the first of several outputs; the others may be masks with intended -inf.
     first_only: bool = False
 
     def __post_init__(self) -> None:
         self.top = _top_before(self.dropout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Clamp":
-        # Averages and teachers would count the same elements once more.
+        # Copies of the model, such as weight averages and teachers, must not count twice.
         return dataclasses.replace(self, counter=None)
 
     def clamp_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -194,21 +197,21 @@ class _Clamp:
         if tensor.layout is not torch.strided:
             return tensor
         top = self.top if is_training else _MAX
-        values = tensor.detach()  # or autograd would keep them for the backward of `abs`
+        values = tensor.detach()  # otherwise autograd would save them for the backward of `abs`
         is_over = values.abs() > top  # False for NaN
         if self.counter is not None and not _is_repeated():
             self.counter.add(is_over)
-        # What takes the place of inf must survive the dropout that follows, too.
+        # The replacement must stay finite in the dropout that follows.
         limited = values.clamp(-min(self.value, top), min(self.value, top))
         if self.gradient == "straight_through":
             replaced: Tensor = _StraightThrough.apply(tensor, is_over, limited)
             return replaced
-        # Its backward selects as well: a product with a mask makes NaN of infinite gradients.
+        # `where` also selects in the backward; a product with a mask would turn inf into NaN.
         return torch.where(is_over, limited, tensor)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """y = `limited` where x is over the top, else x; the gradient passes unchanged."""
+    """y = `limited` where x exceeds the limit, else x; the gradient passes unchanged."""
 
     generate_vmap_rule = True
 
@@ -218,7 +221,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep nothing."""
+        """Save nothing for the backward."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -226,7 +229,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _top_before(dropout: float) -> float:
-    """Return the largest fp16 value that dropout does not make infinite."""
+    """Return the largest fp16 value that stays finite after dropout."""
     factor = 1 / (1 - dropout)
     factor = max(factor, float(torch.tensor(factor, dtype=torch.float16)))  # the CPU rounds it
     steps = 2.0 ** (math.floor(math.log2(_MAX / factor)) - 10)  # fp16 has 11 bits
@@ -234,11 +237,11 @@ def _top_before(dropout: float) -> float:
 
 
 def _is_repeated() -> bool:
-    """Tell whether a backward is running, which repeats forwards that were counted before."""
+    """Whether a backward is running, in which repeated forwards have been counted before."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _device_of(root: nn.Module) -> torch.device:
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
-    # Counts of a model that is not materialized follow it to its device later.
+    # Counts of a model on the meta device move to its device later.
     return torch.device("cpu") if device.type == "meta" else device

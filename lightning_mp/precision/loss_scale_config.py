@@ -1,4 +1,4 @@
-"""How a loss scale starts, moves and gives up."""
+"""Configuration of the loss scale."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,8 +9,8 @@ from lightning_mp._arguments import Check, check_arguments, explains_arguments, 
 
 __all__ = ["SCALES", "LossScaleConfig"]
 
-# Within these, a scale and its inverse are both normal fp32 numbers: no inverse overflows to inf,
-# as that of 2^-128 does, and none is a subnormal that a GPU may flush to zero.
+# In this range a scale and its inverse are normal fp32 numbers: no inverse overflows to inf, as the
+# inverse of 2^-128 does, and none is a subnormal that a GPU may flush to zero.
 SCALES = "[2**-126, 2**126]"
 
 
@@ -24,35 +24,35 @@ SCALES = "[2**-126, 2**126]"
 )
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """How the loss scale starts, moves and gives up.
+    """Initial value, growth, backoff and limits of the loss scale.
 
-    torch's `GradScaler` has no floor: 166 overflowing steps in a row take its scale to 0.0, and on
-    the way, at 2^-128, it starts to write inf into weights as if nothing had happened. The defaults
-    here are its rule with a floor of 1 and a ceiling of 2^24.
+    torch's `GradScaler` has no floor: 166 consecutive overflows take its scale to 0.0, and from
+    2^-128 on it silently writes inf into weights. The defaults follow the rule of `GradScaler` with
+    a floor of 1 and a ceiling of 2^24.
 
     Args:
-        init_scale: The scale of the first step. `None` for 2^10 where gradients of weights are
-            computed in fp16, which holds |g| < 64 there, else 2^16; within the limits.
-        growth_factor: Multiplies the scale after `growth_interval` good steps. Powers of two keep
-            every unscaled gradient exact.
-        backoff_factor: Multiplies the scale after an overflowing step.
-        growth_interval: Good steps in a row between two growths.
-        warmup_interval: The same until the first overflow, while the largest gradient is not yet
-            known and the scale can only be too low. `None` for 20 or `growth_interval`, whichever
-            is less, where gradients of weights are computed in fp16, else `growth_interval`.
-        min_scale: The floor. At least 2^-126, as the fp32 inverse of 2^-128 is inf.
-        max_scale: The ceiling.
-        hysteresis: Overflowing steps that it takes to lower the scale. The first `hysteresis - 1`
-            of them after the start or after a growth are skipped at an unchanged scale; every later
-            one lowers it, until the next growth refills the allowance. Good steps alone do not, as
-            in Megatron, which like DeepSpeed uses 2; at the ceiling, `growth_interval` of them do.
-        patience: Skipped steps in a row at the floor until `FloatingPointError`: there no lower
-            scale is left to cure them.
-        dynamic: `False` keeps `init_scale` for good, whatever the limits: overflowing steps are
-            still skipped, and every one counts for `patience`.
+        init_scale: Scale of the first step. `None` means 2^10 where weight gradients are computed
+            in fp16, which then represents |g| < 64, else 2^16; clipped to the limits.
+        growth_factor: Factor of the scale after `growth_interval` good steps. Powers of two keep
+            unscaled gradients exact.
+        backoff_factor: Factor of the scale after a step with overflow.
+        growth_interval: Number of consecutive good steps between two growths.
+        warmup_interval: The growth interval until the first overflow, while the largest gradient is
+            unknown. `None` means `min(20, growth_interval)` where weight gradients are computed in
+            fp16, else `growth_interval`.
+        min_scale: Floor of the scale; at least 2^-126, because the fp32 inverse of 2^-128 is inf.
+        max_scale: Ceiling of the scale.
+        hysteresis: Number of overflows that lower the scale. After the start and after every
+            growth, the first `hysteresis - 1` overflows skip the step at an unchanged scale, and
+            every further overflow lowers the scale. Only a growth (at the ceiling:
+            `growth_interval` good steps) restores the allowance, as in Megatron. Megatron and
+            DeepSpeed use 2.
+        patience: Number of consecutive skipped steps at the floor that raises `FloatingPointError`.
+        dynamic: `False` keeps the scale at `init_scale` regardless of the limits. Steps with
+            overflow are still skipped and count for `patience`.
 
     Raises:
-        ValueError: If a value is out of range, or `min_scale <= init_scale <= max_scale` is not so.
+        ValueError: A value is out of range, or `min_scale <= init_scale <= max_scale` is violated.
 
     References:
         Mixed Precision Training, arXiv:1710.03740.
@@ -73,7 +73,7 @@ class LossScaleConfig:
         start = self.min_scale if self.init_scale is None else self.init_scale
         if self.dynamic and not self.min_scale <= start <= self.max_scale:
             names = ("init_scale", "min_scale", "max_scale")
-            reason = "A dynamic scale starts within its limits. Move it, or the limit in its way."
+            reason = "`init_scale` must be between `min_scale` and `max_scale`. Change one of them."
             refuse_values(self, reason, **{name: getattr(self, name) for name in names})
 
     @classmethod
@@ -83,11 +83,11 @@ class LossScaleConfig:
         loss_scale: "Literal['dynamic'] | float | LossScaleConfig",
         gradients_dtype: torch.dtype = torch.float32,
     ) -> "LossScaleConfig":
-        """Make the configuration, without `None`, that a plugin's `loss_scale` stands for.
+        """Return the resolved configuration for the `loss_scale` argument of a plugin.
 
         Args:
-            loss_scale: "dynamic"; a positive number for a static scale; or a configuration.
-            gradients_dtype: The dtype that a backward computes gradients of weights in.
+            loss_scale: "dynamic", a positive number for a static scale, or a configuration.
+            gradients_dtype: The dtype in which the backward computes weight gradients.
         """
         if loss_scale == "dynamic":
             loss_scale = cls()
@@ -96,13 +96,13 @@ class LossScaleConfig:
         return loss_scale.resolve(gradients_dtype)
 
     def resolve(self, gradients_dtype: torch.dtype = torch.float32) -> "LossScaleConfig":
-        """Return a copy with a number for each `None`, by the dtype that gradients are made in.
+        """Return a copy in which every `None` is replaced, depending on the dtype of gradients.
 
-        fp16 gradients overflow where |g| * scale is above 65504. At 2^16 they hold |g| < 1 and no
-        more, and every halving on the way down would cost a skipped step. At 2^10 they hold
-        |g| < 64 and still keep |g| > 2.9e-11: of gradients drawn from N(0, 1e-7), 0.02% vanish,
-        against 23.4% without a scale. Doubled every 20 good steps up to the first overflow, the
-        scale is 2^16 after 120 steps and at the ceiling of 2^24 after 280, for one skipped step.
+        fp16 gradients overflow where |g| * scale exceeds 65504. A scale of 2^16 represents only
+        |g| < 1, and every halving costs a skipped step. A scale of 2^10 represents |g| < 64 and
+        |g| > 2.9e-11: 0.02% of gradients drawn from N(0, 1e-7) underflow, compared with 23.4%
+        without a scale. Doubling every 20 good steps until the first overflow reaches 2^16 after
+        120 steps and the ceiling of 2^24 after 280, at the cost of one skipped step.
         """
         is_half = gradients_dtype == torch.float16
         start, warmup = self.init_scale, self.warmup_interval

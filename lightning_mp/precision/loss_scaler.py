@@ -1,4 +1,4 @@
-"""Loss scaling with a floor, a ceiling and an honest report of skipped steps; for any loop."""
+"""Loss scaling with floor, ceiling, hysteresis and a report of skipped steps; for any loop."""
 
 import math
 from collections import defaultdict
@@ -27,16 +27,16 @@ class _State:
     skipped_steps: int = 0
     skips_at_floor: int = 0
     warming_up: bool = True
-    recorded: bool = False  # since the last update
-    is_empty: bool = False  # all gradients that were recorded since were 0, at a growth
+    recorded: bool = False  # whether `record` was called since the last update
+    is_empty: bool = False  # whether all gradients recorded since were 0 when a growth was due
     last_step_skipped: bool = False
 
 
 class LossScaler:
     """Scales losses, unscales fp32 gradients, and decides which steps to skip.
 
-    Every optimizer of a training step decides by its own gradients, and the scale changes once,
-    when all are done: the gradients of the next optimizer were made with the old one.
+    Every optimizer of a training step decides by its own gradients. The scale changes once at the
+    end of the training step, because the gradients of all its optimizers carry the same scale.
 
         scaler.scale_loss(loss).backward()
         for optimizer, gradients in ...:
@@ -46,7 +46,7 @@ class LossScaler:
         scaler.update()
 
     Args:
-        config: How the scale starts, moves and gives up.
+        config: Initial value, growth, backoff and limits of the scale.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -58,42 +58,41 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """The scale of the losses of this training step."""
+        """The loss scale of the current training step."""
         return self._state.scale
 
     def get_scale(self) -> float:
-        """Return the scale, as `torch.amp.GradScaler` has it."""
+        """Return the loss scale; same name as in `torch.amp.GradScaler`."""
         return self.scale
 
     @property
     def is_growth_due(self) -> bool:
-        """Whether the next good step makes the scale grow."""
+        """Whether the scale grows after the next good step."""
         state, config = self._state, self.config
         interval = (state.warming_up and config.warmup_interval) or config.growth_interval
-        # By the remainder, as a growth does not end the count: it says how long ago the last skip
-        # was.
+        # A growth does not reset the count, which is the number of steps since the last skip.
         return config.dynamic and (state.good_steps_in_a_row + 1) % interval == 0
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether an optimizer was told to skip the newest training step; known from `record`."""
+        """Whether an optimizer skipped the latest training step; valid after `record`."""
         return self._state.last_step_skipped
 
     @property
     def skipped_steps(self) -> int:
-        """Training steps in which an optimizer was told to skip, since the start; by `update`."""
+        """Number of training steps in which an optimizer skipped; counted by `update`."""
         return self._state.skipped_steps
 
     @property
     def good_steps_in_a_row(self) -> int:
-        """Training steps since the last one in which an optimizer skipped; by `update`."""
+        """Number of training steps since the last skipped step; counted by `update`."""
         return self._state.good_steps_in_a_row
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss * scale` in fp32, or float64 for float64: in fp16, 1 * 2^16 would be inf.
+        """Return `loss * scale` in fp32 (float64 for a float64 loss).
 
-        The gradient of an fp16 loss is the scale itself, rounded to fp16, and inf from 65520 on.
-        Compute losses in fp32.
+        In fp16 the product overflows: 1 * 2^16 is inf. The gradient of an fp16 loss is the scale
+        rounded to fp16, which is inf for scales of 65520 and more, so compute losses in fp32.
         """
         return loss.to(accumulation_dtype(loss.dtype)) * self.scale
 
@@ -105,9 +104,9 @@ class LossScaler:
         device: torch.device | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Divide gradients by the scale in place, and look for values that are not finite.
+        """Divide gradients by the scale in place and check for non-finite values.
 
-        One multi-tensor pass for each device and dtype, without a host sync on one device.
+        Takes one multi-tensor pass per device and dtype, without a host sync.
 
         Args:
             gradients: fp32 or float64, complex ones of these included, dense or sparse, at the
@@ -120,7 +119,7 @@ class LossScaler:
             found_inf: fp32 of shape []; 1 if a gradient is NaN or inf after division, else 0.
 
         Raises:
-            ValueError: If a gradient is neither fp32 nor float64.
+            ValueError: A gradient is neither fp32 nor float64.
         """
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for gradient in gradients:
@@ -128,15 +127,16 @@ class LossScaler:
             if values.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
                     f"Passed a gradient of {gradient.dtype} and shape {list(gradient.shape)} to "
-                    "`LossScaler.unscale_`. It must be fp32 or float64: in fp16, 23.4% of "
-                    "N(0, 1e-7) become zero, in fp32 less than 0.001%. Pass `gradient.float()`."
+                    "`LossScaler.unscale_`. Gradients must be fp32 or float64: unscaling "
+                    "gradients drawn from N(0, 1e-7) flushes 23.4% to zero in fp16 and less than "
+                    "0.001% in fp32. Pass `gradient.float()`."
                 )
             groups[values.device, values.dtype].append(values)
         places = [place for place, _ in groups] or [torch.device("cpu")]
         target = device or places[0]
         divisor = self.scale if scale is None else scale
         found = [_divide_group_(tensors, divisor).to(target) for tensors in groups.values()]
-        # The zero keeps an optimizer without gradients from an empty stack.
+        # The zero avoids an empty stack for an optimizer without gradients.
         return torch.stack([torch.zeros((), dtype=torch.float32, device=target), *found]).amax()
 
     def record(
@@ -146,40 +146,40 @@ class LossScaler:
         named_gradients: _Named | None = None,
         has_gradient: Callable[[], bool] | None = None,
     ) -> bool:
-        """Return whether an optimizer that is about to step does so, and remember that.
+        """Record an optimizer's `found_inf` and return whether the optimizer may step.
 
-        Costs one host sync.
+        Takes one host sync.
 
         Args:
-            found_inf: That of the optimizer's own gradients, agreed over ranks; 0 means step.
-            named_gradients: Returns names and gradients; called only to name the first bad one.
-            has_gradient: Tells whether any value of the gradients is not 0; called only where a
-                growth is due, as steps without a gradient say nothing of the room above.
+            found_inf: Flag of the optimizer's gradients, reduced over ranks; 0 means step.
+            named_gradients: Returns names and gradients; called only to name the first non-finite
+                gradient in an error.
+            has_gradient: Returns whether any gradient value is nonzero; called only if a growth is
+                due, because all-zero gradients do not show whether a larger scale overflows.
 
         Raises:
-            FloatingPointError: At the floor, on the `patience`-th skipped step in a row.
+            FloatingPointError: This is the `patience`-th consecutive skipped step at the floor.
         """
         state = self._state
         overflowed = found_inf.item() != 0
-        # One of several optimizers that skips makes the step a skipped one; it is empty only if
-        # none has a gradient.
+        # A training step is skipped if any optimizer skips, and empty if none has a gradient.
         state.last_step_skipped = overflowed or (state.recorded and state.last_step_skipped)
         is_empty = has_gradient is not None and self.is_growth_due and not has_gradient()
         state.is_empty = is_empty and (state.is_empty or not state.recorded)
         state.recorded = True
         is_last_try = state.skips_at_floor + 1 >= self.config.patience
-        # Here and not in `update`: the gradients are at hand to name the first bad one.
+        # Raised here rather than in `update` because the gradients are available to be named.
         if overflowed and self._is_at_floor and is_last_try:
             raise FloatingPointError(self._give_up(named_gradients))
         return not overflowed
 
     def update(self) -> float:
-        """Move the scale, once a training step, by what was recorded since the last update, if any.
+        """Update the scale once per training step from the calls of `record` since the last call.
 
         A training step counts as skipped if one of its optimizers skipped.
 
         Returns:
-            New scale / old scale: gradients that wait for their optimizer are to be multiplied by.
+            New scale / old scale, the factor for scaled gradients that are kept for a later step.
         """
         state, old_scale = self._state, self.scale
         if state.recorded and state.last_step_skipped:
@@ -196,10 +196,11 @@ class LossScaler:
     def _count_skip(self) -> None:
         state, config = self._state, self.config
         state.skipped_steps += 1
-        # By the scale that overflowed: the skip that lowers it to the floor is not yet one there.
+        # Judged by the scale that overflowed: the skip that lowers the scale to the floor is not
+        # counted as a skip at the floor.
         state.skips_at_floor = state.skips_at_floor + 1 if self._is_at_floor else 0
         state.good_steps_in_a_row = 0
-        # The first overflow has found the limit: fast doubling would only run into it again.
+        # The first overflow has found the limit, so fast doubling ends.
         state.warming_up = False
         state.hysteresis_left = max(state.hysteresis_left - 1, 0)
         if config.dynamic and state.hysteresis_left == 0:
@@ -212,38 +213,37 @@ class LossScaler:
         state.good_steps_in_a_row += 1
         if is_growing:
             state.scale = min(state.scale * config.growth_factor, config.max_scale)
-            # By a growth alone, as in Megatron: good steps in between do not refill it.
+            # Only a growth restores the hysteresis, as in Megatron.
             state.hysteresis_left = config.hysteresis
 
     def _give_up(self, named_gradients: _Named | None) -> str:
         config, where = self.config, ""
         if named_gradients is not None:
-            # With shards the value may be another rank's, since all ranks agree on `found_inf`.
-            first = first_non_finite(named_gradients()) or "that of another rank"
-            where = f" The first bad gradient is {first}."
+            # `found_inf` is reduced over ranks, so the gradient may be on another rank.
+            first = first_non_finite(named_gradients()) or "on another rank"
+            where = f" The first non-finite gradient is {first}."
         kind, fix = "the lowest loss scale", "lower `LossScaleConfig(min_scale=...)`"
         if not config.dynamic:
             kind, fix = "the static loss scale", "pass `loss_scale='dynamic'` or a lower number"
         return (
-            f"Gradients were NaN or inf in {config.patience} training steps in a row at {kind} of "
-            f"{self.scale:g}.{where} A lower scale helps only where the loss is finite: check the "
-            "data and the loss for NaN first. Then lower the learning rate, keep the module that "
+            f"Gradients were NaN or inf in {config.patience} consecutive training steps at "
+            f"{kind} of {self.scale:g}.{where} A lower scale helps only if the loss is finite: check "
+            "the data and the loss for NaN first. Then lower the learning rate, keep the module that "
             f"overflows in fp32, or {fix}."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on exactly, as plain numbers, by its own config."""
+        """Return the state as plain numbers; the configuration is not included."""
         return asdict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of `state_dict`, or from one of torch's `GradScaler`.
+        """Load a state of `LossScaler` or of `torch.amp.GradScaler`.
 
-        A scale outside the limits of the configuration moves to the nearest, such as the 0.0 that
-        torch falls to after 166 overflows; a static scale stays. Of a `GradScaler`, the scale and
-        the good steps in a row are taken, its factors and interval are not, and warm-up is over.
+        The scale is clipped to the limits of the configuration; a static scale is kept. From a
+        `GradScaler` state only the scale and the growth tracker are loaded, and warm-up ends.
 
         Raises:
-            ValueError: If keys are missing, or a value cannot be one of `state_dict`.
+            ValueError: A key is missing or a value is invalid.
         """
         config = self.config
         fresh = asdict(self._fresh_state())
@@ -251,22 +251,24 @@ class LossScaler:
         missing = [name for name in names if name not in state]
         if missing:
             raise ValueError(
-                f"Passed a state with the keys {sorted(state)} to `LossScaler.load_state_dict`. It "
-                f"lacks {missing}. Pass what its or `GradScaler`'s `state_dict()` returned."
+                f"Passed a state with the keys {sorted(state)} to `LossScaler.load_state_dict`. "
+                f"The keys {missing} are missing. Pass the `state_dict()` of a `LossScaler` or a "
+                "`GradScaler`."
             )
         for name in names:
             key, value = name.replace("_growth_tracker", "good_steps_in_a_row"), state[name]
-            # By `type`, as `True` is an integer to `isinstance`.
+            # Not `isinstance`, because `True` is an instance of `int`.
             kinds = (int, float) if key == "scale" else (type(fresh[key]),)
             if type(value) not in kinds or not 0 <= value < math.inf:
                 raise ValueError(
-                    f"Passed a state with `{name}={value!r}` to `LossScaler.load_state_dict`. It "
-                    f"must be a finite {kinds[-1].__name__} of at least 0. Load another."
+                    f"Passed a state with `{name}={value!r}` to `LossScaler.load_state_dict`. "
+                    f"`{name}` must be a finite {kinds[-1].__name__} of at least 0. Load another "
+                    "checkpoint."
                 )
             fresh[key] = value
-        # A `GradScaler` does not say whether it has ever overflowed.
+        # A `GradScaler` state does not tell whether an overflow has occurred.
         fresh["warming_up"] &= "_growth_tracker" not in state
-        # The configuration may be another than the one that wrote the state.
+        # The state may come from another configuration.
         fresh["hysteresis_left"] = min(fresh["hysteresis_left"], config.hysteresis)
         scale = min(max(fresh["scale"], config.min_scale), config.max_scale)
         fresh["scale"] = float(scale) if config.dynamic else self._fresh_state().scale
@@ -279,9 +281,9 @@ def _divide_group_(tensors: list[Tensor], scale: float) -> Tensor:
     if tensors[0].dtype == torch.float32 and scale >= 1:
         inverse.fill_(1 / scale)
     else:
-        # torch's kernel judges values before it multiplies them, so a product that overflows
-        # passes unseen where the inverse is above 1; and its inverse is fp32, which would take
-        # 29 bits from float64. Here it only judges, after the multiplication.
+        # torch's kernel checks values before it multiplies, so it misses a product that overflows
+        # for an inverse above 1, and its fp32 inverse would lose 29 bits of float64. So multiply
+        # first, and let the kernel only check.
         torch._foreach_mul_(tensors, 1 / scale)
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
     return found_inf
@@ -290,13 +292,13 @@ def _divide_group_(tensors: list[Tensor], scale: float) -> Tensor:
 def all_reduce_found_inf(
     found_inf: Tensor, process_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Let ranks skip together: where one found a value that is not finite, all return 1.
+    """Reduce `found_inf` over ranks, so that all ranks skip a step together.
 
-    Needed where ranks hold different gradients, as with sharded parameters; not under DDP.
+    Needed where ranks hold different gradients, as with sharded parameters, but not with DDP.
 
     Args:
-        found_inf: What `unscale_` returned; changed in place, and returned.
-        process_group: The ranks; `None` for all of them.
+        found_inf: The result of `unscale_`; modified in place and returned.
+        process_group: The process group; `None` for the default group.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=process_group)

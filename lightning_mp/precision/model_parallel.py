@@ -19,13 +19,14 @@ __all__ = ["ModelParallelBalancedAMP"]
 
 @explains_arguments()
 class ModelParallelBalancedAMP(ShardedBalancedAMP):
-    """Trains with `fully_shard` on half working weights, fp32 shards and fp32 norms.
+    """`fully_shard` training with half-precision working weights, fp32 shards and fp32 norms.
 
-    `ModelParallelStrategy` takes no `precision="16-mixed"`: with a scaler that sees its own shards
-    only, one rank steps where another skips. Here all ranks skip, as in `FSDPBalancedAMP`, and clip
-    unscaled gradients by the norm over all ranks. Arguments mean what those of `BalancedAMP` do.
+    `ModelParallelStrategy` refuses `precision="16-mixed"`, because a scaler that sees only local
+    shards lets one rank step while another rank skips. With this plugin all ranks skip together, as
+    in `FSDPBalancedAMP`, and clip unscaled gradients by the norm over all ranks. The arguments are
+    those of `BalancedAMP`.
 
-    The model shards itself in `configure_model`, with the policies of this plugin:
+    Shard the model in `configure_model` with the policies of this plugin:
 
         def configure_model(self):
             plugin, mesh = self.trainer.precision_plugin, self.device_mesh["data_parallel"]
@@ -35,9 +36,9 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
             fully_shard(self.network, mesh=mesh, mp_policy=plugin.mp_policy)
 
     Raises:
-        ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: A module of `fp32_modules` is not sharded for itself.
-        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
+        ValueError: An argument is invalid or a name is unknown.
+        MisconfigurationException: A module of `fp32_modules` is not sharded separately.
+        FloatingPointError: `patience` consecutive steps were skipped at the smallest loss scale.
 
     References:
         PyTorch FSDP, https://arxiv.org/abs/2304.11277
@@ -47,43 +48,43 @@ class ModelParallelBalancedAMP(ShardedBalancedAMP):
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """For `fully_shard`: weights are gathered in half, of fp32 shards."""
-        # Batches are not rounded: operations cast what they need.
+        """Policy for `fully_shard` that gathers fp32 shards in half precision."""
+        # Inputs are not cast here; autocast casts them per operation.
         return MixedPrecisionPolicy(
             param_dtype=self.half_dtype, reduce_dtype=self._wire_dtype, cast_forward_inputs=False
         )
 
     def shard_fp32_modules(self, module: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
-        """Shard the modules of `fp32_modules` for themselves, in fp32; call it before the rest.
+        """Shard the modules of `fp32_modules` separately in fp32; call before `fully_shard`.
 
         Args:
-            module: The LightningModule, where the paths in `fp32_modules` start.
-            mesh: Over which to shard.
-            **kwargs: What `fully_shard` takes beside them.
+            module: The LightningModule, relative to which `fp32_modules` are resolved.
+            mesh: The device mesh.
+            **kwargs: Further arguments of `fully_shard`.
         """
-        # Without `param_dtype` they are gathered as they rest.
+        # Without `param_dtype`, parameters are gathered in their own dtype.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # Before the rest: `fully_shard` of a parent takes all parameters that no unit has yet.
+        # `fully_shard` of a parent takes all parameters that are not in a unit yet.
         for kept in self._fp32_modules_of(module).values():
             fully_shard(kept, mesh=mesh, mp_policy=policy, **kwargs)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # Without `super()`, which attaches half copies: here the sharding gathers in half.
+        # No `super()` call, which would attach half copies; `fully_shard` gathers in half.
         half = [
             n for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES
         ]
         if half:
             raise MisconfigurationException(
-                f"Passed `{type(self).__name__}` with {half[0]!r} in half: its shards are what the "
-                "optimizer steps, and would lose small updates. Call `self.float()` in "
-                "`configure_model` before any `fully_shard`."
+                f"Passed `{type(self).__name__}` with the half-precision parameter {half[0]!r}. "
+                "The optimizer steps its shards, which would lose small updates. Call "
+                "`self.float()` in `configure_model` before any `fully_shard`."
             )
         for name, kept in self._fp32_modules_of(module).items():
             if not isinstance(kept, FSDPModule):
                 raise MisconfigurationException(
                     f"Passed `{type(self).__name__}(fp32_modules={self.fp32_modules!r})`, but "
-                    f"{name!r} is not sharded for itself. In `configure_model`, call "
+                    f"{name!r} is not sharded separately. In `configure_model`, call "
                     "`self.trainer.precision_plugin.shard_fp32_modules(self, mesh)` before any "
                     "other `fully_shard`, or pass `fp32_modules=[]`."
                 )

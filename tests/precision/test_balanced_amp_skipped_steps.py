@@ -168,7 +168,7 @@ def test_the_scaler_of_lightning_counts_skipped_steps_which_is_why_this_exists()
 def test_skipping_at_the_smallest_scale_raises_and_names_the_first_bad_gradient() -> None:
     scale = LossScaleConfig(init_scale=4.0, min_scale=2.0, patience=3)
     model = Regression(bad_batches=range(99))
-    with pytest.raises(FloatingPointError, match=r"3 training steps in a row.*'?network\.0\."):
+    with pytest.raises(FloatingPointError, match=r"3 consecutive training steps.*'?network\.0\."):
         fit(model, BalancedAMP(loss_scale=scale), loader(10))
     assert len(model.losses) == 4  # one that halves the scale, and three at its floor
     assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -257,7 +257,7 @@ def test_patience_at_floor_names_the_first_bad_gradient_and_remedies() -> None:
     for kind in "xxxx.xx":  # 4 -> 2 -> 1, two at the floor; a good step starts anew
         _step(scaler, kind == "x")
     message = (
-        r"^Gradients .* in 3 training steps .* lowest loss scale of 1\. The first bad gradient is "
+        r"^Gradients .* in 3 consec.* lowest loss scale of 1\. The first non-finite gradient is "
         r"`head.weight` of shape \[2, 2\] \(1 NaN and 2 inf among 4 values\)\. .* or lower `Loss"
     )
     with pytest.raises(FloatingPointError, match=message):
@@ -278,7 +278,7 @@ def test_patience_counts_training_steps_and_asks_for_names_once() -> None:
         assert not scaler.record(BAD, named_gradients=named)
     scaler.update()
     assert scaler.record(GOOD, named_gradients=named)
-    message = r"the static loss scale of 512\. The .* is that of another rank\. .* or a lower numb"
+    message = r"the static loss scale of 512\. The .* is on another rank\. .* or a lower numb"
     with pytest.raises(FloatingPointError, match=message):
         scaler.record(BAD, named_gradients=named)
     assert calls == [1]
@@ -336,8 +336,8 @@ def test_state_that_is_wrong_is_refused_and_changes_nothing() -> None:
     _step(scaler, True)
     before = scaler.state_dict()
     for change, message in (
-        ({"scale": None, "recorded": None}, r"lacks \['scale', 'recorded'\]"),  # without them
-        ({"scale": None, "_growth_tracker": 0}, r"lacks \['scale'\]"),
+        ({"scale": None, "recorded": None}, r"keys \['scale', 'recorded'\]"),  # without them
+        ({"scale": None, "_growth_tracker": 0}, r"keys \['scale'\]"),
         ({"scale": math.nan}, "`scale=nan`.* finite float of at least 0"),
         ({"scale": math.inf}, "`scale=inf`"),
         ({"scale": True}, "`scale=True`"),

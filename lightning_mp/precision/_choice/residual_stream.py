@@ -1,4 +1,4 @@
-"""What carries and writes the residual stream of a transformer, found by names and structure."""
+"""Finds the modules that carry and write the residual stream of a transformer."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,37 +9,37 @@ from lightning_mp.precision._choice.module_selection import as_written, class_na
 
 __all__ = ["ResidualStream", "find_residual_stream"]
 
-# How the last layer of an attention or a feed-forward is called; whole components, any case.
+# Names of the last layer of an attention or feed-forward block; whole path components, any case.
 _WRITERS = (
     *("wo", "o", "o_proj", "out_proj", "c_proj", "down_proj", "fc2", "linear2", "lin2", "out_lin"),
     *("dense_4h_to_h", "pwconv2", "to_out", "to_out.0", "feed_forward.w2", "attn.proj", "mlp.proj"),
     *("output.dense", "attention.dense", "self_attention.dense", "self_attn.dense"),
 )
-_NORMS = ("layernorm", "rmsnorm")  # batch and group norms follow convolutions
-_DROPPERS = ("dropout", "droppath", "stochasticdepth")  # they divide by 1 - p in training
-_OTHER_DROPOUTS = ("att", "act", "layer")  # of attention weights, of activations, of whole layers
+_NORMS = ("layernorm", "rmsnorm")  # batch and group norms belong to convolutional networks
+_DROPPERS = ("dropout", "droppath", "stochasticdepth")  # divide by 1 - p in training
+_OTHER_DROPOUTS = ("att", "act", "layer")  # attention weights, activations, whole layers
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class ResidualStream(NamedTuple):
     """The modules around a residual stream."""
 
-    # The last layers of attentions and feed-forwards: what they return is added to it. With the
-    # probability of the functional dropout that follows, 0 where none is seen.
+    # Last layers of attention and feed-forward blocks, whose outputs are added to the stream, with
+    # the probability of the functional dropout that follows (0 if none is found).
     writers: dict[nn.Module, float]
-    droppers: set[nn.Module]  # what stands between a writer and the sum, and scales up in training
-    norms: set[nn.Module]  # layer and RMS norms: most of them read it
-    blocks: set[nn.Module]  # the innermost members of lists of blocks: most of them return it
+    droppers: set[nn.Module]  # dropouts between a writer and the sum, which scale up in training
+    norms: set[nn.Module]  # layer and RMS norms, most of which read the stream
+    blocks: set[nn.Module]  # innermost members of lists of blocks, most of which return the stream
 
 
 def find_residual_stream(root: nn.Module) -> ResidualStream:
     """Find the residual streams of the transformers in a model.
 
-    A *writer* is told by its path (`wo`, `o_proj`, `c_proj`, `fc2`, `output.dense`, ...) or is an
-    `nn.MultiheadAttention`. A *dropper* is a dropout, DropPath or StochasticDepth beside a writer,
-    or beside a module with one inside. A *norm* is told by the name of its class or of a base
-    class. A *block* is a member of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` with a
-    writer and a norm inside, and without another block.
+    A *writer* is identified by its path (`wo`, `o_proj`, `c_proj`, `fc2`, `output.dense`, ...), or
+    is an `nn.MultiheadAttention`. A *dropper* is a dropout, DropPath or StochasticDepth that is a
+    sibling of a writer or of a module that contains a writer. A *norm* is identified by the name of
+    its class or a base class. A *block* is a member of an `nn.ModuleList`, `nn.ModuleDict` or
+    `nn.Sequential` that contains a writer and a norm, but no other block.
     """
     writers = _writers(root)
     if not writers:
@@ -55,7 +55,7 @@ def find_residual_stream(root: nn.Module) -> ResidualStream:
     blocks = {
         member
         for member in members
-        if not isinstance(member, nn.ModuleList | nn.ModuleDict)  # they are never called
+        if not isinstance(member, nn.ModuleList | nn.ModuleDict)  # never called
         and not any(inner in members for inner in member.modules() if inner is not member)
     }
     dropout = {module: _dropout_of(block) for block in blocks for module in block.modules()}
@@ -64,10 +64,10 @@ def find_residual_stream(root: nn.Module) -> ResidualStream:
 
 
 def _writers(root: nn.Module) -> set[nn.Module]:
-    # torch's attention never calls its own `out_proj`: a hook there would see nothing.
+    # `nn.MultiheadAttention` never calls its `out_proj`, so a hook there would not run.
     attentions = {m for m in root.modules() if isinstance(m, nn.MultiheadAttention)}
     inside = {inner for m in attentions for inner in m.modules() if inner is not m}
-    # With the dot, so that `fc2` is found as a whole component and not in `myfc2`.
+    # The dot matches whole path components: `fc2`, but not `myfc2`.
     endings = tuple(f".{name}" for name in _WRITERS)
     return attentions | {
         module
@@ -85,14 +85,14 @@ def _droppers(root: nn.Module, writers: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _dropout_of(block: nn.Module) -> float:
-    """Return the probability of dropout that is called as a function, as in BART."""
+    """Return the probability of a functional dropout, as in BART."""
     numbers = [
         value
         for name, value in vars(block).items()
         if "drop" in name and not any(other in name for other in _OTHER_DROPOUTS)
         if isinstance(value, float) and 0 < value < 1
     ]
-    # Of several rates the largest scales up most: the bound then holds for each.
+    # The largest rate gives a bound that holds for all rates.
     return max(numbers, default=0.0)
 
 
