@@ -227,9 +227,9 @@ class LossScaler:
             kind, fix = "the static loss scale", "pass `loss_scale='dynamic'` or a lower number"
         return (
             f"Gradients were NaN or inf in {config.patience} consecutive training steps at "
-            f"{kind} of {self.scale:g}.{where} A lower scale helps only if the loss is finite: check "
-            "the data and the loss for NaN first. Then lower the learning rate, keep the module that "
-            f"overflows in fp32, or {fix}."
+            f"{kind} of {self.scale:g}.{where} A lower scale helps only if the loss is finite: "
+            "check the data and the loss for NaN first. Then lower the learning rate, keep the "
+            f"module that overflows in fp32, or {fix}."
         )
 
     def state_dict(self) -> dict[str, Any]:
