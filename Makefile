@@ -12,9 +12,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workstea
 # Write bytecode even if the environment disables it: otherwise every worker compiles the tests, 8 s each.
 export PYTHONDONTWRITEBYTECODE :=
 QUICK := -m "not (slow or distributed or gpu or sweep)"
+COMPILED := tests/contrastive/triton_tiles/test_every_launch.py
 INTERPRETED = $$(grep -rl --include='test_*.py' 'mark\.interpreted' tests)
 
-.PHONY: help setup test lint types unit interpreted quick sweep floor newest wheel dist docs demo bench monitors-table failures-table clean
+.PHONY: help setup test lint types unit interpreted quick sweep floor floor-sweep newest wheel dist docs demo bench monitors-table failures-table clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -53,8 +54,13 @@ sweep: $(STAMP)  ## Run the tests that `test` omits: every kernel in every varia
 	TRITON_INTERPRET=1 $(PYTEST) -m "interpreted and sweep" $(INTERPRETED)
 
 floor: BIN := $(FLOOR)/bin
-floor: $(FLOOR)/.installed  ## Run the quick tests with the lowest versions of pyproject.toml
+floor: $(FLOOR)/.installed  ## Run the quick tests and compile kernels with the lowest versions of pyproject.toml
 	$(PYTEST) $(QUICK)
+	$(PYTEST) -m "not sweep" $(COMPILED)
+
+floor-sweep: BIN := $(FLOOR)/bin
+floor-sweep: $(FLOOR)/.installed  ## Compile every kernel in every variant with the lowest Triton
+	$(PYTEST) -m sweep $(COMPILED)
 
 $(FLOOR)/.installed: pyproject.toml .ci/floor.py
 	$(PYTHON) -m venv $(FLOOR)

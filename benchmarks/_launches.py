@@ -1,11 +1,11 @@
-"""What the launchers of the package ask Triton for, for a GPU that is not there.
+"""Records what the package's launchers ask Triton to compile, on a machine without a GPU.
 
-The package runs up to each launch: with tensors that have no memory, an architecture that is
-pretended, and a driver of Triton that knows nothing but the architecture's name. So a kernel is
-specialised here (dtypes, alignment, numbers that are 1 or multiples of 16, descriptors, options) as
-it is on a device.
+The package runs up to each launch, with fake tensors, a pretended compute capability, and a stub of
+Triton's driver that only knows that capability. Kernels are therefore specialised (dtypes,
+alignment, integers that are 1 or multiples of 16, descriptors, options) as they are on a device.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -18,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -25,29 +27,31 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from lightning_mp.contrastive._call import request
+from lightning_mp.contrastive._call.request import Request
+from lightning_mp.contrastive._operator import _run
 from lightning_mp.contrastive._tiles import backends
 from lightning_mp.contrastive._tiles.triton_tiles import tiles
 from lightning_mp.contrastive._tiles.triton_tiles.configs import TileConfig, table_arch
 
-__all__ = ["Launch", "absent_device", "fake_gpu", "launches_in"]
+__all__ = ["Launch", "absent_device", "call_loss", "fake_gpu", "launches_in"]
 
 WARP = 32
-_MULTIPROCESSORS = 132  # of an H100; blocks of rows depend on them
-_BASE_ADDRESS = 4096  # CUDA's allocator aligns to more than any kernel asks for
-# Triton remembers kernels by the number of the device: each of these is a new one.
+_MULTIPROCESSORS = 132  # of an H100; the shape of softmax blocks depends on it
+_BASE_ADDRESS = 4096  # CUDA's allocator aligns to more than any kernel needs
+# Triton caches kernels by device number; each stub of the driver gets a new number.
 _NUMBERS = itertools.count(-1, -1)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as a launcher asks for it; two that Triton would compile once are equal.
+    """A kernel as a launcher asks for it; launches that share a compiled kernel are equal.
 
     Args:
-        kernel: The name of the function.
+        kernel: Name of the kernel function.
         arch: Compute capability times ten.
-        key: Of the sources, the specialisation and the options.
-        source: What Triton compiles.
-        options: How.
+        key: Hash of the sources, the specialisation and the options.
+        source: The input of `triton.compile`.
+        options: The options of `triton.compile`.
     """
 
     kernel: str
@@ -58,39 +62,39 @@ class Launch:
 
     @cached_property
     def constants(self) -> dict[str, Any]:
-        """Arguments that are known at compile time, `None` included, by name."""
+        """Compile-time arguments by name, `None` included."""
         names = self.source.fn.arg_names
         return {names[path[0]]: value for path, value in self.source.constants.items()}
 
     def has(self, argument: str) -> bool:
-        """Return whether an argument is there and not `None`."""
+        """Return whether the kernel has an argument and its value is not `None`."""
         return self.constants.get(argument, argument) is not None
 
     @property
     def tile(self) -> tuple[int, int, int] | None:
-        """Rows, columns and slice of the width of a tile; `None` of kernels without products."""
+        """Rows, columns and width slice of a tile; `None` for kernels without products."""
         sizes = [self.constants.get(name) for name in ("TILE_M", "TILE_N", "TILE_K")]
         return None if None in sizes else tuple(sizes)
 
     @property
     def multiplies(self) -> bool:
-        """Whether tiles of features are multiplied."""
+        """Whether the kernel multiplies tiles of features."""
         return self.tile is not None and self.has("rows")
 
     @property
     def dtype(self) -> str:
-        """The dtype of the first argument, in Triton's words, such as `bf16`."""
+        """Triton's name for the dtype of the first argument, such as `bf16`."""
         first = next(iter(self.source.signature.values()))
         return first.removeprefix("tensordesc<").removeprefix("*").partition("[")[0]
 
     def is_row(self, row: TileConfig) -> bool:
-        """Return whether it is launched with the shape of a row of the table."""
+        """Return whether tile, warps and stages are those of a row of the table."""
         return (self.tile, self.options["num_warps"], self.options["num_stages"]) == (
             row.tile, row.warps, row.stages
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """Return what tells it from others, such as `sm90 lse 256x128x64 w8 s4 bf16 ids stored`."""
+        """Return a readable name, such as `sm90 lse 256x128x64 w8 s4 bf16 ids stored`."""
         optional = {
             "row_ids": "ids", "row_thresholds": "thresholds", "row_guides": "guides",
             "stored": "stored", "row_maxima": "maxima", "weights_low": "low",
@@ -107,7 +111,7 @@ class Launch:
 
 
 def absent_device(arch: int) -> Any:
-    """Return Triton's driver, as far as finding a kernel needs one."""
+    """Return a stub of Triton's driver with the methods that looking up a kernel calls."""
     number = next(_NUMBERS)
     return SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, WARP),
@@ -118,10 +122,10 @@ def absent_device(arch: int) -> Any:
 
 @contextmanager
 def launches_in(arch: int) -> Iterator[dict[str, Launch]]:
-    """Note what is launched, once each, by key; nothing is compiled and nothing runs.
+    """Record each distinct launch under its key; nothing is compiled and nothing runs.
 
-    A kernel whose launcher does not ask for fused multiply-adds gets none, which is what Triton
-    does from 3.10 on.
+    Kernels whose launcher does not set `enable_fp_fusion` get no fused multiply-adds, which is
+    Triton's default from 3.10 on.
     """
     found: dict[str, Launch] = {}
 
@@ -131,15 +135,15 @@ def launches_in(arch: int) -> Iterator[dict[str, Launch]]:
         )
         names = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")
         options = {name: compile[name] for name in names}
-        # The hook names four options, and hands on the others as text.
-        said = json.loads(compile["specialization_data"])["options"]
-        options["maxnreg"] = said["maxnreg"]
+        # The hook passes four options by name, and all others as JSON.
+        others = json.loads(compile["specialization_data"])["options"]
+        options["maxnreg"] = others["maxnreg"]
         key = hashlib.sha256(f"{source.hash()}{options}{arch}".encode()).hexdigest()
         found.setdefault(key, Launch(fn.jit_function.__name__, arch, key, source, options))
         return True  # neither compile nor launch
 
     with (
-        # Triton's own way back makes its default driver, which a machine without a GPU has not.
+        # `driver.reset_active` would create the default driver, which fails without a GPU.
         mock.patch.object(driver, "_active", absent_device(arch)),
         mock.patch.object(knobs.runtime, "jit_cache_hook", note),
         mock.patch.dict(os.environ, {"TRITON_DEFAULT_FP_FUSION": "0"}),
@@ -149,11 +153,11 @@ def launches_in(arch: int) -> Iterator[dict[str, Launch]]:
 
 @contextmanager
 def fake_gpu(arch: int, choice: int = 0) -> Iterator[None]:
-    """Let losses of tensors without memory take the Triton tiles as on a GPU of an architecture.
+    """Make losses of fake tensors launch the Triton tiles as on a GPU of an architecture.
 
     Args:
         arch: Compute capability times ten.
-        choice: Which row wins where `autotune` times several, which are all launched.
+        choice: Index of the row that wins where `autotune` times several; all of them are launched.
     """
 
     def fastest(
@@ -165,7 +169,7 @@ def fake_gpu(arch: int, choice: int = 0) -> Iterator[None]:
 
     with ExitStack() as stack:
         for target, name, value in (
-            # Fakes have no address, and launchers and Triton look at its alignment.
+            # Fake tensors have no address, but launchers and Triton check its alignment.
             (FakeTensor, "data_ptr", lambda x: _BASE_ADDRESS + x.storage_offset() * x.itemsize),
             (request, "triton_problem", lambda *_: None),
             (tiles, "arch_of", lambda _: table_arch(divmod(arch, 10))),
@@ -173,8 +177,32 @@ def fake_gpu(arch: int, choice: int = 0) -> Iterator[None]:
             (tiles, "fastest", fastest),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        # One object for equal choices would remember what was chosen.
+        # The cached backend would keep the choices of an earlier call.
         backends.triton_tiles.cache_clear()
         stack.callback(backends.triton_tiles.cache_clear)
         stack.enter_context(FakeTensorMode())
         yield
+
+
+def call_loss(
+    loss: Any,
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float,
+    *,
+    stores_tiles: bool = True,
+    **options: Any,
+) -> None:
+    """Compute a loss and its gradients as the operator does, without autograd.
+
+    Args:
+        loss: A `ContrastiveLoss` or `SigmoidContrastiveLoss`.
+        image: Features of the images.
+        text: Features of the texts.
+        scale: The logit scale.
+        stores_tiles: Whether the first sweep may keep logits for the second.
+        options: Further arguments of `Request.of`.
+    """
+    bias = None if loss._is_softmax else torch.empty((), requires_grad=True)
+    request = Request.of(loss, image, text, scale, bias, **options).checked()
+    _run(*dataclasses.replace(request, stores_tiles=stores_tiles).flat())

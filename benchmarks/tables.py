@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py --plots plots
 
-A table in Markdown for each file, with the command that fills it, and under each row's chip and
-versions the day of the measurement.
+Every file becomes Markdown tables, one for each problem, chip and set of versions, under the
+command that measures them. The line above a table ends with the day of the measurement.
 """
 
 import argparse
@@ -27,9 +27,9 @@ NAMES = {
     "dense, formula": "dense (open_clip's formula)",
     "torch chunked": "torch's `linear_cross_entropy`, chunked, once a direction",
 }
-# What tells tables of a file apart: the problem, the chip and the versions.
+# Rows with the same problem, chip and versions form a table.
 APART = ("objective", "batch", "width", "dtype", "device_name", "threads", "torch", "triton")
-# What is drawn: the file, then the columns across and upwards, and those that make a line.
+# By file: the columns of the x and y axes, and the columns whose values name a line.
 PLOTS = {
     "contrastive_loss": ("batch", "ms_median", ("contender", "width", "dtype", "device_name")),
     "optimizer_step": ("parameters", "gb_per_second", ("contender", "device_name")),
@@ -38,10 +38,10 @@ PLOTS = {
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, with numbers where there are such, `None` where nothing is."""
+    """Return the rows of a file, with numbers as numbers and empty cells as `None`."""
 
     def value(text: str) -> Any:
-        # `int` first, so that a batch has no decimals.
+        # `int` first, so that a batch size has no decimals.
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(text)
@@ -52,13 +52,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a loss, ours first."""
+    """Yield the lines of a table of losses, this package's first."""
     yield "| | ms, median | ours is | of the GEMM rate | extra memory |\n|---|---|---|---|---|"
     for row in rows:
         name = NAMES.get(row["contender"], row["contender"])
         if row["objective"] == "sigmoid":
             name = name.replace("`Contr", "`SigmoidContr")
-        # Ours is held against itself.
+        # The row that the others are compared with.
         ratio = "" if row["time_ratio"] == 1 else f"{row['time_ratio']:.2f}x as fast"
         peak = row["peak_extra_bytes"]
         cells = [name, f"{row['ms_median']:,.0f}", ratio, f"{row['gemm_fraction']:.0%}"]
@@ -66,7 +66,7 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of any other benchmark, as its own table has them."""
+    """Yield the lines of any other benchmark, with the columns that it prints."""
     table = importlib.import_module(f"benchmarks.{name}").TABLE
     yield _line(table) + "\n" + "|---" * len(table) + "|"
     for row in rows:
@@ -83,7 +83,7 @@ def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     def key(row: dict[str, Any]) -> list[tuple[str, str]]:
         return [(column, str(row[column])) for column in APART if row.get(column)]
 
-    # Sorted, as `groupby` joins neighbours only.
+    # `groupby` joins neighbours only.
     for facts, group in groupby(sorted(rows, key=key), key):
         found = list(group)
         said = ", ".join(" ".join(fact) for fact in facts)
@@ -92,12 +92,12 @@ def tables_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def plot(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Draw what the benchmark found by size, on logarithmic axes."""
-    # Here, as tables need no plots.
+    """Draw the figures of a benchmark by size, on logarithmic axes."""
+    # Imported here, because tables need no matplotlib.
     from matplotlib.figure import Figure
 
     across, upwards, columns = PLOTS[name]
-    # What is the same in all rows tells lines apart from none.
+    # A column with the same value in all rows names no line.
     telling = [c for c in columns if c == columns[0] or len({row.get(c) for row in rows}) > 1]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -115,13 +115,16 @@ def plot(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables of all files that there are."""
+    """Print the tables of all CSV files in the folder."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--plots", type=Path, help="folder for pictures")
+    parser.add_argument("--chip", default="", help="only rows of chips with this in their name")
     args = parser.parse_args(argv)
     for path in sorted(args.results.glob("*.csv")):
-        rows = read(path)
+        rows = [row for row in read(path) if args.chip in str(row.get("device_name", ""))]
+        if not rows:
+            continue
         print(f"\n## `python benchmarks/{path.stem}.py`")
         print("\n".join(tables_of(path.stem, rows)))
         if args.plots is not None and path.stem in PLOTS:

@@ -5,7 +5,6 @@ steps of the optimizer and statistics of the monitors run on small tensors. What
 specialised for is the launchers' doing, not this file's.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks._launches import Launch, fake_gpu, launches_in
+from benchmarks._launches import Launch, call_loss, fake_gpu, launches_in
 from lightning_mp import ContrastiveLoss, MatryoshkaLoss, SigmoidContrastiveLoss
 from lightning_mp.contrastive._call.request import Request
-from lightning_mp.contrastive._operator import _found, _run
+from lightning_mp.contrastive._operator import _found
 from lightning_mp.contrastive._sums.agreement import exchange_for
 from lightning_mp.contrastive._sums.sweep import NeedsGrad, plan_of
 from lightning_mp.numerics import probe_kernels
@@ -140,15 +139,12 @@ def call(
     dtype: torch.dtype,
     layout: str = "rows",
     scale: torch.dtype | None = FP32,
-    stores_tiles: bool = True,
-    **said: Any,
+    **options: Any,
 ) -> None:
-    """Run a call of a loss, its gradients included, as the operator does."""
-    sides = [_features(batch, width, dtype, layout).requires_grad_() for _ in range(2)]
+    """Compute a loss of fake features and its gradients, see `call_loss`."""
+    image, text = (_features(batch, width, dtype, layout).requires_grad_() for _ in range(2))
     value = 100.0 if scale is None else torch.empty((), dtype=scale, requires_grad=True)
-    bias = None if loss._is_softmax else torch.empty((), requires_grad=True)
-    request = Request.of(loss, *sides, value, bias, **said).checked()
-    _run(*dataclasses.replace(request, stores_tiles=stores_tiles).flat())
+    call_loss(loss, image, text, value, **options)
 
 
 def _of_ranks(sizes: list[int], dtype: torch.dtype, exchange: str) -> None:

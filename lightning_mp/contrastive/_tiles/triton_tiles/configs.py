@@ -1,7 +1,8 @@
-"""The table of tile shapes by kernel, architecture, dtype and width; `configs.json` holds it.
+"""The table of tile shapes by kernel, architecture, dtype and width, read from `configs.json`.
 
-Every row states its reason and is compiled by the tests for its architecture, with no spilled
-register. Rows of one key stand in order of preference: the first is used, autotuning times all.
+Every row states its reason, and the tests compile it for its architecture without a spilled
+register. Rows of the same kernel, architecture and dtype are in order of preference: the first row
+whose `max_width` fits is the default, and autotuning times all that fit.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ __all__ = [
     "find_stored_configs",
     "find_threshold_config",
     "table_arch",
+    "timings",
 ]
 
 Kernel = Literal["lse", "softmax", "softmax_wide"]
@@ -31,25 +33,25 @@ Kernel = Literal["lse", "softmax", "softmax_wide"]
 _FIRST_ARCH = 80  # bf16 on tensor cores and asynchronous copies
 _ARCHS = {(9, 0): 90, (10, 0): 100, (10, 3): 100, (12, 0): 120, (12, 1): 120}
 _ROUNDS = 3
-_RUNS = 20  # that follow each other without a gap
-_CYCLES_A_SECOND = 2e9  # of a GPU's clock; a sleep that is twice as long as it must be will do
+_RUNS = 20  # queued back to back
+_CYCLES_A_SECOND = 2e9  # at least a GPU's clock rate; a longer sleep does no harm
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """How one kernel cuts its work.
+    """A tile shape and the launch options of one kernel.
 
     Args:
-        kernel: What it is for; the rows of `"lse"` also serve the tiles that are redone.
-        arch: Compute capability times ten that it was chosen for.
+        kernel: The kernel; rows of `"lse"` also serve the second launch that recomputes tiles.
+        arch: Compute capability times ten of the GPUs that the row is for.
         dtypes: Names of the operands' dtypes.
-        max_width: The largest width, in values, that it is for; `None` is any.
-        tile: Rows, columns and slice of the width of a tile, in values.
-        group: Rows of tiles that neighbouring programs go through together.
+        max_width: The largest feature width that the row is for; `None` means any.
+        tile: Rows, columns and width slice of a tile, in values.
+        group: Rows of tiles that consecutive programs share, so that operands stay in L2.
         warps: Warps of a program.
-        stages: Slices in flight.
-        tma: Whether Hopper's copy engine moves operands and softmax tiles.
-        reason: Why this row.
+        stages: Width slices in flight.
+        tma: Whether the copy engine (TMA) moves operands and softmax tiles.
+        reason: Why this row is in the table.
     """
 
     kernel: Kernel
@@ -65,17 +67,17 @@ class TileConfig:
 
     @property
     def launch_options(self) -> dict[str, Any]:
-        """The compile-time arguments that the kernels of all sweeps take, and compiler options."""
+        """Compile-time arguments of all sweep kernels, and compiler options."""
         tile_m, tile_n, tile_k = self.tile
         return {
             "TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TMA": self.tma,
             "GROUP": self.group, "num_warps": self.warps, "num_stages": self.stages,
-            # Not every version of Triton fuses multiply-adds unless it is asked to.
+            # The default depends on the version of Triton.
             "enable_fp_fusion": True,
         }  # fmt: skip
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return how many tiles cover a block, down and across."""
+        """Return how many tiles cover the rows and the columns of a block."""
         return -(-rows // self.tile[0]), -(-columns // self.tile[1])
 
 
@@ -93,34 +95,32 @@ def all_configs() -> tuple[TileConfig, ...]:
 def find_configs(
     kernel: Kernel, arch: int, dtype: torch.dtype, width: int
 ) -> tuple[TileConfig, ...]:
-    """Return the rows for a kernel, best guess first.
+    """Return the rows for a kernel, the default first.
 
     Raises:
-        ValueError: The table has no such dtype or architecture.
+        ValueError: The table has no row for the dtype or the architecture.
     """
     name = str(dtype).removeprefix("torch.")
-    found = tuple(
-        row
-        for row in all_configs()
-        if row.kernel == kernel
-        and row.arch == arch
-        and name in row.dtypes
-        and (row.max_width is None or width <= row.max_width)
-    )
+    found: dict[object, TileConfig] = {}
+    for row in all_configs():
+        is_wide_enough = row.max_width is None or width <= row.max_width
+        if (row.kernel, row.arch) == (kernel, arch) and name in row.dtypes and is_wide_enough:
+            # A default for small widths may be an alternative for all widths as well.
+            found.setdefault((row.tile, row.warps, row.stages), row)
     if not found:
         known = sorted({(row.arch, dtype) for row in all_configs() for dtype in row.dtypes})
         raise ValueError(
             f"Passed dtype {name} on architecture {arch} for the kernel {kernel!r}. The table has "
             f"rows for {known}. Use one of these, or `backend='torch'`."
         )
-    return found
+    return tuple(found.values())
 
 
 def find_stored_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[TileConfig, TileConfig]:
-    """Return the shapes of tiles whose products one sweep keeps, and of those that are read again.
+    """Return the rows for the sweep that stores its logits and for the sweep that reads them.
 
-    To keep tiles of 128 x 256 takes registers that sums of theirs leave to no chip. What is read
-    is not multiplied: small tiles wait for memory beside each other.
+    Storing logits takes registers, and a tile of 128 x 256 has none to spare on any chip. The
+    second sweep reads logits instead of multiplying, so many small tiles hide the memory latency.
     """
     lse = next(row for row in find_configs("lse", arch, dtype, width) if row.tile[1] < 256)
     wide = find_configs("softmax_wide", arch, dtype, width)[0]
@@ -130,11 +130,11 @@ def find_stored_configs(arch: int, dtype: torch.dtype, width: int) -> tuple[Tile
 def find_threshold_config(
     arch: int, dtype: torch.dtype, width: int, *, has_ids: bool, has_guides: bool
 ) -> TileConfig:
-    """Return the shape of tiles whose log-sum-exps leave out what is too similar.
+    """Return the row for log-sum-exps that leave out false negatives.
 
-    Thresholds take registers: tiles of 128 x 256 spill with them on all chips, and on 9.0 those of
-    128 x 128 with ids as well. Guides have a second product, so the row that keeps the least in
-    registers, the last one, is theirs.
+    Thresholds take registers: with thresholds, tiles of 128 x 256 spill on every chip, and with both
+    ids, tiles of 128 x 128 spill on 9.0. Guides add a second product, so they take the last row,
+    which needs the fewest registers.
     """
     wide = find_configs("softmax_wide", arch, dtype, width)[-1 if has_guides else 0]
     if arch == 90 and has_ids:
@@ -143,10 +143,10 @@ def find_threshold_config(
 
 
 def arch_of(device: torch.device) -> int:
-    """Return the architecture whose rows serve a device: its own, or 80 for all that have none.
+    """Return the architecture whose rows serve a device: its own, or 80 if it has no rows.
 
-    A row for 80 needs nothing that a later chip lacks, and shared memory that the smallest has.
-    Those of 100 (B200) serve 10.3 (B300), those of 120 (RTX 50) also 12.1: one family each.
+    Every later chip has the instructions that rows for 80 need, and enough shared memory. Rows for
+    100 (B200) also serve 10.3 (B300), rows for 120 (RTX 50) also 12.1: the same families.
     """
     if device.type != "cuda":
         return _FIRST_ARCH  # Triton's interpreter
@@ -161,15 +161,23 @@ def table_arch(capability: tuple[int, int]) -> int:
 def fastest(
     configs: Sequence[TileConfig], run: Callable[[TileConfig], object], device: torch.device
 ) -> TileConfig:
-    """Return the tile shape with the shortest of three timings, after a run that compiles.
+    """Return the row with the shortest time, see `timings`."""
+    seconds = timings(configs, run, device)
+    return min(seconds, key=lambda config: seconds[config])
 
-    On CUDA the device's own time counts: launching a kernel can take the host longer than the
-    device needs for it. A timing is that of 20 runs which are queued while the device sleeps.
+
+def timings(
+    configs: Sequence[TileConfig], run: Callable[[TileConfig], object], device: torch.device
+) -> dict[TileConfig, float]:
+    """Return the seconds of each row that runs: the least of three timings, after compilation.
+
+    On CUDA the time is that of the device, because launching a kernel can take the host longer than
+    running it takes the device. A timing averages 20 runs, queued while the device sleeps.
 
     Raises:
-        RuntimeError: None of them runs on the device.
+        RuntimeError: No row runs on the device.
     """
-    measure = _time_on_device if device.type == "cuda" else _time_on_host  # of the interpreter
+    measure = _time_on_device if device.type == "cuda" else _time_on_host  # Triton's interpreter
     seconds: dict[TileConfig, float] = {}
     failures: list[str] = []
     for config in configs:
@@ -178,14 +186,15 @@ def fastest(
         except Exception as error:  # a shape may need more shared memory than this chip has
             failures.append(f"{config.tile}: {error}")
             continue
-        # The least of them: what disturbs a run only makes it longer.
+        # The least, because disturbances only make a run longer.
         seconds[config] = min(measure(run, config) for _ in range(_ROUNDS))
     if not seconds:
         raise RuntimeError(
-            f"No tile shape for {configs[0].kernel!r} runs on {device}: {'; '.join(failures)}. "
+            f"No tile shape for the kernel {configs[0].kernel!r} runs on {device}: "
+            f"{'; '.join(failures)}. "
             "Use `backend='torch'`."
         )
-    return min(seconds, key=lambda config: seconds[config])
+    return seconds
 
 
 def _time_on_host(run: Callable[[TileConfig], object], config: TileConfig) -> float:
