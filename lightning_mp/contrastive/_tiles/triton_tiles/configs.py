@@ -132,12 +132,12 @@ def find_threshold_config(
 ) -> TileConfig:
     """Return the row for log-sum-exps that leave out false negatives.
 
-    Thresholds take registers: with thresholds, tiles of 128 x 256 spill on every chip, and with both
-    ids, tiles of 128 x 128 spill on 9.0. Guides add a second product, so they take the last row,
-    which needs the fewest registers.
+    Thresholds take registers: with them, tiles of 128 x 256 spill on every chip. On 9.0 tiles of
+    128 x 128 spill with thresholds and ids, and under Triton 3.6 with thresholds and guides. Guides
+    add a second product, so they take the last row, which needs the fewest registers.
     """
     wide = find_configs("softmax_wide", arch, dtype, width)[-1 if has_guides else 0]
-    if arch == 90 and has_ids:
+    if arch == 90 and (has_ids or has_guides):
         return dataclasses.replace(wide, tile=(128, 64, wide.tile[2]), warps=8)
     return wide
 
