@@ -1,8 +1,8 @@
-"""What every benchmark shares: fair timing, the machine's facts, command line, CSV and tables.
+"""What every benchmark shares: timing, facts about the machine, command line, CSV and tables.
 
-All that is compared runs in turn, A B C A B C, as machines drift: clocks, temperature, neighbours.
-Drift then meets everybody alike, and a ratio taken within a round does not see it. `ms` is the
-median and range over rounds, a ratio the median of those within rounds.
+Contenders run in turn, A B C A B C, because machines drift: clock rates, temperature, other work.
+Drift then affects all contenders alike and cancels in a ratio within one round. `ms` is the median
+and range over rounds, a ratio the median of the ratios within rounds.
 """
 
 import argparse
@@ -33,22 +33,22 @@ from papers.machine import cpu_name
 
 try:
     from tqdm import tqdm
-except ImportError:  # a machine with torch and Triton alone measures as well
+except ImportError:  # the losses are measured with torch and Triton alone
 
     class tqdm(list):  # type: ignore[no-redef,type-arg]  # noqa: N801
-        """Goes through a list without a word."""
+        """Iterates over a list without a progress bar."""
 
         def __init__(self, turns: Iterable[Any], *_: Any, **__: Any) -> None:
             super().__init__(turns)
 
         def set_postfix_str(self, *_: Any, **__: Any) -> None:
-            """Say nothing."""
+            """Do nothing."""
 
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 OUT_OF_MEMORY = "ran out of memory"
-# A core that is taken for half of the time stretches whatever two threads do together.
+# Other work on half a core already slows down two threads that work together.
 _BUSY_CORES = 0.5
 # On a GPU, launching and waiting take some 20 us: a thousandth of this.
 _LONG_ENOUGH = 0.02
@@ -63,10 +63,10 @@ def take_turns(
     title: str = "in turn",
     seconds_of: Callable[[Any], float] = float,
 ) -> tuple[dict[str, list[Found]], dict[str, str]]:
-    """Run all in turn; return what was found, round by round, and why others failed.
+    """Run all contenders in turn; return their results by round, and why others failed.
 
-    All rounds of one together take `max_seconds` if the first tells, by `seconds_of` what it found:
-    who takes long sits the last ones out.
+    The rounds of one contender together take about `max_seconds`, judged by `seconds_of` its first
+    result: a slow contender skips the last rounds.
     """
     found: dict[str, list[Found]] = {name: [] for name in runs}
     failures: dict[str, str] = {}
@@ -79,11 +79,11 @@ def take_turns(
         try:
             found[name].append(runs[name]())
         except Exception as error:
-            # Who fails is named in the end, and the others go on.
+            # Failures are named at the end, and the other contenders go on.
             failures[name] = error_words(error)
             continue
         if index == 0 and max_seconds is not None:
-            # At least the round that it has taken by now.
+            # The first round has been run already.
             left[name] = max(1, int(max_seconds / max(seconds_of(found[name][0]), 1e-6)))
     return {name: each for name, each in found.items() if name not in failures}, failures
 
@@ -91,17 +91,17 @@ def take_turns(
 def time_in_turn(
     steps: Mapping[str, Callable[[], object]], device: torch.device, *limits: Any
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the seconds of all steps, taken in turn after two rounds that do not count.
+    """Return the seconds of all steps, run in turn after two rounds that do not count.
 
-    A round is a call by the clock of torch's benchmarks, which waits for the device; of a step that
-    takes a GPU less than 20 ms it is Triton's `do_bench`, which repeats it for that long and clears
-    the cache in between. The limits are those of `take_turns`, as is what is returned.
+    A round is one call, timed by the clock of torch's benchmarks, which waits for the device. For a
+    step that takes a GPU less than 20 ms, it is Triton's `do_bench`, which repeats the step for
+    that long and clears the cache in between. The limits and the result are those of `take_turns`.
     """
     calls = {name: partial(_seconds_of_call, step) for name, step in steps.items()}
-    # The first round may compile; the second tells who is short enough to be repeated.
+    # The first round may compile; the second one decides which steps are repeated.
     warm, failures = take_turns(calls, rounds=2)
     for name, seconds in warm.items():
-        # The shorter of both, as the first one may have compiled.
+        # The shorter one, because the first round may have compiled.
         if device.type == "cuda" and min(seconds) < _LONG_ENOUGH:
             calls[name] = partial(_seconds_of_many, steps[name])
     spreads, later = take_turns({name: calls[name] for name in warm}, *limits)
@@ -119,24 +119,25 @@ def _seconds_of_many(step: Callable[[], object]) -> float:
 
 
 def time_columns(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the columns of a CSV file that tell the times of a step."""
+    """Return the timing columns of a CSV file."""
     ms = [1e3 * each for each in seconds]
     return {"rounds": len(ms), "ms_median": median(ms), "ms_min": min(ms), "ms_max": max(ms)}
 
 
 def median_ratio(above: Sequence[float] | None, below: Sequence[float]) -> Any:
-    """Return the median of ratios within common rounds; `None` where there is nothing above."""
-    # Not strict: who takes long has sat the last rounds out.
+    """Return the median of the ratios within common rounds; `None` if `above` is empty."""
+    # Not strict, because slow contenders skip the last rounds.
     return above and median(a / b for a, b in zip(above, below, strict=False))
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Return the most bytes that tensors made by `run` take at a time, those that it leaves too.
+    """Return the peak memory of the tensors that `run` makes, including those that it leaves.
 
-    On CUDA the allocator knows it, on a CPU torch's profiler; of other devices nobody does.
+    The figure comes from the allocator on CUDA and from torch's profiler on a CPU; it is `None` on
+    other devices.
     """
     if device.type == "cuda":
-        # A block left from before may be larger than what is asked of it, and counts in full.
+        # A cached block may be larger than the tensor in it, and would count in full.
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
@@ -146,7 +147,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what a figure depends on: chip, threads, versions. No names of machines or people."""
+    """Return what a figure depends on: chip, threads and versions."""
     return {
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": str(torch.get_num_threads()),
@@ -162,9 +163,9 @@ def append_rows(
     rows: Sequence[Mapping[str, object]],
     measured: Collection[str] = (),
 ) -> None:
-    """Add rows at the end of a CSV file, with new columns where it lacks some.
+    """Append rows to a CSV file, and add columns that it lacks.
 
-    Of rows that differ by the date and by what was `measured` alone, the last one stays.
+    Of rows that differ only in the date and in the `measured` columns, the last one stays.
     """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     old = list(csv.DictReader(lines))
@@ -173,9 +174,9 @@ def append_rows(
     key = [name for name in columns if name not in {"date", *measured}]
     by_key = {tuple(row.get(name, "") for name in key): row for row in [*old, *new]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")  # whoever is killed leaves the whole file or the old
+    part = path.with_suffix(".part")  # an interrupted run leaves the old file or the new one
     with part.open("w", newline="") as file:
-        # Not csv's own CRLF, as the files of results are kept in git.
+        # Not the CRLF of the csv module, because git tracks the files.
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(by_key.values())
@@ -184,27 +185,27 @@ def append_rows(
 
 @dataclass
 class Report:
-    """What is found out about one problem."""
+    """The result of one problem."""
 
-    rows: list[tuple[dict[str, Any], dict[str, Any]]]  # what was measured, and what was found out
-    table: Mapping[str, str]  # headers, and how a row stands under them
+    rows: list[tuple[dict[str, Any], dict[str, Any]]]  # the problem and the figures
+    table: Mapping[str, str]  # the format of each column, by header
     said: Sequence[str] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why
-    sound: bool = True  # all that is ours ran and was right
+    left_out: Mapping[str, str] = field(default_factory=dict)  # the reason, by name
+    sound: bool = True  # whether all of this package's code ran and was right
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script: its name, its docstring, and what it does with its arguments."""
+    """A script: its name, its docstring, its options and its measurement."""
 
     name: str
     doc: str | None
     measure: Callable[[argparse.Namespace], Iterable[Report]]
-    # For argparse, positive whole numbers if they are nothing else; `toy` is that of a rehearsal.
+    # Arguments of argparse, by default positive integers; `toy` is the default with `--quick`.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Read the command line; `--quick` replaces what was not given."""
+        """Parse the command line; `--quick` replaces the defaults."""
         parser = argparse.ArgumentParser(
             description=str(self.doc).partition("\n")[0],
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -220,17 +221,22 @@ class Benchmark:
         add("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
         add("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
         results = ROOT / "benchmarks" / "results" / f"{self.name}.csv"
-        add("--csv", type=Path, default=None if is_quick else results, help="file of the rows")
-        add("--quick", action="store_true", help="rehearse at toy size; only a given --csv is kept")
+        add(
+            "--csv",
+            type=Path,
+            default=None if is_quick else results,
+            help="file that rows are added to",
+        )
+        add("--quick", action="store_true", help="run at toy size; rows are kept only with --csv")
         return parser.parse_args(argv)
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Run the benchmark; the exit status is 1 if something of ours failed or was wrong."""
-        if argv is None:  # what is interrupted inside of a kernel says where, too
+        """Run the benchmark; the exit status is 1 if the package's code failed or was wrong."""
+        if argv is None:  # an interrupt inside of a kernel prints a traceback as well
             faulthandler.register(signal.SIGINT, chain=True)
         args = self.parse(argv)
         if (load := os.getloadavg()[0]) > _BUSY_CORES:
-            print(f"Other work is running (load {load:.1f}); measure again when it is quiet.")
+            print(f"Other work is running (load {load:.1f}). Measure again on an idle machine.")
         torch.set_num_threads(args.threads)
         facts = environment(args.device)
         print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
@@ -257,23 +263,23 @@ def _version_of(package: str) -> str | None:
 
 
 def cell(form: str, row: Mapping[str, Any]) -> str:
-    """Return a row in a form, a dash if it has no value for it."""
+    """Return a row in a format; a dash if the value is `None`."""
     try:
         return form.format(**row)
-    except TypeError:  # of `None`, which has no digits
+    except TypeError:  # `None` takes no format
         return "-"
 
 
 def verdict(figure: str, target: str, met: bool) -> str:
-    """Return a sentence that holds a figure against its target."""
+    """Return a sentence that compares a figure with its target."""
     return f"{figure} (target: {target}): {'met' if met else 'missed'}."
 
 
 def positive(text: str) -> int:
-    """Return a positive whole number, for a command line."""
+    """Parse a positive integer of a command line."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return value
 
 
@@ -281,21 +287,21 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise argparse.ArgumentTypeError(f"torch knows no device {name}") from None
+        raise argparse.ArgumentTypeError(f"torch has no device {name}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError(f"torch sees no GPU for {name}; pass --device cpu")
     return device
 
 
 class LeftOut(ValueError):
-    """A contender is not asked here; its words say why."""
+    """A contender does not run here; the message says why."""
 
 
 def error_words(error: Exception) -> str:
-    """Return why something did not finish, in words for the eye."""
+    """Return a readable reason of a failure."""
     if isinstance(error, LeftOut):
         return str(error)
-    # On a CPU it is a plain RuntimeError with these words.
+    # On a CPU it is a plain RuntimeError with this message.
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return OUT_OF_MEMORY
     return f"failed: {type(error).__name__}: {str(error).partition('. ')[0]}"

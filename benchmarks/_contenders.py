@@ -1,7 +1,7 @@
-"""The contrastive losses that are compared: functions of pairs of unit features and a logit scale.
+"""The contrastive losses that are compared: functions of normalised features and a logit scale.
 
 Shapes:
-    b: batch. D: feature width. c: classes, one a row, or texts of one block.
+    b: batch. D: feature width. c: classes, or texts of one block.
 """
 
 import os
@@ -19,18 +19,18 @@ from lightning_mp import ContrastiveLoss, SigmoidContrastiveLoss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POSITIVE_COSINE = 0.2
-UNITS = 4  # of 2 b^2 D FLOP: the logits, the logits once more, and two gradients
-# Without a loss scale, the gradients of fp16 features at b = 8192 are below fp16's smallest number.
+UNITS = 4  # products of 2 b^2 D FLOP: the logits twice, and two gradients
+# Without a loss scale, the gradients of fp16 features underflow at b = 8192.
 FP16_LOSS_SCALE = 8192.0
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 BACKENDS = "triton", "torch"
-BIAS = -10.0  # SigLIP's at the start
-BLOCKS = 8  # ranks whose texts come one after the other
-# The relative difference that logits rounded to this dtype explain: near 100 by up to 0.25 in bf16,
-# near SigLIP's 10 by up to 0.03, where sigmoids are rounded, too. tf32 cuts operands to 10 bits,
-# which shrinks a logit of 20 by up to 0.02.
+BIAS = -10.0  # SigLIP's initial bias
+BLOCKS = 8  # blocks of texts, as from 8 ranks
+# The relative difference that rounding logits to the dtype explains: by up to 0.25 near 100 in
+# bf16, by up to 0.03 near SigLIP's 10, where sigmoids are rounded as well. tf32 cuts operands to 10
+# bits, which changes a logit of 20 by up to 0.02.
 TOLERANCES = {
     "softmax": {"fp32": 1e-4, "bf16": 0.2, "fp16": 0.05, "tf32": 0.05},
     "sigmoid": {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2},
@@ -38,7 +38,7 @@ TOLERANCES = {
 
 
 class Inputs(NamedTuple):
-    """Pairs of unit features and a scale, all of which need gradients."""
+    """Normalised features of pairs and a logit scale, all of which need gradients."""
 
     image_bD: Tensor
     text_bD: Tensor
@@ -47,23 +47,23 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What gets gradients."""
+        """The tensors that get gradients."""
         return self[:3]
 
     def run(self, loss: LossFunction) -> Tensor:
-        """Run forward and backward; the gradients stay on the inputs."""
+        """Run forward and backward; the gradients stay in the inputs' `grad`."""
         for leaf in self.leaves:
-            # Not zeros, to which gradients would be added.
+            # `None` rather than zeros, which gradients would be added to.
             leaf.grad = None
         value = loss(*self.leaves)
-        # As the cotangent: an fp16 loss of 9, multiplied by 8192, would be inf.
+        # The loss scale is the cotangent, because an fp16 loss of 9 times 8192 would be inf.
         value.backward(torch.full_like(value, self.loss_scale))
         return value.detach()
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: what is asked of all contenders."""
+    """One problem that all contenders solve."""
 
     batch: int
     width: int
@@ -73,9 +73,9 @@ class Case:
     objective: str = "softmax"
 
     def inputs(self, storage: torch.dtype | None = None) -> Inputs:
-        """Return new leaves; in any storage they have the values of the case's dtype.
+        """Return new leaves, whose values are those of the case's dtype in any storage dtype.
 
-        Pairs have a cosine of about 0.2; then no loss vanishes at scale 100.
+        Pairs have a cosine of about 0.2, so that no loss vanishes at scale 100.
         """
         dtype, random = DTYPES[self.dtype], torch.Generator(self.device).manual_seed(0)
         shape = 2, self.batch, self.width
@@ -83,7 +83,7 @@ class Case:
         image_bD, text_bD = F.normalize(image_bD, dim=1), F.normalize(text_bD, dim=1)
         text_bD.mul_((1 - POSITIVE_COSINE**2) ** 0.5).add_(image_bD, alpha=POSITIVE_COSINE)
         sides = (F.normalize(side_bD, dim=1).to(dtype) for side_bD in (image_bD, text_bD))
-        # Rounded to the case's dtype before, so that all contenders get the same values.
+        # Already rounded to the case's dtype, so that all contenders get the same values.
         image_bD, text_bD = (side_bD.to(storage or dtype).requires_grad_() for side_bD in sides)
         scale = torch.tensor(self.scale, device=self.device, requires_grad=True)
         return Inputs(image_bD, text_bD, scale, FP16_LOSS_SCALE if dtype == torch.float16 else 1.0)
@@ -96,12 +96,12 @@ class Contender:
     name: str
     loss: LossFunction
     is_ours: bool = False
-    tolerance: float = 1e-4  # the relative difference from ours that its arithmetic explains
+    tolerance: float = 1e-4  # relative difference from ours that its arithmetic explains
     storage: torch.dtype | None = None  # the only dtype that it takes
 
 
 class Peer(NamedTuple):
-    """Somebody else's loss of a case; the dtype of its logits is the case's if none is said."""
+    """A loss of another package; `logits` is the dtype of its logits, by default the case's."""
 
     make: Callable[[Case], LossFunction]
     logits: str | None = None
@@ -112,7 +112,10 @@ class Peer(NamedTuple):
 def find_contenders(
     case: Case, workspaces: Sequence[int] = ()
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return who runs here, ours first with each workspace in MiB, and why others do not."""
+    """Return the contenders that run here, ours first, and why others do not.
+
+    `workspaces` are further workspaces for ours, in MiB.
+    """
     ours = {f"ours, {backend} tiles": partial(_ours, backend, None) for backend in BACKENDS}
     best = BACKENDS[case.device.type != "cuda"]
     ours |= {f"ours, {best} tiles, {mib} MiB": partial(_ours, best, mib) for mib in workspaces}
@@ -134,14 +137,15 @@ def _ours(backend: Any, mib: int | None, name: str, case: Case) -> Contender:
     loss: LossFunction = ContrastiveLoss(**options)
     if case.objective == "sigmoid":
         loss = _with_bias(SigmoidContrastiveLoss(**options), case)
-    replace(case, batch=64, scale=10.0).inputs().run(loss)  # who fails here is left out
+    replace(case, batch=64, scale=10.0).inputs().run(loss)  # a loss that fails here is left out
     return Contender(name, loss, is_ours=True)
 
 
 def dense_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-    """Return the loss as OpenCLIP defines it on one process: logits both ways, two cross entropies.
+    """Return OpenCLIP's loss on one process: logits both ways, two cross entropies.
 
-    `L = (CE(s I T^T, diag) + CE(s T I^T, diag)) / 2`, six units of 2 b^2 D FLOP with the backward.
+    `L = (CE(s I T^T, diag) + CE(s T I^T, diag)) / 2`, six products of 2 b^2 D FLOP with the
+    backward.
 
     References:
         - CLIP, https://arxiv.org/abs/2103.00020, figure 3
@@ -155,7 +159,7 @@ def dense_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
 
 
 def autocast_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-    """Return it as a bf16-mixed training step computes it: logits in bf16, softmax in fp32."""
+    """Return the loss of a bf16-mixed training step: logits in bf16, softmax in fp32."""
     with torch.autocast(image_bD.device.type, dtype=torch.bfloat16):
         return dense_formula(image_bD, text_bD, scale)
 
@@ -163,15 +167,15 @@ def autocast_formula(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor
 def _dense(case: Case) -> LossFunction:
     if case.device.type == "cuda" and case.dtype != "fp32":
         raise common.LeftOut("trains under autocast, where 16-bit logits get an fp32 softmax")
-    needed = 5 * DTYPES[case.dtype].itemsize * case.batch**2  # as many matrices at once
+    needed = 5 * DTYPES[case.dtype].itemsize * case.batch**2  # this many b x b matrices at a time
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if case.device.type == "cpu" and needed > 0.8 * memory:  # a system would end the process
+    if case.device.type == "cpu" and needed > 0.8 * memory:  # the system would kill the process
         raise common.LeftOut(f"needs {needed / 2**30:,.1f} of {memory / 2**30:,.1f} GiB")
     return dense_formula
 
 
 def chunked_loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor, options: Any) -> Tensor:
-    """Take the other side's features as the classes; six units with the backward."""
+    """Classify each tower's features by the other tower's; six products with the backward."""
     labels_b = torch.arange(len(image_bD), device=image_bD.device)
     image_loss, text_loss = (
         F.linear_cross_entropy(scale * rows_bD, classes_cD, labels_b, options=options)
@@ -181,20 +185,20 @@ def chunked_loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor, options: Any)
 
 
 def _inf_cl(case: Case) -> LossFunction:
-    # `cal_inf_loss` all-reduces the scale's gradient, which fails without a process group;
-    # on one process it calls this.
+    # `cal_inf_loss` calls this on one process, but all-reduces the gradient of the scale, which
+    # fails without a process group.
     from inf_cl import cal_flash_loss
 
-    # Its kernel cuts D into heads, whose width is a power of two.
+    # Its kernel splits D into heads, whose width is a power of two.
     head_dim = next((dim for dim in (256, 128, 64, 32, 16) if case.width % dim == 0), None)
     if head_dim is None:
         raise common.LeftOut(f"needs a width that is a multiple of 16, not {case.width}")
-    # Its gradient of the texts is NaN there, not an error.
+    # Its gradient of the texts would be NaN, without an error.
     if case.batch > 64 and case.batch % 64:
         raise common.LeftOut(f"reads out of bounds at {case.batch}, which is no multiple of 64")
 
     def loss(image_bD: Tensor, text_bD: Tensor, scale: Tensor) -> Tensor:
-        """Ten units; products in tf32."""
+        """Ten products of 2 b^2 D FLOP, in tf32."""
         image_loss = cal_flash_loss(image_bD, text_bD, scale=scale, head_dim=head_dim)
         text_loss = cal_flash_loss(text_bD, image_bD, scale=scale, head_dim=head_dim)
         return (image_loss.mean() + text_loss.mean()) / 2
@@ -205,10 +209,10 @@ def _inf_cl(case: Case) -> LossFunction:
 def sigmoid_formula(
     image_bD: Tensor, text_bD: Tensor, scale: Tensor, bias: Tensor, blocks: int = BLOCKS
 ) -> Tensor:
-    """Return `-1/b sum_ij log sigmoid(z_ij (s <i_i, t_j> + bias))`, some texts at a time.
+    """Return `-1/b sum_ij log sigmoid(z_ij (s <i_i, t_j> + bias))`, one block of texts at a time.
 
-    That is SigLIP's algorithm, as open_clip documents it: images stay, texts of one rank after the
-    other visit, and `z` is 1 for the own pairs, -1 for all others.
+    This is SigLIP's algorithm as open_clip documents it: the texts of one rank after the other meet
+    the images; `z` is 1 for positives and -1 for negatives.
 
     References:
         - SigLIP, https://arxiv.org/abs/2303.15343, section 3.3 and figure 1
@@ -217,9 +221,9 @@ def sigmoid_formula(
     loss = image_bD.new_zeros((), dtype=torch.float32)
     for text_cD in text_bD.chunk(blocks):
         logits_bc = scale * image_bD @ text_cD.T + bias
-        # In fp32, as a sum of b^2 terms in 16 bits would stop growing.
+        # In fp32, because a sum of b^2 terms in 16 bits would stop growing.
         loss = loss - F.logsigmoid(-logits_bc).sum(dtype=torch.float32)
-    # A negative that is a pair's own: log sigmoid(x) - log sigmoid(-x) = x.
+    # Positives were summed as negatives: log sigmoid(x) - log sigmoid(-x) = x.
     own_b = scale * (image_bD * text_bD).sum(1) + bias
     return (loss - own_b.sum(dtype=torch.float32)) / len(image_bD)
 
@@ -227,12 +231,12 @@ def sigmoid_formula(
 def _siglip_kernel(case: Case) -> LossFunction:
     from siglip_kernel import fused_siglip_loss
 
-    # It takes the logarithm of the scale.
+    # Its argument is the logarithm of the scale.
     return _with_bias(lambda i, t, scale, bias: fused_siglip_loss(i, t, scale.log(), bias), case)
 
 
 def _with_bias(loss: Callable[..., Any], case: Case) -> LossFunction:
-    """Return a loss of features and scale, whose bias learns, too."""
+    """Return a function of features and scale, with a bias that needs a gradient as well."""
     bias = torch.tensor(BIAS, device=case.device, requires_grad=True)
     return lambda image_bD, text_bD, scale: loss(image_bD, text_bD, scale, bias)
 
@@ -241,10 +245,10 @@ PEERS = {
     "softmax": {
         "dense, formula": Peer(_dense),
         "dense, formula, bf16 autocast": Peer(lambda _: autocast_formula, "bf16", needs_cuda=True),
-        "torch chunked": Peer(  # left out where torch does not have it yet
+        "torch chunked": Peer(  # left out where torch is too old
             lambda _: partial(chunked_loss, options=torch.nn.LinearCrossEntropyOptions())
         ),
-        # It gets the values that ours get.
+        # The values are the same as for all others.
         "Inf-CL": Peer(_inf_cl, "tf32", torch.float32, needs_cuda=True),
     },
     "sigmoid": {

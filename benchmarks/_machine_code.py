@@ -1,6 +1,6 @@
-"""Compiles kernels for GPUs that are not there, and reads what became of them.
+"""Compiles kernels without a GPU and reads their resource usage and machine code.
 
-The machine code is read with the tools that are in Triton's wheel.
+The tools that read the machine code, cuobjdump and nvdisasm, are part of Triton's wheel.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ __all__ = ["Compiled", "Compiler"]
 
 _ATOMIC_PTX = re.compile(r"\b(?:atom|red|cp\.reduce)\.[\w.:]+")
 _COMPLAINT = re.compile(r"^.*(?:warning|Potential Performance Loss).*$", re.MULTILINE)
-# An address, a predicate or none, and the name: `/*0a40*/  @!P0 LDG.E R2, [R2.64] ;`.
+# An address, an optional predicate, and the name: `/*0a40*/  @!P0 LDG.E R2, [R2.64] ;`.
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -37,14 +37,14 @@ class Compiled:
     """A compiled kernel.
 
     Args:
-        registers: Of 32 bits a thread.
-        threads: Of a program.
-        local_bytes: Memory a thread has beside its registers.
-        shared_bytes: Memory of a program.
-        listing: The names of the machine code's instructions in order, with all modifiers.
-        atomics: The atomic instructions of the PTX, named with all modifiers.
-        complaints: What ptxas warns of.
-        ttir: Triton's own intermediate code, before it is lowered.
+        registers: 32-bit registers of a thread.
+        threads: Threads of a program.
+        local_bytes: Local memory of a thread, which holds what does not fit in registers.
+        shared_bytes: Shared memory of a program.
+        listing: Names of the machine instructions in order, with all modifiers.
+        atomics: Names of the atomic PTX instructions, with all modifiers.
+        complaints: Warnings of ptxas.
+        ttir: Triton's intermediate representation before it is lowered.
     """
 
     registers: int
@@ -58,34 +58,34 @@ class Compiled:
 
     @property
     def instructions(self) -> Counter[str]:
-        """How often the machine code has each instruction."""
+        """Number of times that each instruction stands in the machine code."""
         return Counter(self.listing)
 
     def count(self, name: str) -> int:
-        """Return how many instructions have a name, whatever modifiers stand after it."""
+        """Return the number of instructions with a name, with any modifiers."""
         return sum(f"{each}.".startswith(f"{name}.") for each in self.listing)
 
     @property
     def is_spilled(self) -> bool:
-        """Whether a thread keeps anything in memory for want of registers."""
+        """Whether a thread uses local memory."""
         return self.local_bytes > 0 or self.count("STL") > 0 or self.count("LDL") > 0
 
     @property
     def spills(self) -> int:
-        """Loads of what registers did not hold. What is stored and never loaded is no such thing.
+        """Number of loads from local memory; a store that is never loaded is not a spill.
 
-        ptxas 12.9, of Triton 3.6, puts an address check before each use of the copy engine on 12.0,
+        On 12.0, ptxas 12.9 (Triton 3.6) puts an address check before each use of the copy engine,
         whose failing branch stores 8 bytes of arguments for a call.
         """
         return self.count("LDL")
 
 
 class Compiler:
-    """Compiles launches, and keeps what was read under all that can change it.
+    """Compiles launches, with a cache on disk.
 
     Args:
-        folder: Where, for other processes and times: by the sources of a kernel and of what it
-            calls, its specialisation, the target, Triton, and this file.
+        folder: The cache, which other processes may share. Its keys are the sources of a kernel and
+            of the functions that it calls, the specialisation, the target, Triton, and this file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,9 +93,9 @@ class Compiler:
         self._read: dict[str, Compiled] = {}
 
     def __call__(self, launch: Launch) -> Compiled:
-        """Return what becomes of a launch."""
+        """Return the compiled kernel of a launch."""
         if launch.key not in self._read:
-            # Paths of sources are in a launch's key, not of this one.
+            # Unlike the launch's key, this key does not depend on the paths of the sources.
             key = (triton_key(), launch.source.hash(), launch.arch, launch.options)
             text = repr(key) + Path(__file__).read_text()
             path = self._folder / hashlib.sha256(text.encode()).hexdigest()
@@ -108,13 +108,13 @@ class Compiler:
 
 
 def _compile(launch: Launch) -> Compiled:
-    with _away_from_the_cache(), contextlib.redirect_stdout(io.StringIO()) as log:
+    with _without_cache(), contextlib.redirect_stdout(io.StringIO()) as log:
         target = GPUTarget("cuda", launch.arch, WARP)
         kernel = triton.compile(launch.source, target, launch.options)
     cubin = kernel.asm["cubin"]
-    resources = _said_by(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
+    resources = _output_of(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
     usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resources)}
-    listing = _said_by(knobs.nvidia.nvdisasm.path, "--print-code", cubin)
+    listing = _output_of(knobs.nvidia.nvdisasm.path, "--print-code", cubin)
     return Compiled(
         registers=usage["REG"],
         threads=kernel.metadata.num_warps * WARP,
@@ -128,16 +128,16 @@ def _compile(launch: Launch) -> Compiled:
 
 
 @contextlib.contextmanager
-def _away_from_the_cache() -> Iterator[None]:
-    """Let Triton compile whatever its cache has, so that ptxas says what it warns of."""
+def _without_cache() -> Iterator[None]:
+    """Make Triton compile instead of reading its cache, so that ptxas prints its warnings."""
     with tempfile.TemporaryDirectory() as cache:
-        said = {"TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
-        with mock.patch.dict(os.environ, said):
+        variables = {"TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
+        with mock.patch.dict(os.environ, variables):
             yield
 
 
-def _said_by(tool: str, option: str, cubin: bytes) -> str:
-    """Return what a tool has to say about a cubin; it complains of older chips on stderr."""
+def _output_of(tool: str, option: str, cubin: bytes) -> str:
+    """Return the standard output of a tool for a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,12 +1,12 @@
-"""Compile the kernels for a GPU that need not be there, into a cache that can be carried to it.
+"""Compile the kernels without a GPU, into a cache that can be copied to a machine with one.
 
     TRITON_CACHE_DIR=kernels python benchmarks/compile_ahead.py --arch 90
 
-The package runs as on a device, up to each launch. Triton's key is made of its own files, the
-source of the kernel and of all that it calls, the specialisation, the options, the assembler's
-version and the architecture, and of no path and no device; so the same wheels on the GPU's machine
-find what lies here. Only the cache notes where its files lay: a folder that was moved is put right
-first, or all of it would be compiled again.
+The package runs as on a device, up to each launch. Triton's cache key consists of Triton's files,
+the sources of the kernel and of the functions that it calls, the specialisation, the options, the
+version of the assembler and the architecture, but of no path and no device. The same wheels on the
+GPU's machine therefore find the kernels. The cache also records the absolute paths of its files;
+this script corrects the paths of a folder that was moved, or Triton would compile everything again.
 """
 
 import argparse
@@ -38,20 +38,20 @@ from lightning_mp.numerics.stats_kernels import fused_stats
 from lightning_mp.optim.safe_adamw import SafeAdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Counts of tiles are multiples of 16, as at all larger batches of the suite; and shards are not so
-# small that one of the twins will do.
+# The number of tiles is a multiple of 16, as at all larger batches of the suite, and the batch is
+# large enough that both softmax kernels are launched.
 ROWS = 8192
 WIDTHS = 512, 768, 1024
 
 
 @contextmanager
 def pretend(arch: int) -> Iterator[list[bool]]:
-    """Let launches find or compile kernels; list for each whether it lay in the cache."""
+    """Make launches find or compile kernels; list whether each was in the cache."""
     hits: list[bool] = []
     run = JITFunction.run
 
     def find(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        # A warm-up of Triton's finds or compiles a kernel, and launches none.
+        # Triton's warm-up finds or compiles a kernel without launching it.
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     def note(*, cache_hit: bool, **_: Any) -> None:
@@ -66,13 +66,13 @@ def pretend(arch: int) -> Iterator[list[bool]]:
 
 
 def sweeps(arch: int) -> None:
-    """Launch losses of one process and their backwards, for the dtypes and widths of the suite."""
+    """Launch the losses and gradients of one process for the dtypes and widths of the suite."""
     tiles = TritonTiles(arch=table_arch(divmod(arch, 10)))
     losses = ("both", True, True), ("image_to_text", True, False), ("text_to_image", False, True)
     for dtype, width, loss in itertools.product((BF16, FP16, FP32), WIDTHS, losses):
         directions, *sides = loss
-        # The gradient products are cuBLAS': they take no time here.
-        # Fakes have no address; this one is aligned, as what CUDA's allocator gives.
+        # Fake tensors skip the gradient products, which cuBLAS computes. They have no address;
+        # CUDA's allocator returns aligned addresses such as this one.
         with FakeTensorMode(), mock.patch.object(FakeTensor, "data_ptr", return_value=4096):
             rows, columns = (torch.empty(ROWS, width, dtype=dtype) for _ in range(2))
             request, alone = Request(rows, columns, torch.empty(())), OneRank(ROWS)
@@ -85,24 +85,24 @@ def sweeps(arch: int) -> None:
 
 
 def optimizer(arch: int) -> None:
-    """Launch a step of SafeAdamW's fused kernel, for fp32 and half weights."""
+    """Launch a step of SafeAdamW's fused kernel for fp32, fp16 and bf16 weights."""
     for dtype, clip in itertools.product((FP32, FP16, BF16), (None, 1.0)):
         params = [torch.zeros(64, dtype=dtype, requires_grad=True) for _ in range(7)]
         for param in params:
             param.grad = torch.zeros_like(param)
         adamw = SafeAdamW(params, lr=1e-3, clip_update_rms=clip)
-        adamw.param_groups[0]["fused"] = True  # its constructor would look for the GPU
+        adamw.param_groups[0]["fused"] = True  # the constructor refuses this without a GPU
         adamw.step()
 
 
 def statistics(arch: int) -> None:
-    """Launch the monitors' statistics of tensors."""
+    """Launch the kernels of the monitors' tensor statistics."""
     values = [torch.zeros(2**16, dtype=dtype) for dtype in (FP32, FP16, BF16)]
     fused_stats(values, torch.tensor(2.0**-14))
 
 
 def settle(cache: Path) -> int:
-    """Let the notes of a cache that was carried here name its present place; count the changes."""
+    """Correct the paths that a moved cache records; return the number of corrected files."""
     changed = 0
     for note in cache.glob("*/__grp__*"):
         old = json.loads(note.read_text())["child_paths"]
@@ -117,16 +117,18 @@ GROUPS = {launch.__name__: launch for launch in (sweeps, optimizer, statistics)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compile what the cache has not, and count what it has."""
+    """Compile the kernels that are not in the cache, and print how many are."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--arch", type=int, help="capability times ten; this GPU's if not given")
+    parser.add_argument(
+        "--arch", type=int, help="compute capability times ten; default: this GPU's"
+    )
     parser.add_argument("--groups", choices=GROUPS, nargs="+", default=[*GROUPS])
     args = parser.parse_args(argv)
     if args.arch is None and not torch.cuda.is_available():
-        parser.error("torch sees no GPU. Say what to compile for, such as --arch 90.")
+        parser.error("torch sees no GPU. Pass the architecture to compile for, such as --arch 90.")
     arch = args.arch or int("".join(map(str, torch.cuda.get_device_capability())))
     if moved := settle(Path(knobs.cache.dir).absolute()):
-        print(f"{moved} kernels were carried here from another folder.")
+        print(f"Corrected the paths of {moved} kernels, whose folder was moved.")
     for group in args.groups:
         with pretend(arch) as hits:
             GROUPS[group](arch)

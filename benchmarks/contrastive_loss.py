@@ -1,20 +1,20 @@
-"""Time and peak memory of the contrastive losses, forward and backward, against their peers.
+"""Time and peak memory of the contrastive losses, forward and backward, beside their peers.
 
     python benchmarks/contrastive_loss.py --batch 8192 16384 --width 512 768
     python benchmarks/contrastive_loss.py --objective sigmoid --scale 10
 
-**Contenders**: ours with every backend that runs on the device, and with each `--workspace`;
-formulas; on CUDA, where they are installed, `inf_cl` or for the sigmoid loss `siglip-kernel`. What
-cannot run is named with its reason, as is what would take longer than `--max-seconds` a call, by
-the square of the batch. Ours is held against float64 by a sample of its pairs, and every
-contender's loss and gradients against ours.
+**Contenders**: this package's loss ("ours") with every backend that runs on the device, and with
+each `--workspace`; dense formulas; on CUDA, if installed, `inf_cl`, or `siglip-kernel` for the
+sigmoid loss. Contenders that cannot run are listed with the reason, and so are contenders whose
+call would take longer than `--max-seconds`, extrapolated by the square of the batch. Our loss is
+compared with float64 on a sample of pairs, and every contender's loss and gradients with ours.
 
-**Figures**: The rate counts four units of 2 b^2 D FLOP for everybody, which is what ours does; a
-dense loss does six for the same result, Inf-CL ten. `of GEMM` is that rate over the machine's own:
-the best median of a tile's logits product, its gradient product and a big square, same dtype, same
-rounds; where a CPU is slow at 16-bit products, ours multiply in fp32 and pass 100%. The extra
-memory is the peak of all tensors beyond the inputs and their gradients, which all contenders need
-alike; `/ 4bD` is the same in units of one side's features in fp32.
+**Figures**: The rate counts four products of 2 b^2 D FLOP for every contender, the number that ours
+computes; a dense loss computes six for the same result, Inf-CL ten. `of GEMM` divides that rate by
+the machine's: the best median of a tile's logits product, its gradient product and a large square
+product, in the same dtype and rounds. It can pass 100% where a CPU is slow at 16-bit products,
+because ours multiplies in fp32 there. The extra memory is the peak of all tensors beyond the inputs
+and their gradients; `/ 4bD` is the same in units of one tower's features in fp32.
 
 Shapes:
     b: batch. D: feature width. k: sampled pairs.
@@ -44,9 +44,9 @@ from lightning_mp.contrastive._sums.softmax import Negatives
 from lightning_mp.contrastive._sums.sweep import sweep
 from lightning_mp.contrastive._tiles.tile_backend import StoredTiles
 
-# The relative difference that storing gradients, and a softmax, in this dtype explains.
+# The relative difference that storing gradients and a softmax in the dtype explains.
 STORAGE_TOLERANCE = {"fp32": 0.0, "bf16": 2e-2, "fp16": 4e-3}
-# On a CPU against the dense formula; on CUDA against Inf-CL, the machine's rate, and 4bD bytes.
+# Targets: the first on a CPU, the others on CUDA, in bytes of 4bD for the last one.
 DENSE_SPEEDUP, INF_CL_SPEEDUP, GEMM_FRACTION, EXTRA_FEATURES = 1.4, 10.0, 0.7, 8.0
 TABLE = {
     "contender": "{contender}",
@@ -57,20 +57,20 @@ TABLE = {
     "extra bytes": "{peak_extra_bytes:,}",
     "/ 4bD": "{peak_features:.1f}",
 }
-_PROBE_SHARE = 8  # of the batch: a 64th of the work
-_SAMPLES = 64  # pairs that are checked in float64
-# Log-sum-exps of fp32 logits near 100 are off by about 2e-5.
+_PROBE_SHARE = 8  # a trial call has an eighth of the batch: a 64th of the work
+_SAMPLES = 64  # pairs that are compared with float64
+# Log-sum-exps of fp32 logits near 100 have errors of about 2e-5.
 PASS_TOLERANCES = {"term_error": 5e-4, "mean_error": 1e-5}
 # The softmax and the result are stored in the dtype.
 GRADIENT_TOLERANCES = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 2e-3}
 
 
 def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float], dict[str, str]]:
-    """Return how far those that agree are from ours, the first that runs; what is wrong elsewhere.
+    """Return the difference of each contender from ours, the first that runs; and the failures.
 
-    The difference is the largest of four: of the loss and of the features' gradients, relative to
-    ours in the Euclidean norm, and of the scale's gradient, relative to the sum of magnitudes
-    `sum_i |<I_i, dL/dI_i>| / scale` of its terms, which may cancel.
+    The difference is the largest of four: those of the loss and of the features' gradients,
+    relative to ours in the Euclidean norm, and that of the scale's gradient, relative to the sum of
+    the magnitudes of its terms, `sum_i |<I_i, dL/dI_i>| / scale`, because the terms may cancel.
     """
     expected: list[Tensor] = []
 
@@ -85,7 +85,7 @@ def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float]
         sizes = [*(ours.norm() for ours in expected[:3]), terms_b.abs().sum()]
         compared = zip(found, expected, sizes, strict=True)
         errors = [(mine - ours).norm() / size for mine, ours, size in compared]
-        worst = float(torch.stack(errors).amax())  # Python's `max` may pass over a NaN
+        worst = float(torch.stack(errors).amax())  # Python's `max` may ignore a NaN
         tolerance = max(contender.tolerance, STORAGE_TOLERANCE[case.dtype])
         if not worst <= tolerance:
             raise common.LeftOut(f"differs from ours by {worst:.1e} > {tolerance:.0e}")
@@ -99,7 +99,7 @@ def check(contenders: Sequence[Contender], case: Case) -> tuple[dict[str, float]
 
 
 def sampled_errors(case: Case, ours: Contender) -> dict[str, float]:
-    """Run a pass of ours, and return how far some of it is from float64."""
+    """Run ours once and return the errors of a sample of pairs against float64."""
     inputs = case.inputs()
     loss = inputs.run(ours.loss)
     return errors_of(inputs, float(loss), log_sum_exps(ours.loss, inputs), _SAMPLES)
@@ -107,27 +107,27 @@ def sampled_errors(case: Case, ours: Contender) -> dict[str, float]:
 
 @torch.no_grad()
 def log_sum_exps(loss: Any, inputs: Inputs) -> list[Tensor]:
-    """Return the log-sum-exps of rows and columns, by the first sweep of a `ContrastiveLoss`."""
+    """Return the row and column log-sum-exps of the first sweep of a `ContrastiveLoss`."""
     image_bD, text_bD, scale = inputs.leaves
     plan = agreed_plan(Request.of(loss, image_bD, text_bD, scale, None), None)
     prepared = plan.tiles.prepare(image_bD, text_bD, scale)
     visitor = Negatives(plan, StoredTiles(plan.memory_for_tiles()), prepared, None)
     ((row_lse_b, column_lse_Rb),) = sweep(plan, [visitor])
     negatives = (row_lse_b, column_lse_Rb.logsumexp(0))
-    # Sweeps leave the positives out.
+    # The sweep leaves out the positives.
     return [torch.logaddexp(neg_b, prepared.pos_b) for neg_b in negatives]
 
 
 def errors_of(inputs: Inputs, loss: float, lses: list[Tensor], samples: int) -> dict[str, float]:
-    """Return how far gradients on the inputs, a loss and its log-sum-exps are from float64.
+    """Return the errors of a loss, its log-sum-exps and its gradients against float64.
 
-    Of a random sample of k pairs, log-sum-exps and gradients are computed again, both ways, from
-    logits with the whole batch, whose other log-sum-exps are those of the pass:
+    For a random sample of k pairs, log-sum-exps and gradients are computed in float64, both ways,
+    from the logits with the whole batch; the other log-sum-exps are those of the run:
 
         dL/dimage_k = scale / 2b (sum_j (exp(S_kj - row_lse_k) + exp(S_kj - column_lse_j)) text_j
                                   - 2 text_k)
 
-    The loss is compared with the mean of all its terms, made of the pass's log-sum-exps.
+    The loss is compared with the mean of its terms, computed from the run's log-sum-exps.
     """
     scale, batch = float(inputs.scale.detach()), len(inputs.image_bD)
     image_bD, text_bD = (side_bD.detach() for side_bD in inputs.leaves[:2])
@@ -157,7 +157,7 @@ def errors_of(inputs: Inputs, loss: float, lses: list[Tensor], samples: int) -> 
 
 
 def problems_of(errors: dict[str, float], dtype: str) -> list[str]:
-    """Return what is not as it should be."""
+    """Return a sentence for each error above its tolerance."""
     limits = PASS_TOLERANCES | {"gradient_error": GRADIENT_TOLERANCES[dtype]}
     return [
         f"Wrong: {name.replace('_', ' ')} is {errors[name]:.1e}, more than {limit:.0e}."
@@ -167,17 +167,17 @@ def problems_of(errors: dict[str, float], dtype: str) -> list[str]:
 
 
 def weigh(contender: Contender, case: Case) -> int | None:
-    """Return the peak of a call beyond inputs and gradients, in bytes."""
+    """Return the peak memory of a call beyond inputs and gradients, in bytes."""
     inputs = case.inputs(contender.storage)
-    # It makes the gradients, too, each as large as its input: they are taken off below.
+    # The call also makes the gradients, each as large as its input; they are subtracted below.
     peak = common.peak_bytes(lambda: inputs.run(contender.loss), case.device)
     return peak and peak - sum(leaf.nbytes for leaf in inputs.leaves)
 
 
 def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]], float]:
-    """Return products to time, small ones repeated, and the FLOP that each step does at least."""
+    """Return products to time, small ones repeated, and the least FLOP of each step."""
     tile = min(case.batch, 8192 if case.device.type == "cuda" else 1024)
-    # The logits of a tile, its gradients, and a big square.
+    # The logits of a tile, its gradients, and a large square.
     shapes = [(tile, case.width, tile), (tile, tile, case.width), (square, square, square)]
     flop = max(2.0 * math.prod(shape) for shape in shapes)
 
@@ -185,21 +185,21 @@ def gemm_steps(case: Case, square: int) -> tuple[dict[str, Callable[[], object]]
         options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": case.device}
         left, right = torch.randn(m, n, **options), torch.randn(n, k, **options)
         out, calls = left @ right, max(1, round(flop / 2 / (m * n * k)))
-        # Into one output, as a machine's rate has no allocations in it.
+        # Into one output, so that the machine's rate includes no allocations.
         return lambda: [torch.mm(left, right, out=out) for _ in range(calls)]
 
     return {f"gemm {shape}": product(*shape) for shape in shapes}, flop
 
 
 def too_slow(contender: Contender, case: Case, limit: float | None) -> str | None:
-    """Say what a call will take if that is too long, by one with an eighth of the batch."""
-    # Multiples of 64, as Inf-CL takes no others.
+    """Return a reason if a call would take too long, judged by one with an eighth of the batch."""
+    # A multiple of 64, because Inf-CL accepts no other batch.
     rows = max(64, case.batch // _PROBE_SHARE // 64 * 64)
     if limit is None or rows >= case.batch:
         return None
     step = {"": partial(replace(case, batch=rows).inputs(contender.storage).run, contender.loss)}
     spreads, _ = common.time_in_turn(step, case.device)
-    # Of one that fails, the comparison with ours says why.
+    # If the call fails, the comparison with ours gives the reason.
     seconds = sum(spreads.get("", ())) * (case.batch / rows) ** 2
     return None if seconds <= limit else f"predicted {seconds:,.1f} s a call, more than {limit:g} s"
 
@@ -208,7 +208,7 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     """Measure one problem."""
     print(f"\nb={case.batch:,} D={case.width:,} {case.dtype} scale={case.scale:g}", flush=True)
     asked, left_out = find_contenders(case, args.workspace)
-    # All but the first of ours, with which the others are compared.
+    # The first one is ours, with which the others are compared.
     for contender in asked[1:]:
         if why := too_slow(contender, case, args.max_seconds):
             left_out[contender.name] = why
@@ -221,14 +221,14 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
     peaks = {c.name: weigh(c, case) for c in contenders}
     square = 256 if args.quick else 8192 if case.device.type == "cuda" else 4096
     steps, flop = gemm_steps(case, square)
-    # One set of inputs for all that take its dtype, not one each in memory.
+    # Contenders that take the same dtype share their inputs, to save memory.
     gemms, inputs = list(steps), case.inputs()
     for contender in contenders:
         own = inputs if contender.storage is None else case.inputs(contender.storage)
         steps[contender.name] = partial(own.run, contender.loss)
     spreads, later = common.time_in_turn(steps, case.device, args.repeats, args.max_seconds)
     failures |= later
-    # The best of them: beside a slow product everybody looks fast.
+    # The best rate: beside a slow product every contender looks fast.
     rate = max(flop / median(spreads.pop(name)) for name in gemms)
     ours = contenders[0].name
     if ours in later:
@@ -255,7 +255,7 @@ def measure_case(case: Case, args: argparse.Namespace) -> common.Report:
 
 
 def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the figures, ours first, say against the targets, which are the softmax's."""
+    """Yield the verdicts on the targets, which are for the softmax loss; ours is the first row."""
     ours, on_cuda = rows[0], rows[0]["device"].type == "cuda"
     if ours["objective"] == "sigmoid":
         return
@@ -266,7 +266,7 @@ def verdict_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if on_cuda:
         rate = ours["gemm_fraction"]
         yield common.verdict(f"{rate:.0%} of GEMM", f"{GEMM_FRACTION:.0%}", rate >= GEMM_FRACTION)
-        # `weigh` took the gradients off, which the promise of 8 x 4bD has in it.
+        # The target of 8 x 4bD includes the gradients, which `weigh` subtracted.
         peak = ours["peak_features"] + 2 * DTYPES[ours["dtype"]].itemsize / 4
         figure = f"{peak:.1f} x 4bD bytes with gradients"
         yield common.verdict(figure, f"{EXTRA_FEATURES:g}", peak <= EXTRA_FEATURES)
@@ -285,8 +285,10 @@ OPTIONS = {
     "width": dict(default=[512], toy=[64], help="feature widths"),
     "dtype": dict(choices=DTYPES, default=["fp32"], help="dtypes of the features"),
     "repeats": dict(default=7, toy=2, help="rounds that count"),
-    "workspace": dict(default=[], help="MiB to try beside ours' own"),
-    "max-seconds": dict(type=float, help="leaves out whose call would take longer; bounds rounds"),
+    "workspace": dict(default=[], help="further workspaces of ours, in MiB"),
+    "max-seconds": dict(
+        type=float, help="leave out contenders whose call takes longer; limits rounds"
+    ),
     "scale": dict(type=float, default=100.0, help="CLIP's ends at 100, SigLIP's starts at 10"),
 }
 main = common.Benchmark("contrastive_loss", __doc__, measure, OPTIONS)

@@ -128,7 +128,7 @@ def test_fused_steps_on_cuda_are_held_against_a_copy():
     [
         (["--size", "XXL"], "invalid choice: 'XXL'"),
         (["--contenders", "SGD"], "invalid choice: 'SGD'"),
-        (["--rounds", "0"], "0 is not a positive whole number"),
+        (["--rounds", "0"], "0 is not a positive integer"),
         (["--device", "abacus"], "abacus"),
     ],
 )

@@ -197,7 +197,7 @@ def test_verdict_without_base_or_rows_is_none():
     ("arguments", "said"),
     [
         (["--size", "XXL"], "invalid choice: 'XXL'"),
-        (["--batch", "0"], "0 is not a positive whole number"),
+        (["--batch", "0"], "0 is not a positive integer"),
         (["--device", "abacus"], "abacus"),
     ],
 )
