@@ -32,9 +32,10 @@ def launch(kernel: str, tile: tuple[int, int, int]) -> Any:
 def test_main_loop_takes_the_slowest_of_products_shared_memory_and_l2() -> None:
     tall = predicted(launch("lse_kernel", (256, 128, 64)), code([]), 768)
     assert tall.main == 2 * (256 + 128) * 768 / (5120 / 132)
-    # Reads of A and B for every instruction of 64 x 128, and the writes of the copy engine.
-    shared = (512 * 32 + 4 * 512 * 32 + (512 + 512) * 32) * 48 / 128
-    assert predicted(launch("lse_kernel", (512, 512, 64)), code([]), 768).main == shared
+    # Instructions of 64 x 32 read A four times and B four times; the copy engine writes both.
+    narrow = dataclasses.replace(code([]), listing=("HGMMA.64x32x16.F32.BF16",))
+    shared = (4 * 256 * 32 + 4 * 128 * 32 + (256 + 128) * 32) * 48 / 128
+    assert predicted(launch("lse_kernel", (256, 128, 64)), narrow, 768).main == shared
     assert tall.epilogue == 256 * 128 / 16
     clocks = tall.main + tall.epilogue + 1700
     tiles = BATCH**2 / (256 * 128)
