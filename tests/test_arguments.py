@@ -1,4 +1,4 @@
-"""A constructor names the argument that it does not take, and what is near."""
+"""The TypeError of a constructor names an unknown argument and suggests the closest one."""
 
 import copy
 import inspect
@@ -13,7 +13,7 @@ import lightning_mp
 from lightning_mp._arguments import explains_arguments
 
 PARAMETERS = [nn.Parameter(torch.zeros(2))]
-# Class -> the arguments it needs, a misspelt keyword, and what was meant.
+# Class -> required arguments, a misspelt keyword, and the correct keyword.
 MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "ActivationRangeMonitor": ([], "min_headroom_bit", "min_headroom_bits"),
     "AdamStateMonitor": ([], "max_update_rsm", "max_update_rms"),
@@ -46,7 +46,7 @@ MISSPELT: dict[str, tuple[list[Any], str, str]] = {
     "TensorCollector": ([], "reduction", "reductions"),
     "ZeroShotAccuracy": ([], "num_class", "num_classes"),
 }
-# Nobody calls their constructors, or they only pass on.
+# Their constructors are not called by users, or only forward arguments.
 OTHERS = {
     "Alarm",
     "EpsilonReport",
@@ -63,7 +63,7 @@ def test_every_public_class_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("name", MISSPELT)
-def test_misspelt_keyword_is_named_with_what_was_meant(name: str) -> None:
+def test_error_for_misspelt_keyword_suggests_the_argument(name: str) -> None:
     needed, wrong, right = MISSPELT[name]
     message = (
         rf"^Passed `{name}\(.*{wrong}=1\)`\. It takes no `{wrong}`\. Did you mean `{right}`\?$"
@@ -73,7 +73,7 @@ def test_misspelt_keyword_is_named_with_what_was_meant(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MISSPELT)
-def test_argument_without_a_name_is_refused_by_its_value(name: str) -> None:
+def test_error_for_positional_argument_shows_its_value(name: str) -> None:
     cls = getattr(lightning_mp, name)
     kinds = [p.kind for p in list(inspect.signature(cls).parameters.values())]
     places = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -102,24 +102,26 @@ def test_argument_without_a_name_is_refused_by_its_value(name: str) -> None:
         ("InfCLStrategy", [], {"module": 1}, "It takes no `module`"),
     ],
 )
-def test_message_helps_with(name: str, args: list[Any], kwargs: dict[str, Any], said: str) -> None:
+def test_error_message_contains_the_hint(
+    name: str, args: list[Any], kwargs: dict[str, Any], said: str
+) -> None:
     with pytest.raises(TypeError) as caught:
         getattr(lightning_mp, name)(*args, **kwargs)
     assert said in str(caught.value)
 
 
-def test_what_kwargs_take_is_not_refused() -> None:
+def test_argument_that_kwargs_accept_is_not_refused() -> None:
     strategy = lightning_mp.InfCLStrategy(find_unused_parameters=True, process_group_backend="gloo")
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
     assert not lightning_mp.ContrastiveRecall(sync_on_compute=False).sync_on_compute
 
 
-def test_what_kwargs_do_not_take_is_left_to_their_owner() -> None:
+def test_unknown_kwargs_are_left_to_the_function_that_receives_them() -> None:
     with pytest.raises(ValueError, match="Unexpected keyword arguments: `compute_on_disk`"):
         lightning_mp.ContrastiveRecall(compute_on_disk=True)
 
 
-def test_values_are_shown_in_short() -> None:
+def test_long_values_are_abbreviated() -> None:
     with pytest.raises(TypeError) as caught:
         lightning_mp.BalancedAMP(model=nn.Sequential(*[nn.Linear(3, 3)] * 100))  # type: ignore[call-arg]
     assert len(str(caught.value)) < 400
@@ -131,13 +133,13 @@ class Mine(lightning_mp.BalancedAMP):
         self.name = name
 
 
-def test_subclass_may_have_arguments_of_its_own() -> None:
+def test_subclass_may_add_arguments() -> None:
     assert Mine("a").name == "a"
     with pytest.raises(TypeError, match=r"^Passed `BalancedAMP\(half='bf16', haf=1\)`"):
         Mine("a", haf=1)
 
 
-def test_subclass_without_a_constructor_is_called_by_its_name() -> None:
+def test_error_names_the_subclass_without_a_constructor() -> None:
     class Ours(lightning_mp.SpikeGuard):
         pass
 
@@ -145,7 +147,7 @@ def test_subclass_without_a_constructor_is_called_by_its_name() -> None:
         Ours("skip")  # type: ignore[misc]
 
 
-def test_signature_copies_and_pickles_stay() -> None:
+def test_signature_copy_and_pickle_are_unchanged() -> None:
     @explains_arguments()
     class Plain:
         def __init__(self, a: int, *, b: str = "x") -> None:

@@ -14,7 +14,7 @@ from tests.strategies.models import TinyCLIP, loader
 
 
 class TinyCLIPWithData(TinyCLIP):
-    """Brings its own data, so that a config needs no data module."""
+    """Has its own data, so that a config needs no data module."""
 
     steps_trained: list[int] = []
 
@@ -122,7 +122,7 @@ def test_cli_bad_argument_exits_with_the_reason(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_cli_plugin_passed_as_precision_is_told_the_option(
+def test_cli_error_for_plugin_as_precision_names_the_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = f"{__name__}.TinyCLIPWithData"
@@ -133,7 +133,7 @@ def test_cli_plugin_passed_as_precision_is_told_the_option(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_help_shows_the_arguments_of_a_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help", "InfCLStrategy"])
     printed = " ".join(capsys.readouterr().out.split())
@@ -143,7 +143,7 @@ def test_cli_help_shows_the_strategys_arguments(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_prints_the_version_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert lightning_mp.__version__ in capsys.readouterr().out
@@ -166,14 +166,14 @@ CALLBACKS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_cli_fit_with_all_callbacks_and_report_of_the_run(
+def test_cli_fits_with_all_callbacks_and_rebuilds_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     callbacks = [
         {"class_path": name, "init_args": arguments} for name, arguments in CALLBACKS.items()
     ]
-    # All that is exported is a callback to use, but for these.
+    # All exported names are callbacks, except these.
     others = {"Alarm", "InstabilityError", "InstabilityMonitor", "InstabilityWarning"}
     assert set(CALLBACKS) == set(lightning_mp.callbacks.__all__) - others
     plugin = {"class_path": "BalancedAMP"}
@@ -192,7 +192,7 @@ def test_cli_fit_with_all_callbacks_and_report_of_the_run(
     assert all(name in written for name in names)
 
 
-def test_cli_report_of_a_folder_without_data_says_what_writes_it(tmp_path: Path) -> None:
+def test_cli_report_error_names_the_callback_that_writes_the_data(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no report's data.*InstabilityReport"):
         main(["report", str(tmp_path)])
 

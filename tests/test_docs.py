@@ -1,10 +1,11 @@
-"""What the README and the pages of docs/ show is run as it stands there.
+"""The code blocks of README.md and docs/ run as they stand.
 
-A block with a title, such as ```python title="clip.py"```, is a file that all others may import.
-Every other Python block is a script, and every YAML block a file for `lightning-mp fit`. Of a
-`diff` block the lines that are left are a script. A `text` block after it is what it prints.
-`<!-- sweep -->` above a block leaves it to `make sweep`; `<!-- ranks -->` for one that `torchrun`
-starts on 2 ranks; `<!-- only ... -->` says where it runs, if not here.
+A block with a title, such as ```python title="clip.py"```, is a file that all other blocks may
+import. Every other Python block is a script, and every YAML block a config for `lightning-mp fit`.
+Of a `diff` block, the added and unchanged lines are a script. A `text` block after a script is its
+expected output. `<!-- sweep -->` above a block defers it to `make sweep`, `<!-- ranks -->` runs it
+on 2 ranks with `torchrun`, and `<!-- only ... -->` names the requirement without which it is not
+run.
 """
 
 import os
@@ -37,7 +38,7 @@ SHOWN = ("", "text", "bash", "json", "css")  # for the eye: commands, tables, wh
 
 
 class Block(NamedTuple):
-    """A block of a page."""
+    """A code block of a page."""
 
     page: str
     line: int
@@ -82,18 +83,18 @@ SCRIPTS = [
 ]
 ON_RANKS = [pytest.param(b, id=f"{b.page}:{b.line}") for b in BLOCKS if b.note == "ranks"]
 pytestmark = pytest.mark.filterwarnings(
-    # Lightning's advice about data loaders and loops, and what it says of itself.
+    # Lightning's advice about data loaders and loops, and its own deprecations.
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
     "ignore:Precision .* is not supported by the model summary",
     "ignore::DeprecationWarning",
-    # What monitors are for; pages show runs that fail.
+    # Pages show failing runs.
     "ignore::lightning_mp.callbacks.InstabilityWarning",
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the reader's with all files that have a title; the working directory."""
+    """A working directory with all files that have a title."""
     for title, code in FILES.items():
         (tmp_path / title).write_text(code)
         monkeypatch.delitem(sys.modules, title.removesuffix(".py"), raising=False)
@@ -138,7 +139,7 @@ def test_block_runs_on_two_ranks(block: Block, folder: Path) -> None:
     assert len(re.findall(r"^[1-9]\d* steps$", done.stdout, re.MULTILINE)) == 2
 
 
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
+def test_every_block_has_a_tested_language() -> None:
     for block in BLOCKS:
         assert block.language in (*RUN, *SHOWN), f"{block.page}:{block.line}"
     fences = sum(len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) for page in PAGES)
@@ -146,7 +147,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
     assert fences == 2 * (len(BLOCKS) + printed)  # none was missed
 
 
-def test_every_public_name_is_on_a_page_of_the_api() -> None:
+def test_every_public_name_is_on_an_api_page() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     # `epsilon_report` also names a module, so its page has the full path of the function.
     assert set(re.findall(r"^::: lightning_mp\.(?:\w+\.)*(\w+)$", pages, re.M)) == set(NAMES)
@@ -173,7 +174,7 @@ def test_command_of_contributing_fills_in_the_address(tmp_path: Path) -> None:
     assert f"\nrepository-code: {address}\n" in filled["CITATION.cff"]
 
 
-def test_figures_are_what_their_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_equal_the_output_of_their_script(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {}
     monkeypatch.setattr(Path, "write_text", lambda path, text: drawn.__setitem__(path, text))
     runpy.run_path(str(ROOT / "docs" / "_tools" / "figures.py"), run_name="__main__")
@@ -183,14 +184,14 @@ def test_figures_are_what_their_script_draws(monkeypatch: pytest.MonkeyPatch) ->
     assert {*(ROOT / "docs/images").glob("*.svg")} == {*drawn, measured}
 
 
-def test_readme_links_lead_somewhere() -> None:
+def test_readme_links_resolve() -> None:
     text = PAGES[0].read_text()
     for target in re.findall(r"(?:\]\(|src=\")([^)\"#]+)", text):
         assert target.startswith("https://") or (ROOT / target).exists(), target
     assert len(text.splitlines()) < 120
 
 
-def test_files_of_the_tour_are_there() -> None:
+def test_files_of_the_tour_exist() -> None:
     text = (ROOT / "docs" / "tour.md").read_text()
     paths = [path for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
              for path in re.findall(r"`([\w/]+(?:\.py|/))`", row)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page of metrics and alarms names all that the code has, and nothing else."""
+"""The page of metrics and alarms lists exactly those in the code."""
 
 import ast
 import re
@@ -38,7 +38,7 @@ def _named(section: str) -> set[str]:
 
 
 def _kinds() -> set[str]:
-    """All kinds of alarms: what is passed to `Verdict` and `alarm`, and what is put together."""
+    """All kinds of alarms: arguments of `Verdict` and `alarm`, and composed kinds."""
     kinds = {key for key in MESSAGES if re.match(r"(activation|output_gradient|norm_input)_", key)}
     kinds = {re.sub(", forecast$", "", key) for key in kinds}
     for path in (ROOT / "callbacks").rglob("*.py"):
@@ -55,10 +55,10 @@ def _kinds() -> set[str]:
     return kinds - {"headroom", "underflow"}  # get what they are of before them, as in `MESSAGES`
 
 
-def test_page_names_every_alarm_of_the_code() -> None:
+def test_page_lists_every_alarm_of_the_code() -> None:
     kinds = _kinds() | {"loss_spike", "gradient_spike"}  # chosen by a condition, as
     kinds |= {"non_finite_loss", "non_finite_gradient"}
-    # Judged by one rule, which takes the kind.
+    # Judged by one rule, which receives the kind as an argument.
     kinds |= {"attention_logit", "attention_entropy", "output_logit", "output_log_z"}
     assert {"divergence", "rewind_lost", "non_finite", "skip_rate"} < kinds
     assert _named("Alarms") == kinds
@@ -103,7 +103,7 @@ class _Model(pl.LightningModule):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_mp.callbacks.InstabilityWarning")
-def test_page_names_every_metric_of_the_code() -> None:
+def test_page_lists_every_metric_of_the_code() -> None:
     keys = _Keys()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -126,6 +126,6 @@ def test_page_names_every_metric_of_the_code() -> None:
     )
     trainer.fit(_Model())
     logged = {key.removeprefix("instability/") for key in keys.keys if "instability/" in key}
-    # Curves are what is logged, but for alarms; `loss_z` needs steps to hold a step against.
+    # Logged metrics without alarms; `loss_z` needs more steps as a baseline.
     curves = {name for each in trainer.callbacks for name in getattr(each, "history", _NONE).curves}
     assert _named("Metrics") == (logged & curves) | {"loss_z", "gradient_norm_z"}

@@ -1,4 +1,4 @@
-"""The CUDA branches under the device that is not there: no race, no sync, and the right numbers."""
+"""CUDA code paths on a simulated device: no race, no sync, correct numbers."""
 
 import warnings
 
@@ -25,7 +25,7 @@ from tests.fake_cuda import FakeCuda, RaceError
 DEVICE = torch.device("cuda", 0)
 
 
-def test_tensors_are_where_they_say_and_reading_them_waits(gpu: FakeCuda) -> None:
+def test_tensor_is_on_its_device_and_reading_it_synchronizes(gpu: FakeCuda) -> None:
     x = torch.ones(3, device="cuda") * 2
     assert x.device == DEVICE
     assert x.is_cuda
@@ -35,7 +35,7 @@ def test_tensors_are_where_they_say_and_reading_them_waits(gpu: FakeCuda) -> Non
     assert gpu.syncs == 2
 
 
-def test_copy_that_is_read_before_it_is_there_is_a_race(gpu: FakeCuda) -> None:
+def test_reading_a_copy_before_it_finished_is_a_race(gpu: FakeCuda) -> None:
     host = torch.empty(3).pin_memory()
     host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
     with pytest.raises(RaceError, match="the host touches what stream 0 may still write"):
@@ -44,7 +44,7 @@ def test_copy_that_is_read_before_it_is_there_is_a_race(gpu: FakeCuda) -> None:
     assert host.sum() == 3
 
 
-def test_other_stream_has_to_wait_and_to_be_recorded(gpu: FakeCuda) -> None:
+def test_use_on_another_stream_requires_wait_and_record_stream(gpu: FakeCuda) -> None:
     x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
     with torch.cuda.stream(side), pytest.raises(RaceError, match="stream 1 touches what stream 0"):
         x + 1
@@ -59,7 +59,7 @@ def test_other_stream_has_to_wait_and_to_be_recorded(gpu: FakeCuda) -> None:
     assert y.sum().item() == 6
 
 
-def test_readback_never_waits_and_its_buffers_never_race(gpu: FakeCuda) -> None:
+def test_readback_never_synchronizes_and_never_races(gpu: FakeCuda) -> None:
     readback, taken = AsyncReadback(), []
     packed = torch.zeros(4, 8, device="cuda")
     for step in range(20):
@@ -74,7 +74,7 @@ def test_readback_never_waits_and_its_buffers_never_race(gpu: FakeCuda) -> None:
     assert [(one.step, one.array[0, 0]) for one in taken] == [(step, step) for step in range(20)]
 
 
-def test_statistics_are_gathered_without_a_sync(gpu: FakeCuda) -> None:
+def test_statistics_are_computed_without_a_sync(gpu: FakeCuda) -> None:
     values = [torch.randn(5, 7), torch.randn(3)]
     stats = tensor_stats([value.to(DEVICE) for value in values], scale=8.0)
     syncs = gpu.syncs
@@ -83,9 +83,7 @@ def test_statistics_are_gathered_without_a_sync(gpu: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_gradient_cache_copies_runs_and_replays_without_a_race(
-    gpu: FakeCuda, prefetch: int
-) -> None:
+def test_gradient_cache_has_no_race(gpu: FakeCuda, prefetch: int) -> None:
     torch.manual_seed(0)
     tower = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
     batch, weights = torch.randn(23, 4).pin_memory(), torch.randn(23, 5)
@@ -100,16 +98,14 @@ def test_gradient_cache_copies_runs_and_replays_without_a_race(
         assert torch.allclose(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_loss_takes_the_tiles_of_torch_and_their_workspace(gpu: FakeCuda) -> None:
+def test_loss_uses_torch_tiles_and_their_workspace(gpu: FakeCuda) -> None:
     features = [torch.randn(37, 8, requires_grad=True) for _ in range(2)]
     expected = ContrastiveLoss()(*features, 5.0)
     loss = ContrastiveLoss()(*(f.detach().to(DEVICE) for f in features), 5.0)
     assert torch.allclose(loss.cpu(), expected.detach(), rtol=1e-6)
 
 
-def test_autotuning_goes_by_the_time_of_the_device(
-    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autotuning_measures_device_time(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = find_configs("lse", 90, torch.bfloat16, 512)[:3]
     on_host = dict(zip(configs, (1e-4, 7e-4, 4e-4), strict=True))
     on_device = dict(zip(configs, (3e-4, 1e-4, 2e-4), strict=True))
@@ -124,7 +120,7 @@ def test_autotuning_goes_by_the_time_of_the_device(
     assert measured == pytest.approx(on_device)
 
 
-def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
+def test_facts_of_ranks_arrive_without_a_sync_with_the_towers(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Tensor] = []
@@ -152,14 +148,14 @@ def test_facts_of_ranks_arrive_without_waiting_for_the_towers(
     agreement._stream_of.cache_clear()
 
 
-def test_scale_of_a_device_is_compared_once_the_host_has_read_it(
+def test_scale_on_a_device_is_compared_after_the_host_has_read_it(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_inputs, "ranks_of", lambda *_: 2)
     features = [torch.eye(4, 8, device=DEVICE) for _ in range(2)]
 
     def facts_of(scale: float, calls: int) -> agreement.Facts:
-        """Return the facts of the call that comes after some."""
+        """Return the facts of the call after several others."""
         request, looks = Request(*features, torch.full((), scale, device=DEVICE)), FirstInputs()
         for _ in range(calls):
             looks.look(request, None)

@@ -1,7 +1,7 @@
-"""The loss of one GPU in a CUDA graph: nothing in it waits, copies pageable memory, or looks.
+"""The loss of one GPU in a CUDA graph: no host sync, no copy of pageable memory, no readback.
 
-`ContrastiveLoss` runs around an operator whose inside the fake device takes as one launch; the
-inside runs by itself, with launches of Triton's kernels and products for cuBLAS that are counted.
+The fake device counts the loss operator as one launch. The inside of the operator is tested
+separately, by counting launches of Triton kernels and cuBLAS products.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ KERNELS = {
 
 
 class _Launched:
-    """Stands in for a kernel of Triton: queues a launch that computes nothing."""
+    """Replaces a Triton kernel: enqueues a launch that computes nothing."""
 
     def __init__(self, gpu: FakeCuda, name: str) -> None:
         self._gpu, self._name = gpu, name
@@ -54,7 +54,7 @@ def triton_launches(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return gpu
 
 
-def test_graph_holds_no_wait_no_pageable_copy_and_no_look(gpu: FakeCuda) -> None:
+def test_captured_graph_contains_no_sync_and_no_pageable_copy(gpu: FakeCuda) -> None:
     x, pinned, readback = torch.ones(3, device="cuda"), torch.ones(3).pin_memory(), AsyncReadback()
     readback.submit(0, x)
     refused = {
@@ -109,11 +109,11 @@ def test_small_batch_is_captured_in_few_launches(
         softmax_loss(plan)
     kernels = [name for name in captured if name.endswith("_kernel")]
     assert len(kernels) == 7
-    # The products of halves of fp32 are six; torch's own operations count tests/benchmarks.
+    # fp32 as two halves takes six products; tests/benchmarks counts torch's operations.
     assert captured.count("product") == (2 if tile_dtype == "auto" else 6)
 
 
-def test_blocks_that_fill_the_device_are_captured_too(triton_launches: FakeCuda) -> None:
+def test_blocks_that_fill_the_device_can_be_captured(triton_launches: FakeCuda) -> None:
     image, text = (torch.zeros(4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     scale, backend = torch.ones((), device="cuda"), TritonTiles(2**21, arch=90)
     plan = plan_of(Request(image, text, scale), OneRank(4096), backend, NeedsGrad(True, True, True))
@@ -121,6 +121,6 @@ def test_blocks_that_fill_the_device_are_captured_too(triton_launches: FakeCuda)
     with triton_launches.capture() as captured:
         softmax_loss(plan)
     tiles._multiprocessors.cache_clear()
-    # 2^20 values are 1024 x 1024; so many rows fill the device no worse than fewer.
+    # 2^20 values are 1024 x 1024; as many rows as this fill the device.
     assert captured.count("softmax_kernel") == 16
     assert captured.count("product") == 32

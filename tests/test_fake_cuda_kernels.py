@@ -1,4 +1,4 @@
-"""What the host does around Triton's kernels on the fake device, and what stands in for them.
+"""The host code around Triton kernels on the simulated device, and its fallbacks without Triton.
 
 The kernels themselves run in Triton's interpreter; here they are launches that compute nothing.
 """
@@ -37,7 +37,7 @@ def gpu() -> Iterator[FakeCuda]:
 
 
 class _Launched:
-    """Stands in for a kernel of Triton: queues a launch, and keeps what it was given."""
+    """Replaces a Triton kernel: enqueues a launch and records its arguments."""
 
     def __init__(self, gpu: FakeCuda, name: str) -> None:
         self._gpu, self._name = gpu, name
@@ -68,7 +68,7 @@ def _batch_on_device(batch: AdamWBatch) -> AdamWBatch:
     return AdamWBatch(*map(_on_device, batch.lists), steps=_on_device(batch.steps))
 
 
-def test_fused_step_in_a_graph_is_one_launch_of_the_tables_made_before(
+def test_captured_fused_step_is_one_launch_with_earlier_tables(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = _Launched(gpu, "adamw_kernel")
@@ -85,7 +85,7 @@ def test_fused_step_in_a_graph_is_one_launch_of_the_tables_made_before(
     assert kernel.arguments[0][0] is kernel.arguments[1][0]  # the table
 
 
-def test_fused_step_in_a_graph_of_new_tensors_is_what_foreach_makes_of_them(gpu: FakeCuda) -> None:
+def test_captured_fused_step_of_new_tensors_equals_foreach(gpu: FakeCuda) -> None:
     batch = _batch()
     on_device = _batch_on_device(batch)
     with gpu.capture() as captured:
@@ -97,7 +97,7 @@ def test_fused_step_in_a_graph_of_new_tensors_is_what_foreach_makes_of_them(gpu:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_safe_adamw_without_triton_steps_all_at_once_and_waits_for_nothing(
+def test_safe_adamw_without_triton_is_multi_tensor_without_a_sync(
     gpu: FakeCuda, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -122,7 +122,7 @@ def test_safe_adamw_without_triton_steps_all_at_once_and_waits_for_nothing(
         torch.testing.assert_close(ours, expected)
 
 
-def test_statistics_go_through_one_table_that_is_copied_without_a_wait(
+def test_statistics_use_one_table_copied_without_a_sync(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = {name: _Launched(gpu, name) for name in ("stats_kernel", "merge_stats_kernel")}
@@ -143,7 +143,7 @@ def test_statistics_go_through_one_table_that_is_copied_without_a_wait(
     assert chunks.tolist() == [1, 1, 2, 0]
 
 
-def test_statistics_without_triton_are_the_hosts(
+def test_statistics_without_triton_equal_those_of_the_host(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -154,11 +154,11 @@ def test_statistics_without_triton_are_the_hosts(
     syncs, waits = gpu.syncs, gpu.waits
     packed = pack_stats(on_device)
     assert (gpu.syncs, gpu.waits) == (syncs, waits)
-    # Sums of 40 in fp32, where a host looks at float64.
+    # Sums of 40 values in fp32; the host computes them in float64.
     torch.testing.assert_close(packed.cpu(), expected, rtol=40 * 2.0**-24, atol=0)
 
 
-def test_products_of_16_bit_are_asked_of_an_operator_that_cuda_has(gpu: FakeCuda) -> None:
+def test_16_bit_products_use_an_operator_that_cuda_supports(gpu: FakeCuda) -> None:
     left, right = torch.rand(4, 6).bfloat16(), torch.rand(6, 5).bfloat16()
     total = torch.ones(4, 5)
     expected = total + 0.5 * (left.double() @ right.double()).float()

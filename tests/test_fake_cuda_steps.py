@@ -30,13 +30,13 @@ def gpu() -> Iterator[FakeCuda]:
 
 
 def on_device(count: int = 3) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return weights, gradients and moments of some sizes, and step counts."""
+    """Return weights, gradients and moments of several sizes, and step counts."""
     shapes = [(5, 7), (4096,), (3,)][:count]
     lists = [[torch.ones(shape, device="cuda") for shape in shapes] for _ in range(4)]
     return lists, [torch.ones((), device="cuda") for _ in shapes]
 
 
-def test_tables_of_a_step_go_to_the_device_once_and_nobody_waits(gpu: FakeCuda) -> None:
+def test_tables_of_a_step_are_copied_once_without_a_sync(gpu: FakeCuda) -> None:
     lists, steps = on_device()
     copies = []
     for _ in range(4):
@@ -50,7 +50,7 @@ def test_tables_of_a_step_go_to_the_device_once_and_nobody_waits(gpu: FakeCuda) 
     assert addresses == [[tensor.data_ptr() for tensor in each] for each in lists]
 
 
-def test_new_gradients_take_one_copy_and_another_stream_its_own(gpu: FakeCuda) -> None:
+def test_new_gradients_need_one_copy_per_stream(gpu: FakeCuda) -> None:
     lists, steps = on_device()
     with tables_of(lists, steps):
         pass
@@ -66,7 +66,7 @@ def test_new_gradients_take_one_copy_and_another_stream_its_own(gpu: FakeCuda) -
     assert gpu.launches["copy"] - before == 4
 
 
-def test_capture_takes_tables_made_before_and_none_else(gpu: FakeCuda) -> None:
+def test_capture_uses_only_tables_created_before(gpu: FakeCuda) -> None:
     lists, steps = on_device()
     assert tables_for_capture(lists, steps) is None
     with tables_of(lists, steps) as tables:
@@ -80,7 +80,7 @@ def test_capture_takes_tables_made_before_and_none_else(gpu: FakeCuda) -> None:
     assert adamw_tables._captured[-1] is captured
 
 
-def test_batches_are_gathered_in_pinned_memory_and_copied_without_a_wait(gpu: FakeCuda) -> None:
+def test_batches_are_joined_in_pinned_memory_and_copied_without_a_sync(gpu: FakeCuda) -> None:
     parts = [{"image": torch.full((4, 3), float(i)), "id": torch.arange(4)} for i in range(5)]
     wholes = list(gather_batches(parts, 2, Declared({}), pin=True))
     assert [len(whole["image"]) for whole in wholes] == [8, 8, 4]
@@ -91,7 +91,7 @@ def test_batches_are_gathered_in_pinned_memory_and_copied_without_a_wait(gpu: Fa
 
 
 @pytest.mark.distributed
-def test_model_is_wrapped_on_a_stream_of_its_own(gpu: FakeCuda) -> None:
+def test_model_is_wrapped_on_a_separate_stream(gpu: FakeCuda) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
         try:

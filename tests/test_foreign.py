@@ -1,4 +1,4 @@
-"""Users of `pytorch_lightning` are told that the plugins are for `lightning.pytorch`."""
+"""Under `pytorch_lightning`, errors say that the plugins are for `lightning.pytorch`."""
 
 from typing import Any
 
@@ -33,19 +33,19 @@ class Model(ptl.LightningModule):
 
 
 @pytest.mark.parametrize("plugin", ["BalancedAMP", "PureFP16", "ModelParallelBalancedAMP"])
-def test_plugin_in_a_foreign_trainer_says_what_it_is_for(plugin: str) -> None:
+def test_error_for_plugin_in_a_foreign_trainer_names_the_package(plugin: str) -> None:
     foreign = ptl.utilities.exceptions.MisconfigurationException
     with pytest.raises(foreign, match=f"{plugin} {SENTENCE}"):
         ptl.Trainer(plugins=getattr(lightning_mp, plugin)(), **SETTINGS)
 
 
-def test_strategy_in_a_foreign_trainer_says_what_it_is_for() -> None:
+def test_error_for_strategy_in_a_foreign_trainer_names_the_package() -> None:
     with pytest.raises(ValueError, match=f"InfCLStrategy {SENTENCE}"):
         ptl.Trainer(strategy=lightning_mp.InfCLStrategy(), **SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["inf_cl", "InfCLStrategy"])
-def test_strategys_name_in_a_foreign_trainer_says_what_it_is_for(name: str) -> None:
+def test_error_for_strategy_name_in_a_foreign_trainer_names_the_package(name: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"`InfCLStrategy`.*{SENTENCE}"):
         ptl.Trainer(strategy=name, **SETTINGS)
 
@@ -64,15 +64,15 @@ def test_strategys_name_in_a_foreign_trainer_says_what_it_is_for(name: str) -> N
         "SpikeGuard",
     ],
 )
-def test_callback_in_a_foreign_trainer_says_what_it_is_for(callback: str) -> None:
-    # Before 2.6 its Trainer refuses foreign callbacks itself, before it calls any code of theirs.
+def test_error_for_callback_in_a_foreign_trainer_names_the_package(callback: str) -> None:
+    # Before 2.6, the Trainer refuses foreign callbacks before it calls their code.
     refuses = Version(ptl.__version__) < Version("2.6")
     said = "Expected a parent" if refuses else f"`{callback}`.*{SENTENCE}"
     with pytest.raises((MisconfigurationException, ValueError), match=said):
         ptl.Trainer(callbacks=[getattr(lightning_mp, callback)()], **SETTINGS).fit(Model())
 
 
-def test_precision_beside_a_plugin_is_refused_without_a_word_of_the_other_package() -> None:
+def test_error_for_precision_beside_a_plugin_does_not_name_the_foreign_package() -> None:
     with pytest.raises(ValueError, match="Received both") as refused:
         pl.Trainer(precision="16-mixed", plugins=lightning_mp.BalancedAMP(), accelerator="cpu")
     assert "pytorch_lightning" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Every public name imports from `lightning_mp`, when it is first used and not before."""
+"""Every public name can be imported from `lightning_mp` and is loaded at first use."""
 
 import ast
 import importlib
@@ -16,12 +16,12 @@ import lightning_mp.callbacks
 from lightning_mp._registration import _AfterImport
 
 ROOT = Path(__file__).parents[1]
-# Public where they are; names of another package's making come from that.
+# Public names of these modules that belong to another package.
 NOT_AT_THE_TOP = {"precision": {"LossScaler", "MasterWeights"}, "cli": {"main"}}
 
 
 def _run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process that sees a source tree, not what is installed."""
+    """Run code in a new process with a source tree instead of the installed package."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-W", "ignore", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tree)
@@ -50,7 +50,7 @@ def test_import_loads_neither_torch_nor_lightning() -> None:
         "cli",
     ],
 )
-def test_names_of_the_packages_import_from_the_top(package: str) -> None:
+def test_names_of_packages_can_be_imported_from_the_top(package: str) -> None:
     module = importlib.import_module(f"lightning_mp.{package}")
     public = set(module.__all__) - NOT_AT_THE_TOP.get(package, set())
     for name in public:
@@ -59,7 +59,7 @@ def test_names_of_the_packages_import_from_the_top(package: str) -> None:
 
 
 @pytest.mark.parametrize("module", [lightning_mp, lightning_mp.callbacks])
-def test_type_checkers_see_the_names_that_are_loaded_lazily(module: ModuleType) -> None:
+def test_type_checkers_see_lazily_loaded_names(module: ModuleType) -> None:
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE" in ast.dump(node))
@@ -72,7 +72,7 @@ def test_type_checkers_see_the_names_that_are_loaded_lazily(module: ModuleType) 
     assert sorted(name for name in names if name != "__version__") == module.__all__
 
 
-def test_star_import_brings_every_name() -> None:
+def test_star_import_imports_every_name() -> None:
     names: dict[str, object] = {}
     exec("from lightning_mp import *", names)
     assert set(lightning_mp.__all__) <= set(names)
@@ -111,8 +111,8 @@ def test_strategies_are_registered_when_the_registry_is_imported_later(
     assert finder not in sys.meta_path
 
 
-def test_tree_without_symlinks_imports_all_the_same(tmp_path: Path) -> None:
-    # git on Windows and zip downloads leave a text file where a symlink was.
+def test_tree_without_symlinks_can_be_imported(tmp_path: Path) -> None:
+    # git on Windows and zip downloads replace a symlink by a text file.
     for folder in ("lightning_mp", "callbacks", "strategies"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
     for folder in ("callbacks", "strategies"):

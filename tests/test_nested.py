@@ -1,4 +1,4 @@
-"""Containers keep their types when tensors are changed, and the originals stay as they are."""
+"""Mapping over tensors keeps the types of containers and does not change the originals."""
 
 import dataclasses
 from collections import OrderedDict, UserDict, namedtuple
@@ -25,7 +25,7 @@ class Frozen:
 
 
 class Tagged(list[Any]):
-    """A list with an attribute and another constructor than a list's."""
+    """A list with an attribute and a different constructor."""
 
     def __init__(self, *items: Any, tag: str) -> None:
         super().__init__(items)

@@ -1,4 +1,4 @@
-"""The rule of `tests.parity`: it lets pass what only rounds, and nothing else."""
+"""The criterion of `tests.parity` accepts rounding differences and rejects defects."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ BATCHES = 16
 
 
 def train(seed: int, plugin: Any, nudge: float = 0.0) -> float:
-    """Return the loss over all data; weights start off by a relative `nudge`."""
+    """Return the loss over all data; the initial weights are perturbed by a relative `nudge`."""
     model, data = Regression(make_optimizer=lambda p: SGD(p, lr=0.03), seed=seed), loader(BATCHES)
     for p in model.parameters():
         p.data *= 1 + nudge * (2 * torch.rand_like(p) - 1)
@@ -35,11 +35,11 @@ def log_ratios(losses: list[float], in_fp32: list[float]) -> list[float]:
     return [math.log(a / b) for a, b in zip(losses, in_fp32, strict=True)]
 
 
-# --- what must fail, beside rounding -------------------------------------------------------------
+# --- defects, which must fail --------------------------------------------------------------------
 
 
 class WrongScale(Rounded):
-    """Has gradients that are `factor` times too large."""
+    """Computes gradients that are `factor` times too large."""
 
     def __init__(self, half: str, factor: float) -> None:
         super().__init__(half)
@@ -81,17 +81,17 @@ DEFECTS: dict[str, Callable[[str], Precision]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("half", BITS)
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_fails(defect: str, half: str) -> None:
+def test_defect_fails_the_comparison(defect: str, half: str) -> None:
     verdict = PARITY.judge(functools.partial(DEFECTS[defect], half), half)
     assert not verdict.holds, verdict
 
 
-# --- what must pass ------------------------------------------------------------------------------
+# --- rounding, which must pass -------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", BITS)
-def test_rounding_holds_on_other_seeds_than_those_it_is_measured_on(half: str) -> None:
+def test_rounding_passes_on_seeds_that_were_not_calibrated(half: str) -> None:
     others = [[train(seed, plugin) for seed in range(100, 103)] for plugin in (Rounded(half), None)]
     losses = [f * math.exp(e) for f, e in zip(PARITY.in_fp32(), log_ratios(*others), strict=False)]
     verdict = PARITY.judge(lambda: None, half, train=lambda seed, _: losses[seed])
@@ -102,8 +102,8 @@ def test_rounding_holds_on_other_seeds_than_those_it_is_measured_on(half: str) -
 
 
 @pytest.mark.slow
-def test_fp32_from_starts_a_millionth_apart_scatters_far_less_than_half_must() -> None:
-    """Why the scatter of fp32 itself is no yardstick."""
+def test_fp32_scatters_less_than_half_precision() -> None:
+    """The scatter of fp32 is too small to serve as the tolerance of half precision."""
     nudged = [train(seed, None, nudge=1e-6) for seed in range(3)]
     apart = log_ratios(nudged, PARITY.in_fp32()[:3])
     verdict = PARITY.judge(lambda: None, "fp16")
@@ -111,20 +111,20 @@ def test_fp32_from_starts_a_millionth_apart_scatters_far_less_than_half_must() -
 
 
 @pytest.mark.parametrize("half", BITS)
-def test_rounded_reads_the_bits_of_half_and_steps_in_fp32(half: str) -> None:
+def test_rounded_reads_half_precision_and_steps_in_fp32(half: str) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[half]
     seen: list[torch.Tensor] = []
 
     class Looking(Regression):
         def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
-            # One product: exact, of operands that are rounded, so it shows them.
+            # One exact product of rounded operands, which therefore shows their bits.
             seen.append((self.network[0].weight * 1.0).detach().clone())
             return super().loss(batch)
 
     model = Looking()
     start = model.network[0].weight.detach().clone()
     fit(model, Rounded(half), loader(1))
-    # Ties go up here and to even there; of 128 weights none is a tie.
+    # The two round ties differently; none of the 128 weights is a tie.
     assert torch.equal(seen[0], start.to(dtype).float())
     after = model.network[0].weight
     assert not torch.equal(after, after.to(dtype).float())
@@ -136,14 +136,14 @@ def test_rounded_reads_the_bits_of_half_and_steps_in_fp32(half: str) -> None:
 @pytest.mark.parametrize(
     ("freedom", "probability", "expected"), [(2, 0.05, 4.303), (7, 0.001, 5.408), (30, 0.01, 2.750)]
 )
-def test_quantiles_are_those_of_the_tables(
+def test_quantiles_equal_published_tables(
     freedom: int, probability: float, expected: float
 ) -> None:
     assert student_quantile(freedom, probability) == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.slow
-def test_false_alarms_are_as_rare_as_promised() -> None:
+def test_false_alarm_rate_is_below_its_bound() -> None:
     draw, trials, rate = random.Random(0), 2000, 0.1
 
     def scatter(seed: int, plugin: Any) -> float:
@@ -154,5 +154,5 @@ def test_false_alarms_are_as_rare_as_promised() -> None:
         return not parity.judge(lambda: True, "fp16").holds
 
     alarms = sum(alarm() for _ in range(trials))
-    # The cost that is added makes them rarer than the rate; 5 standard errors of a count.
+    # The added cost makes false alarms rarer than the nominal rate; 5 standard errors of a count.
     assert 0 < alarms < trials * rate + 5 * math.sqrt(trials * rate * (1 - rate))

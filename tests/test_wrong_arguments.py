@@ -1,4 +1,4 @@
-"""Every argument of every public constructor meets wrong values: used as meant, or refused."""
+"""Every argument of every public constructor refuses wrong values."""
 
 import collections.abc
 import inspect
@@ -19,7 +19,7 @@ from lightning_mp._arguments import _TABLES
 from tests.test_arguments import MISSPELT
 
 PARAMETERS = [nn.Parameter(torch.zeros(2))]
-# What a constructor cannot do without, and what the others of its arguments are then.
+# Required arguments of a constructor, and the values of its other arguments.
 NEEDED: dict[str, dict[str, Any]] = {
     "GradientCache": {"micro_batch_size": 4},
     "MatryoshkaLoss": {"widths": [8]},
@@ -48,7 +48,7 @@ every_argument = pytest.mark.parametrize(
 
 
 def is_of_type(annotation: Any, value: Any) -> bool:
-    """Return whether a value is of the annotated type; what is out of range may be."""
+    """Return whether a value has the annotated type, whether or not it is in range."""
     origin, inner = get_origin(annotation), get_args(annotation)
     is_bool = isinstance(value, bool)
     if origin in (typing.Union, types.UnionType):
@@ -83,7 +83,7 @@ def must_be_refused(annotation: Any, name: str, value: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Passed `ClipLoss.gather_with_grad=False")
 @every_argument
-def test_a_wrong_value_is_refused_with_class_argument_value_and_what_is_accepted(
+def test_error_for_wrong_value_has_class_argument_value_and_accepted_values(
     name: str, argument: str
 ) -> None:
     cls = getattr(lightning_mp, name)
@@ -95,7 +95,7 @@ def test_a_wrong_value_is_refused_with_class_argument_value_and_what_is_accepted
         except ValueError as error:
             said = str(error)
             assert said.startswith(f"Passed `{name}("), said
-            # Long values are cut in their middle, and a number of numpy may have been taken.
+            # Long values are abbreviated, and a NumPy number may have been converted.
             plain = value.item() if isinstance(value, np.generic) else value
             shown = {" ".join(repr(each).split())[:12] for each in (value, plain)}
             shown |= {"'...'"} if argument == "alert" else set()  # a URL may hold a token
@@ -108,14 +108,14 @@ def test_a_wrong_value_is_refused_with_class_argument_value_and_what_is_accepted
 
 
 @every_argument
-def test_the_default_is_accepted_by_name(name: str, argument: str) -> None:
+def test_default_is_accepted_as_a_keyword(name: str, argument: str) -> None:
     cls = getattr(lightning_mp, name)
     default = inspect.signature(cls).parameters[argument].default
     if default is not inspect.Parameter.empty:
         cls(**{**NEEDED.get(name, {}), argument: default})
 
 
-def test_the_test_would_see_what_slips_through() -> None:
+def test_value_that_is_not_checked_would_be_detected() -> None:
     class Lax:
         def __init__(self, autotune: bool, names: collections.abc.Sequence[str]) -> None: ...
 
@@ -138,10 +138,10 @@ def test_the_test_would_see_what_slips_through() -> None:
         ("ContrastiveLoss", {"label_smoothing": np.float16(0.5)}, {float}),
     ],
 )
-def test_numbers_of_numpy_become_pythons(
+def test_numpy_numbers_are_converted(
     name: str, arguments: dict[str, Any], types: set[type]
 ) -> None:
-    """`torch.load(weights_only=True)` would take them for arbitrary objects."""
+    """`torch.load(weights_only=True)` would refuse them as arbitrary objects."""
     made, (argument,) = getattr(lightning_mp, name)(**arguments), arguments
     found = getattr(made, argument)
     values, given = (
@@ -152,7 +152,7 @@ def test_numbers_of_numpy_become_pythons(
 
 
 @pytest.mark.parametrize("name", MISSPELT)
-def test_every_check_is_of_an_argument(name: str) -> None:
+def test_every_check_names_an_argument(name: str) -> None:
     for base in getattr(lightning_mp, name).__mro__:
         if base in _TABLES:
             known = {
@@ -162,18 +162,18 @@ def test_every_check_is_of_an_argument(name: str) -> None:
 
 
 class Ours(lightning_mp.SpikeGuard):
-    """Takes what its base class takes."""
+    """Inherits the arguments of its base class."""
 
 
 class Passing(lightning_mp.SpikeGuard):
-    """Passes on what it is given."""
+    """Forwards its arguments."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
 
 
 class Choosing(lightning_mp.SpikeGuard):
-    """Chooses itself, and its users know no `patience`."""
+    """Sets `patience` itself, so that its users cannot."""
 
     def __init__(self, name: str) -> None:
         super().__init__(patience=0)
@@ -188,7 +188,7 @@ class Choosing(lightning_mp.SpikeGuard):
         (lambda: Choosing("a"), "SpikeGuard"),
     ],
 )
-def test_the_error_names_the_class_that_was_called(make: Any, called: str) -> None:
+def test_error_names_the_class_that_was_called(make: Any, called: str) -> None:
     with pytest.raises(ValueError, match=rf"^Passed `{called}\("):
         make()
 
@@ -220,7 +220,7 @@ def test_the_error_names_the_class_that_was_called(make: Any, called: str) -> No
         ("SpikeGuard", {"dirpath": 3}, "a path or None."),
     ],
 )
-def test_what_is_accepted_is_said_in_words(name: str, given: dict[str, Any], said: str) -> None:
+def test_error_describes_accepted_values(name: str, given: dict[str, Any], said: str) -> None:
     ((argument, value),) = given.items()
     with pytest.raises(ValueError, match=rf"^Passed `{name}\({argument}=") as caught:
         getattr(lightning_mp, name)(**{**NEEDED.get(name, {}), **given})
