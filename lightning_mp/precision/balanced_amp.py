@@ -1,4 +1,4 @@
-"""`BalancedAMP`: half working weights and fp32 norms over an fp32 model, with a loss scale (O2)."""
+"""`BalancedAMP`: half working weights and fp32 norms for an fp32 model, with a loss scale (O2)."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,16 +30,16 @@ __all__ = ["BalancedAMP", "widen"]
         "device": Check(
             test=lambda name: name == "auto" or torch.device(name).type == name,
             words="'auto' or a type without an index, such as 'cuda' or 'cpu'",
-            fix="Leave it out to compute where the model is.",
+            fix="Remove `device` to use the device of the model.",
         ),
     }
 )
 class BalancedAMP(ScaledPrecision):
-    r"""Trains an fp32 model with half working weights and fp32 norms: Apex' O2, balanced.
+    r"""Mixed precision with fp32 master weights, half working weights and fp32 norms (O2).
 
-    Lightning's `16-mixed` (O1) casts all weights at every use. Here each weight has a half copy
-    that modules compute with, cast once a step, and normalisation layers compute in fp32. In half
-    weights alone, as in `16-true`, an update below 2^-12 of a weight is lost.
+    Lightning's `16-mixed` (O1) casts all weights at every use. `BalancedAMP` keeps a half-precision
+    copy of each weight, which is refreshed once per step, and computes normalization layers in
+    fp32. Half weights without masters, as in `16-true`, lose updates below 2^-12 of a weight.
 
     .. math::
         w_{16} = \mathrm{round}(w_{32}), \quad
@@ -47,24 +47,24 @@ class BalancedAMP(ScaledPrecision):
         w_{32} \leftarrow \mathrm{step}(w_{32}, g_{32})
 
     Args:
-        half: `"fp16"` or `"bf16"`.
-        weights: `"half"` is O2. `"full"` is O1: no copies, weights are cast at every use.
-        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16;
-            bf16 has the range of fp32 and takes no loss scale.
-        fp32_modules: Modules that compute in fp32, with their own weights: `"norm"` for all
-            normalisation layers, names of classes, or dotted names.
-        fp32_ops: Names of torch functions to run in fp32 beside those of `OpPolicy`.
-        half_ops: Names of torch functions to run in half.
-        inf_clamp: Modules whose fp16 outputs are kept from overflowing, as `InfClamp` takes them.
-        reduce_dtype: DDP averages gradients in `"fp32"`, or in `"half"` with half the bytes.
-        adam_epsilon: `"auto"` checks that every optimizer's epsilon survives where it is used,
-            `"keep"` does not, a number replaces it.
-        device: Device type for autocast; `"auto"` is where the model is.
+        half: Half-precision dtype, `"fp16"` or `"bf16"`.
+        weights: `"half"` keeps half copies (O2); `"full"` casts weights at every use (O1).
+        loss_scale: `"dynamic"`, a number for a static scale, or a `LossScaleConfig`. `None` is
+            dynamic for fp16 and no loss scale for bf16, which has the range of fp32.
+        fp32_modules: Modules that compute in fp32 with their fp32 weights: `"norm"` for all
+            normalization layers, class names, or dotted names.
+        fp32_ops: Names of torch functions to run in fp32 in addition to those of `OpPolicy`.
+        half_ops: Names of torch functions to run in half precision.
+        inf_clamp: Modules whose fp16 outputs are clamped, see `InfClamp`.
+        reduce_dtype: Dtype in which DDP averages gradients, `"fp32"` or `"half"`.
+        adam_epsilon: `"auto"` checks that the epsilon of every optimizer survives in its dtype,
+            `"keep"` disables the check, a number replaces epsilon.
+        device: Device type for autocast; `"auto"` is the device of the model.
 
     Raises:
-        ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: An optimizer cannot be used, or there is no Trainer.
-        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
+        ValueError: An argument is invalid or a name is unknown.
+        MisconfigurationException: An optimizer is not supported, or there is no Trainer.
+        FloatingPointError: `patience` consecutive steps were skipped at the smallest loss scale.
 
     References:
         - Mixed Precision Training, https://arxiv.org/abs/1710.03740
@@ -89,7 +89,7 @@ class BalancedAMP(ScaledPrecision):
         adam_epsilon: float | Literal["auto", "keep"] = "auto",
         device: str = "auto",
     ) -> None:
-        # Gradients of half weights, or of half messages, pass through fp16 on their way to p.grad.
+        # Gradients of half weights, and gradients averaged in half, pass through fp16.
         passes_half = weights == "half" or reduce_dtype == "half"
         super().__init__(
             half=half,
@@ -117,7 +117,7 @@ class BalancedAMP(ScaledPrecision):
             self._working.attach(module, kept.values())
             self._undo.callback(self._working.release)
         serve_norms(kept.values(), self._undo)
-        # Lightning compiles the steps of a whole module, and unwraps it.
+        # Lightning compiles the step methods of a compiled LightningModule and unwraps the module.
         self._compiled = module if getattr(module, "_compiler_ctx", None) is not None else None
         self._undo.callback(setattr, self, "_compiled", None)
         self.inf_clamp.attach(module)
@@ -125,12 +125,12 @@ class BalancedAMP(ScaledPrecision):
         return module
 
     def _keep_fp32(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules that keep fp32 weights; let those that are no norms compute in it."""
+        """Return the modules that keep fp32 weights, and make all but norms compute in fp32."""
         kept = select_modules(module, self.fp32_modules)
-        # The policy sees to norms, which return the dtype of their input.
+        # Norms are handled by the op policy and return the dtype of their input.
         norms = set(select_modules(module, ["norm"]).values())
         islands = {n: m for n, m in kept.items() if m not in norms}
-        for island in islands.values():  # inputs are fp32 there, also for a tower frozen in half
+        for island in islands.values():  # a tower frozen in half must match its fp32 inputs
             for tensor in (*island.parameters(), *island.buffers()):
                 if tensor.dtype in HALF_DTYPES and not tensor.requires_grad:
                     tensor.data = tensor.data.float()
@@ -151,10 +151,10 @@ class BalancedAMP(ScaledPrecision):
     @override
     def _prepare(self) -> None:
         super()._prepare()
-        for optimizer in self._ledger.optimizers:  # a callback may have unfrozen what was in half
+        for optimizer in self._ledger.optimizers:  # a callback may have unfrozen half weights
             widen(self.main_params(optimizer), "unfrozen")
-        # After widening, as only fp32 weights have copies; all of them, as writes to `p.data` go
-        # unseen.
+        # After widening, because only fp32 weights have copies. All copies are refreshed, because
+        # version counters miss writes to `p.data`.
         self._working.refresh()
 
     @override
@@ -166,7 +166,7 @@ class BalancedAMP(ScaledPrecision):
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
         with super()._step_of(optimizer):
             yield
-        if self._is_inside:  # of a forward, as in manual optimization; others bring copies up first
+        if self._is_inside:  # a forward may follow in this step, as in manual optimization
             self._working.refresh(self.main_params(optimizer))
 
     @override
@@ -179,29 +179,29 @@ class BalancedAMP(ScaledPrecision):
 
 
 def widen(parameters: Iterable[Tensor], whose: str, owners: Iterable[nn.Module] = ()) -> None:
-    """Turn trainable half parameters into fp32, in place, and their owners' half buffers."""
+    """Cast trainable half parameters and half buffers of their owners to fp32, in place."""
     half = {p for p in parameters if p.requires_grad and p.dtype in HALF_DTYPES}
     for owner in owners:
         if not half.isdisjoint(owner.parameters(recurse=False)):
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.dtype in HALF_DTYPES:
-                    # Batch norm's kernels take weights and statistics of one dtype.
+                    # Batch norm kernels require weights and statistics in one dtype.
                     owner._buffers[name] = buffer.float()
     for parameter in half:
-        # torch would keep a half gradient beside fp32 data, and go on adding to it in half.
+        # Otherwise torch would keep accumulating into the half gradient.
         parameter.grad = None
-        # In place: optimizers and tied modules hold this very parameter.
+        # In place, because optimizers and tied modules hold this parameter object.
         parameter.data = parameter.data.float()
     if half:
         rank_zero_info(
-            f"BalancedAMP: {len(half)} of {whose} trainable parameters came in half, and are in "
-            "fp32 from here on. Nothing was lost."
+            f"BalancedAMP: cast {len(half)} of {whose} trainable parameters from half precision to "
+            "fp32, without loss."
         )
 
 
 @contextlib.contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Keep `nn.TransformerEncoder` from its inference path, which no autocast reaches."""
+    """Disable the inference fast path of `nn.TransformerEncoder`, which ignores autocast."""
     was_on = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""`PureFP16`: fp16 weights, activations and gradients that learn as fp32 does."""
+"""`PureFP16`: training in fp16 weights, activations and gradients with the accuracy of fp32."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -37,11 +37,12 @@ __all__ = ["PureFP16"]
 
 @explains_arguments(checks={"loss_scale": SCALES, "adam_epsilon": "(0, inf)"})
 class PureFP16(ScaledPrecision):
-    r"""Trains in fp16 throughout: weights, activations, gradients; no fp32 copy of the weights.
+    r"""Training with fp16 weights, activations and gradients, without an fp32 copy of the weights.
 
-    Lightning's `precision="16-true"` makes every weight non-finite in three steps of Adam: its
-    states are in fp16, where `eps=1e-8` is 0. Here any plain torch optimizer steps in fp32, with
-    fp32 states and weights of 22 bits: a half residual keeps what rounding takes from a weight.
+    With Lightning's `precision="16-true"` and Adam, every weight is non-finite after three steps,
+    because `eps=1e-8` is 0 in fp16 states. With `PureFP16`, any plain torch optimizer steps in fp32
+    with fp32 states. A half-precision residual stores the rounding error of each weight, so that
+    weights carry 22 bits.
 
     .. math::
         m_{32} = w_{16} + 2^{-11} r_{16}, \quad
@@ -49,23 +50,24 @@ class PureFP16(ScaledPrecision):
         (w_{16}, r_{16}) \leftarrow \mathrm{split}(\mathrm{step}(m_{32}, g_{32}))
 
     Args:
-        half: `"fp16"`, or `"bf16"` for the same in bf16, without loss scale and with 16 bits.
-        loss_scale: `"dynamic"`, a constant, or a `LossScaleConfig`. `None` is dynamic for fp16.
-        write_back: `"kahan"` keeps residuals. Without them weights are rounded at random
-            (`"stochastic"`, right on average) or to `"nearest"`, which loses updates below 2^-12
-            of a weight. It also replaces the `write_back` of a `SafeAdamW`.
-        inf_clamp: Modules whose fp16 outputs are kept from overflowing, as `InfClamp` takes them;
-            `[]` for none.
-        fp32_modules: Modules that compute in fp32, with fp32 weights: `"norm"`, names of classes,
-            or dotted names.
-        reduce_dtype: DDP averages gradients of half weights in `"fp32"`, or in `"half"`.
-        adam_epsilon: `"auto"` checks that every optimizer's epsilon survives where it is used,
-            `"keep"` does not, a number replaces it.
+        half: Half-precision dtype, `"fp16"` or `"bf16"`. bf16 needs no loss scale, and weights then
+            carry 16 bits.
+        loss_scale: `"dynamic"`, a number for a static scale, or a `LossScaleConfig`. `None` is
+            dynamic for fp16.
+        write_back: `"kahan"` keeps residuals. `"stochastic"` rounds weights stochastically, without
+            bias. `"nearest"` loses updates below 2^-12 of a weight. Overrides the `write_back` of a
+            `SafeAdamW`.
+        inf_clamp: Modules whose fp16 outputs are clamped, see `InfClamp`; `[]` for none.
+        fp32_modules: Modules that compute in fp32 with fp32 weights: `"norm"`, class names, or
+            dotted names.
+        reduce_dtype: Dtype in which DDP averages gradients of half weights, `"fp32"` or `"half"`.
+        adam_epsilon: `"auto"` checks that the epsilon of every optimizer survives in its dtype,
+            `"keep"` disables the check, a number replaces epsilon.
 
     Raises:
-        ValueError: An argument cannot be used, or a name is unknown.
-        MisconfigurationException: An optimizer, module or callback cannot work on half weights.
-        FloatingPointError: Steps at the smallest loss scale were skipped again and again.
+        ValueError: An argument is invalid or a name is unknown.
+        MisconfigurationException: An optimizer, module or callback does not support half weights.
+        FloatingPointError: `patience` consecutive steps were skipped at the smallest loss scale.
 
     References:
         - Kahan summation and stochastic rounding of weights, https://arxiv.org/abs/2010.06192
@@ -109,12 +111,12 @@ class PureFP16(ScaledPrecision):
         super().convert_module(module)
         islands = select_modules(module, self.fp32_modules)
         norms = (m for m in module.modules() if isinstance(m, _NormBase))
-        # Of a parametrization, half would round twice, and an orthogonal one diverges.
+        # Half parametrizations would round twice, and orthogonal parametrizations diverge.
         lists = (m for m in module.modules() if isinstance(m, ParametrizationList))
         made = {inner for each in lists for inner in each.modules()}
         kept = {*islands.values(), *(m for m in norms if m.running_mean is not None), *made}
         trainer: Any = module._trainer
-        # Evaluation changes no weight: what could not train may still be tested.
+        # Evaluation changes no weight, so modules that cannot be trained are allowed.
         is_trained = trainer.state.fn == "fit"
         check_modules(module, kept, is_trained=is_trained)
         if is_trained:
@@ -122,19 +124,19 @@ class PureFP16(ScaledPrecision):
         self._kept = kept
         self._weights.convert(module, kept)
         self._undo.callback(self._weights.release)
-        # Where no activation becomes fp32, the mode that makes it half again is left out.
+        # If no activation can become fp32, the mode that casts to half is not needed.
         self._has_fp32_inside = bool(made) or any(
-            buffer.dtype == torch.float32 and buffer.dim() > 0  # one of shape [] widens nothing
+            buffer.dtype == torch.float32 and buffer.dim() > 0  # 0-d tensors do not promote
             for owner in module.modules()
             if owner not in kept
             for buffer in owner.buffers(recurse=False)
         )
         cast_at_borders(outermost(islands), torch.float32, self.half_dtype, self._undo)
-        # These compare the dtypes of input and weights before any function of torch is called.
+        # Recurrent layers compare the dtypes of inputs and weights before they call torch.
         recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase) and m not in kept]
         cast_at_borders(recurrent, self.half_dtype, self.half_dtype, self._undo)
         for each in module.modules():
-            if isinstance(each, _HasDtype):  # what its `dtype` says
+            if isinstance(each, _HasDtype):  # the `dtype` property of Lightning modules
                 self._undo.callback(setattr, each, "_dtype", each._dtype)
                 each._dtype = self.half_dtype
         self.inf_clamp.attach(module)
@@ -147,7 +149,7 @@ class PureFP16(ScaledPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
             check_steps_alone(optimizer)
-        # DDP broadcasts weights alone; the residuals of other ranks would belong to other weights.
+        # DDP broadcasts only weights; the residuals must match the weights of rank 0.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._weights.broadcast()
         result = super().connect(model, optimizers, lr_schedulers)
@@ -157,10 +159,11 @@ class PureFP16(ScaledPrecision):
 
     @contextlib.contextmanager
     def exposed(self, module: nn.Module) -> Iterator[None]:
-        """Hand out fp32 weights for reading and writing, and take back what was written.
+        """Temporarily replace half weights by fp32 weights that can be read and written.
 
-        Inside, the `parameters()` of `module`, the model or a part of it, are fp32 parameters of 22
-        bits: run no forward. So a teacher follows its student at a rate of 1e-3 or less.
+        Inside the context, the `parameters()` of `module` (the model or a submodule) are fp32
+        parameters with 22 bits; on exit, written values are split into weights and residuals. Do
+        not run a forward inside. Use it for a teacher that follows its student at a small rate.
         """
         with self._weights.exposed(module):
             yield
@@ -171,7 +174,7 @@ class PureFP16(ScaledPrecision):
         if self.reduce_dtype == "fp32" and not model._comm_hooks:
             model.register_comm_hook(model.process_group, _mean_in_fp32)
 
-    # Stand-ins take their gradients before the step: a closure inside of it would come too late.
+    # Stand-ins receive gradients before the step, so a closure inside the step would be too late.
     _steps_in_place = False
 
     @override
@@ -187,7 +190,7 @@ class PureFP16(ScaledPrecision):
     @override
     @contextlib.contextmanager
     def _compute_context(self) -> Iterator[None]:
-        # Half is the dtype of new tensors, as in `precision="16-true"`.
+        # New tensors are half by default, as in `precision="16-true"`.
         mixed = MixedInputs(self.half_dtype) if self._has_fp32_inside else contextlib.nullcontext()
         with _DtypeContextManager(self.half_dtype), mixed:
             yield
@@ -197,7 +200,7 @@ class PureFP16(ScaledPrecision):
         super()._prepare()
         self._weights.settle()
         if self._is_compiled and self._in_step:
-            # Dynamo takes no half weight with an fp32 gradient, as the last step has left it.
+            # Dynamo refuses half weights with the fp32 gradients of the last step.
             self._unscaled.scale_again()
             self._weights.narrow_gradients()
 
@@ -217,14 +220,14 @@ class PureFP16(ScaledPrecision):
 
     @override
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
-        # A checkpointed forward must see the dtypes of the first one, or its outputs differ.
+        # A recomputed forward must see the same dtypes as the first forward.
         return self._compute_context()
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
-        # With manual optimization this runs inside of `forward_context`.
+        # With manual optimization, this runs inside `forward_context`.
         with _DtypeContextManager(torch.float32):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
@@ -232,7 +235,7 @@ class PureFP16(ScaledPrecision):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         writes = self._weights.writes
-        # Without rounding at random the state is that of the loss scale alone.
+        # `writes` seeds stochastic rounding and is 0 otherwise.
         return {**state, "writes": writes} if writes else state
 
     @override
@@ -241,13 +244,13 @@ class PureFP16(ScaledPrecision):
         super().load_state_dict(state_dict)
 
 
-# DDP reads the annotations of its hooks and takes no other.
+# DDP checks the annotations of its hooks.
 def _mean_in_fp32(
     process_group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Widen a bucket, divide, sum and round it once, for twice the bytes on the wire."""
-    # DDP divides by the W ranks before it sums, in fp16, which loses the values below 6e-8 W.
+    """Average a bucket in fp32 and round it once, which doubles the communicated bytes."""
+    # DDP divides fp16 gradients by the W ranks before the sum, which loses values below 6e-8 W.
     buffer: Tensor = bucket.buffer()
     mean = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
     mean = mean.div(dist.get_world_size(process_group))

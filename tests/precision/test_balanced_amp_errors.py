@@ -16,14 +16,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "half": ({"half": "fp8"}, "`half` must be one of 'fp16', 'bf16'"),
     "weights": ({"weights": "O2"}, "`weights` must be one of 'half', 'full'"),
     "reduce_dtype": ({"reduce_dtype": "fp16"}, "`reduce_dtype` must be one of 'fp32', 'half'"),
-    "bf16 scale": ({"half": "bf16", "loss_scale": "dynamic"}, "takes no loss scale"),
+    "bf16 scale": ({"half": "bf16", "loss_scale": "dynamic"}, "needs no loss scale"),
     "negative scale": ({"loss_scale": -1.0}, "loss_scale=-1.0"),
     "no scale": ({"loss_scale": 0}, r"loss_scale=0\)`"),
     "unknown scale": ({"loss_scale": "static"}, "loss_scale='static'"),
     "epsilon": ({"adam_epsilon": 0.0}, "adam_epsilon=0.0"),
     "epsilon of a kind": ({"adam_epsilon": True}, "adam_epsilon=True"),
-    "fp32 op": ({"fp32_ops": ["sotfmax"]}, "Near names: .*softmax"),
-    "half op": ({"half_ops": ["geluu"]}, "Near names: .*gelu"),
+    "fp32 op": ({"fp32_ops": ["sotfmax"]}, "Similar names: .*softmax"),
+    "half op": ({"half_ops": ["geluu"]}, "Similar names: .*gelu"),
     "one op": ({"fp32_ops": "gelu"}, r"Pass `fp32_ops=\['gelu'\]`"),
 }
 
@@ -37,8 +37,8 @@ def test_arguments_that_cannot_be_used_raise(arguments: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["network.22"], r"Near names: .*'network\.2'"),
-        (["LayreNorm"], "Near names: .*'LayerNorm'"),
+        (["network.22"], r"Similar names: .*'network\.2'"),
+        (["LayreNorm"], "Similar names: .*'LayerNorm'"),
         ("norm", r"must be a list of names. Pass `fp32_modules=\['norm'\]`"),
     ],
 )
@@ -94,7 +94,7 @@ def test_weights_that_come_in_half_are_widened_and_learn_what_half_would_lose(
     weight = model.network[1].weight
     start = weight.detach().clone()
     fit(model, BalancedAMP(**arguments), loader(2))
-    assert any("2 of the model's trainable parameters came in half" in text for text in logged)
+    assert any("cast 2 of the model's trainable parameters" in text for text in logged)
     assert model.network[1].weight is weight
     assert weight.dtype == torch.float32
     assert (weight != start).all()

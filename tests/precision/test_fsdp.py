@@ -325,9 +325,9 @@ def test_a_run_resumes_bit_for_bit_from_a_checkpoint() -> None:
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "half": ({"half": "fp8"}, "`half` must be one of 'fp16', 'bf16'"),
     "reduce_dtype": ({"reduce_dtype": "fp16"}, "`reduce_dtype` must be one of 'fp32', 'half'"),
-    "bf16 scale": ({"half": "bf16", "loss_scale": "dynamic"}, "takes no loss scale"),
+    "bf16 scale": ({"half": "bf16", "loss_scale": "dynamic"}, "needs no loss scale"),
     "unknown scale": ({"loss_scale": "static"}, "loss_scale='static'"),
-    "fp32 op": ({"fp32_ops": ["sotfmax"]}, "Near names: .*softmax"),
+    "fp32 op": ({"fp32_ops": ["sotfmax"]}, "Similar names: .*softmax"),
 }
 
 
@@ -339,7 +339,7 @@ def test_arguments_that_cannot_be_used_raise(kind: str, arguments: Any, message:
 
 
 def test_unknown_modules_and_other_strategies_raise() -> None:
-    with pytest.raises(ValueError, match="Near names: .*'LayerNorm'"):
+    with pytest.raises(ValueError, match="Similar names: .*'LayerNorm'"):
         fit(_Model(), FSDPBalancedAMP(fp32_modules=["LayreNorm"]), batches())
     with pytest.raises(MisconfigurationException, match=r"'network.blocks.0.norm1' is not sharded"):
         fit(_Model(), ModelParallelBalancedAMP(), batches())
@@ -393,4 +393,4 @@ def _step_past(rank: int) -> list[str]:
 def test_an_optimizer_that_the_plugin_was_not_given_is_refused_on_scaled_shards() -> None:
     for messages in run_ranks(_step_past, RANKS):
         for make, message in zip(PLUGINS.values(), messages, strict=True):
-            assert f"`SGD.step()` was called past `{make.__name__}`" in message
+            assert f"`SGD.step()` was not called through `{make.__name__}`" in message

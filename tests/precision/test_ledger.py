@@ -124,7 +124,7 @@ def test_an_optimizer_fused_into_the_backward_is_refused_on_half_weights(half: A
 
     model = Fused()
     before = parameters_of(model.network)
-    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called past `PureFP16`"):
+    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was not called through `PureFP16`"):
         fit(model, PureFP16(half=half), loader(1))
     torch.testing.assert_close(parameters_of(model.network), before, rtol=2.0**-15, atol=2.0**-24)
 

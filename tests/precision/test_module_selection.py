@@ -155,6 +155,6 @@ def test_unknown_name_lists_near_names(name: str, near: str) -> None:
 @pytest.mark.parametrize("name", ["", "Module", "object", "xyz"])
 def test_name_of_everything_or_nothing_is_refused(name: str) -> None:
     with pytest.raises(
-        ValueError, match=r"Its submodules: \['encoder', 'encoder2', 'final'\]|Near"
+        ValueError, match=r"Its submodules: \['encoder', 'encoder2', 'final'\]|Similar"
     ):
         select_modules(Model(), [name])

@@ -383,7 +383,7 @@ def test_describe_lists_every_op_once_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fp32_ops": ("sofmax",)}, r"Passed the op 'sofmax'.* Near names: \['softmax'"),
+        ({"fp32_ops": ("sofmax",)}, r"Passed the op 'sofmax'.* Similar names: \['softmax'"),
         (
             {"half_ops": "softmax"},
             r"Passed `OpPolicy\(half_ops='softmax'\)`.*list.*`half_ops=\['softmax'\]`",

@@ -75,7 +75,7 @@ class _StepsByHand(Regression):
 def test_stepping_past_the_plugin_is_refused_where_gradients_are_scaled(name: str) -> None:
     model = _StepsByHand()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called past"):
+    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was not called through"):
         fit(model, PLUGINS[name](), loader(2))
     after = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     torch.testing.assert_close(after, weights, rtol=1e-3, atol=1e-6)

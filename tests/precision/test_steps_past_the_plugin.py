@@ -19,7 +19,7 @@ plugins = pytest.mark.parametrize(
     [lambda c=c, s=s: c(loss_scale=s) for c in CLASSES.values() for s in SCALES.values()],
     ids=[f"{c}-{s}" for c in CLASSES for s in SCALES],
 )
-REFUSED = r"`SGD.step\(\)` was called past `(BalancedAMP|PureFP16)`"
+REFUSED = r"`SGD.step\(\)` was not called through `(BalancedAMP|PureFP16)`"
 
 
 @pytest.fixture(autouse=True)

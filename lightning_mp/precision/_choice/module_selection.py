@@ -1,4 +1,4 @@
-"""Modules chosen by group, class or path, such as those whose weights stay in fp32."""
+"""Selection of modules by group, class name or dotted path, as in `fp32_modules`."""
 
 import difflib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["as_written", "class_names", "find_modules", "select_modules"]
 
-# Their statistics, and weights near 1 whose updates half would round away.
+# Layers with statistics, and with weights near 1 whose updates half precision would round away.
 _NORM_TYPES = (
     nn.modules.batchnorm._NormBase,  # BatchNorm, SyncBatchNorm, InstanceNorm
     nn.LayerNorm,
@@ -17,21 +17,21 @@ _NORM_TYPES = (
     nn.LocalResponseNorm,
     nn.CrossMapLRN2d,
 )
-# Found in the names of look-alikes: T5LayerNorm, LlamaRMSNorm, FusedLayerNorm, FrozenBatchNorm2d.
+# Parts of class names of similar layers: T5LayerNorm, LlamaRMSNorm, FusedLayerNorm, ...
 _NORM_NAMES = [
     *("batchnorm", "groupnorm", "instancenorm", "layernorm"),
     *("responsenorm", "rmsnorm", "scalenorm"),
 ]
-# What wrappers put into paths that their users do not write.
+# Path components that wrappers insert and users do not write.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules that `names` stand for, each with all modules inside it, by path.
+    """Return the modules selected by `names`, including their submodules, by dotted path.
 
-    Each name is "norm" (all normalisation layers; none is fine), that of a class or of a base class
-    ("LayerNorm", "MyBlock"), or a dotted path below `root`; one that stands for nothing raises
-    `ValueError`. A shared module stands under its first path.
+    A name is "norm" (all normalization layers, possibly none), the name of a class or base class
+    ("LayerNorm", "MyBlock"), or a dotted path relative to `root`. An unknown name raises
+    `ValueError`. A shared module is returned under its first path.
     """
     chosen = {
         inner for name in names for module in find_modules(root, name) for inner in module.modules()
@@ -40,11 +40,11 @@ def select_modules(root: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 
 
 def find_modules(root: nn.Module, name: str) -> list[nn.Module]:
-    """Return the modules that one name stands for, without those inside them."""
+    """Return the modules selected by one name, without their submodules."""
     if name == "norm":
         return [module for module in root.modules() if _is_norm(module)]
     found = [module for module in root.modules() if name in class_names(module)]
-    # With duplicates, so that a shared module is found under each of its paths.
+    # With duplicates, because a shared module may be named by any of its paths.
     paths = [(as_written(path), m) for path, m in root.named_modules(remove_duplicate=False)]
     found += [module for path, module in paths if path == name and name][:1]
     if not found:
@@ -58,8 +58,8 @@ def _is_norm(module: nn.Module) -> bool:
     names = [name.lower() for name in class_names(module)]
     if not any(norm in name for norm in _NORM_NAMES for name in names):
         return False
-    # Not by the name alone: an `AdaLayerNorm` has a linear layer, a `LayerNormLSTM` is no norm. Its
-    # own parameters are vectors, and nothing but norms inside has others.
+    # The name is not enough: an `AdaLayerNorm` contains a linear layer, and a `LayerNormLSTM` is no
+    # norm. A norm has only vectors as parameters, and only norms as children with parameters.
     own = module.parameters(recurse=False)
     vectors = all(is_lazy(p) or sum(size > 1 for size in p.shape) <= 1 for p in own)
     children = [child for child in module.children() if any(True for _ in child.parameters())]
@@ -67,13 +67,13 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def class_names(module: nn.Module) -> list[str]:
-    """Return the names of the class and its bases, without those that every module has."""
+    """Return the names of the class and its bases, without `Module` and `object`."""
     bases = type(module).__mro__
     return [cls.__name__ for cls in bases if cls not in (nn.Module, object)]
 
 
 def as_written(path: str) -> str:
-    """Return a dotted path without what wrappers put into it."""
+    """Return a dotted path without the components that wrappers insert."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
@@ -84,7 +84,7 @@ def _unknown(root: nn.Module, paths: list[str], name: str) -> str:
     children = [child for child, _ in root.named_children()]
     return (
         f"Passed the module {name!r}, but {type(root).__name__} has no such class or submodule. "
-        + (f"Near names: {near}." if near else f"Its submodules: {children}.")
-        + " Write 'norm' for all normalisation layers, the name of a class such as 'LayerNorm', "
+        + (f"Similar names: {near}." if near else f"Its submodules: {children}.")
+        + " Pass 'norm' for all normalization layers, the name of a class such as 'LayerNorm', "
         "or a dotted path such as 'encoder.head'."
     )

@@ -1,8 +1,8 @@
-"""Which torch ops belong to which class of the mixed-precision paper, and all spellings of an op.
+"""Table of torch ops by class of the mixed-precision paper, and the names of each op.
 
-The lists are those of CUDA's autocast ("CUDA Op-Specific Behavior" in torch's documentation of
-`torch.amp`), and the ops that torch makes of listed ones, such as `square` of `pow`. The classes
-are those of the paper.
+The lists follow CUDA's autocast ("CUDA Op-Specific Behavior" in the documentation of `torch.amp`),
+plus ops that torch implements by listed ones, such as `square` by `pow`. The classes are those of
+the paper.
 
 References:
     Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 OpClass = Literal["half", "fp32", "norm", "promote", "given"]
-"""What is done to floating-point inputs: cast to half; cast to fp32; cast to fp32 and the output
-stored as `OpPolicy.norm_output` says; cast to the widest of them; left alone."""
+"""Treatment of floating-point inputs: cast to half; cast to fp32; cast to fp32 with the output in
+the dtype of `OpPolicy.norm_output`; cast to the widest input dtype; unchanged."""
 
 
 class OpGroup(NamedTuple):
-    """Ops of one class for one reason."""
+    """Ops that belong to one class for the same reason."""
 
     op_class: OpClass
     title: str
@@ -98,24 +98,24 @@ GROUPS: tuple[OpGroup, ...] = (
     )),
 )
 
-# Functions of torch.nn.functional that call other ops from Python: these are judged one by one.
+# Functions of torch.nn.functional that call other ops from Python; the policy applies to each op.
 _COMPOSITES: tuple[str, ...] = (
     "gaussian_nll_loss", "gumbel_softmax", "interpolate", "local_response_norm", "lp_pool1d",
     "lp_pool2d", "lp_pool3d", "multi_head_attention_forward", "multilabel_soft_margin_loss",
     "normalize", "softmin", "softsign", "tanhshrink", "triplet_margin_with_distance_loss",
 )
 
-# They write to their running statistics, which a cast would replace by copies.
+# These ops write to running statistics, which a cast would replace by copies.
 INPUT_ONLY: frozenset[str] = frozenset({"batch_norm", "instance_norm"})
 
-# Autocast casts these to half on every device, and keeps the cast of a weight for its next use.
+# Autocast casts inputs of these ops to half on every device, and caches the casts of weights.
 _HALF_EVERYWHERE = frozenset({
     "addbmm", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_tbc",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
     "scaled_dot_product_attention",
 })
 
-# Devices whose autocast is made from CUDA's lists (the AT_FORALL macros of autocast_mode.h).
+# Devices whose autocast uses CUDA's lists (the AT_FORALL macros of autocast_mode.h).
 _WITH_THE_LISTS_OF_CUDA = frozenset({"cuda", "xpu"})
 
 _ALIASES = {
@@ -125,14 +125,14 @@ _ALIASES = {
     "grid_sample": "grid_sampler", "linalg_matmul": "matmul", "log_sigmoid": "logsigmoid",
     "multiply": "mul", "negative": "neg", "nll_loss2d": "nll_loss", "nll_loss_nd": "nll_loss",
     "special_expit": "sigmoid", "subtract": "sub", "trapz": "trapezoid", "true_divide": "div",
-    # Methods that Python calls for operators.
+    # Methods behind Python operators.
     "__add__": "add", "__div__": "div", "__matmul__": "matmul", "__mul__": "mul",
     "__neg__": "neg", "__pow__": "pow", "__radd__": "add", "__rdiv__": "reciprocal",
     "__rmatmul__": "matmul", "__rmul__": "mul", "__rpow__": "pow", "__rsub__": "sub",
     "__rtruediv__": "reciprocal", "__sub__": "sub", "__truediv__": "div",
 }
 
-# What a profiler or a dispatch mode shows for an op, once autocast and autograd are done with it.
+# Names of ops below autocast and autograd, as a profiler or dispatch mode shows them.
 _INTERNAL_NAMES = {
     "_fused_rms_norm": "rms_norm", "_log_softmax": "log_softmax",
     "_native_batch_norm_legit": "batch_norm",
@@ -150,7 +150,7 @@ _INTERNAL_NAMES = {
 
 CLASS_OF: dict[str, OpClass] = {op: group.op_class for group in GROUPS for op in group.ops}
 
-# Longest first; what a name begins with -> what its canonical name begins with.
+# Prefix of a name -> prefix of the canonical name; longest first.
 _PREFIXES = (
     ("torch.nn.functional.", ""),
     ("torch.functional.", ""),
@@ -165,22 +165,22 @@ _PREFIXES = (
 
 
 def canonical_name(name: str) -> str:
-    """Return the one name of an op, which "torch.special.softmax" and "aten::softmax.int" share."""
+    """Return the canonical name of an op, for example of "torch.special.softmax"."""
     known = _index()
     short = _resolve(name, known)
     if short in known:
         return short
     near = difflib.get_close_matches(short, list(known), n=5, cutoff=0.6)
     raise ValueError(
-        f"Passed the op {name!r}, which torch does not have or which works in place. "
-        + (f"Near names: {near}. " if near else "")
-        + "Write the name of a function or tensor method, such as 'softmax', "
+        f"Passed the op {name!r}, which does not exist in torch or works in place. "
+        + (f"Similar names: {near}. " if near else "")
+        + "Pass the name of a function or tensor method, such as 'softmax', "
         "'torch.nn.functional.gelu', 'torch.linalg.norm' or 'aten::bmm'."
     )
 
 
 def callables_of(name: str) -> tuple[Callable[..., Any], ...]:
-    """Return the functions, methods and overloads of `torch.ops.aten` with this canonical name."""
+    """Return the functions, methods and `torch.ops.aten` overloads of a canonical name."""
     found = dict.fromkeys(_index().get(name, ()))
     packet = getattr(torch.ops.aten, name, None)
     if packet is not None:
@@ -190,13 +190,13 @@ def callables_of(name: str) -> tuple[Callable[..., Any], ...]:
 
 
 def autocast_agrees(device_type: str, name: str) -> bool:
-    """Tell whether the autocast of a device gives an op of the tables its class by itself.
+    """Whether a device's autocast already treats an op as its class in the table requires.
 
-    For a norm the class is then fp32 with fp32 output, which is what CUDA's autocast does.
+    CUDA's autocast computes norms in fp32 with fp32 outputs.
     """
     if device_type not in _WITH_THE_LISTS_OF_CUDA:
         return name in _HALF_EVERYWHERE
-    if name == "rms_norm":  # the last one to be added to the lists
+    if name == "rms_norm":  # missing from the lists of older versions
         key = f"Autocast{device_type.upper()}"
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key))
     return True
@@ -204,18 +204,19 @@ def autocast_agrees(device_type: str, name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def opened_composites() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return, for each composite, a copy that does not ask whether somebody overrides it.
+    """Return a copy of each composite function that skips the `__torch_function__` check.
 
-    A function mode sees a composite as one call, and while it answers it is off. Turned on again
-    it would be asked about the same composite for ever, unless that question is left out.
+    A function mode receives a composite as one call and is disabled while it handles the call. If
+    the mode were enabled again, the check inside the composite would call it recursively without
+    end. The copies omit the check.
     """
     originals = [getattr(nn.functional, name, None) for name in _COMPOSITES]
-    # These may run checkpointed forwards again.
+    # These may recompute checkpointed forwards.
     originals += [Tensor.backward, torch.autograd.backward, torch.autograd.grad]
     copies: dict[Callable[..., Any], Callable[..., Any]] = {}
     for original in originals:
         if not isinstance(original, types.FunctionType):
-            continue  # this version of torch lacks it
+            continue  # not in this version of torch
         copy = types.FunctionType(
             original.__code__,
             _namespace(original.__module__),
@@ -229,18 +230,18 @@ def opened_composites() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def follow_changes_of_torch() -> None:
-    """Give the copies what their modules hold now: others put their own attention there."""
+    """Update the globals of the copies, because other libraries patch attention functions."""
     questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     answers = dict.fromkeys(questions, _nobody_overrides)
     for module in (nn.functional, torch._tensor, torch.autograd):
-        namespace = _namespace(module.__name__)  # updated twice a step: no dict is made for it
+        namespace = _namespace(module.__name__)  # updated in place twice per step
         namespace.update(vars(module))
         namespace.update(answers)
 
 
 @lru_cache(maxsize=8)
 def _namespace(module: str) -> dict[str, Any]:
-    """Return the globals of the copies of what comes from a module."""
+    """Return the globals of the copied functions of a module."""
     return {}
 
 
@@ -250,9 +251,9 @@ def _nobody_overrides(*_: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _index() -> dict[str, list[Callable[..., Any]]]:
-    """Return the canonical names of all ops that torch lets others override, with their callables.
+    """Return the callables of all overridable torch ops by canonical name.
 
-    Left out are ops that work in place and what is no function, such as `torch.Tensor.shape`.
+    In-place ops and properties such as `torch.Tensor.shape` are left out.
     """
     overridable = torch.overrides.get_overridable_functions()
     functions = {id(function) for each in overridable.values() for function in each}
@@ -264,14 +265,14 @@ def _index() -> dict[str, list[Callable[..., Any]]]:
             if not listed or not callable(function):
                 continue
             name = _alias(prefix + attribute, index)
-            # A cast would make a copy, and an op in place write to that.
+            # An in-place op would write to the copy that a cast makes.
             if not name.endswith("_") and not name.startswith("__"):
                 index.setdefault(name, []).append(function)
     return index
 
 
 def _namespaces() -> Iterator[tuple[str, types.ModuleType | type]]:
-    # `torch.special` last: whether it repeats an op of another namespace must be known by then.
+    # `torch.special` is last, because its ops may be aliases of ops in other namespaces.
     yield from (("", torch), ("", Tensor), ("", nn.functional), ("", torch.functional))
     yield from (("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft))
     yield "special_", torch.special

@@ -1,4 +1,4 @@
-"""What all precision plugins share: scaled losses, unscaled fp32 gradients, and skipped steps."""
+"""Base class of the precision plugins: loss scaling, unscaled fp32 gradients, skipped steps."""
 
 import contextlib
 import functools
@@ -33,26 +33,26 @@ __all__ = ["HALVES", "Closure", "ScaledPrecision"]
 
 Closure: TypeAlias = Callable[[], Any]
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# Where Lightning's plugins keep torch's GradScaler, and ours their own.
+# Checkpoint keys of the scaler state in Lightning's and in our plugins.
 _KEYS = (
     *("MixedPrecision", "FSDPPrecision"),
     *("BalancedAMP", "PureFP16", "FSDPBalancedAMP", "ModelParallelBalancedAMP"),
 )
-# Of cuBLAS, which may split a long sum of half products and add the parts in half: in fp16 a part
-# above 65504 is inf, and every part is rounded to 11 bits (arXiv:1710.03740, section 3.3).
+# With these settings, cuBLAS may split a long sum of half products and add partial sums in half. In
+# fp16 a partial sum above 65504 is inf, and each is rounded to 11 bits (arXiv:1710.03740, 3.3).
 _SUMS_IN_HALF = [f"allow_{half}_reduced_precision_reduction" for half in HALVES]
 
 
 class _SkipStep(Exception):
-    """Leaves `optimizer.step` before anything moves, where a closure runs inside of it."""
+    """Raised in a closure to leave `optimizer.step` before any parameter changes."""
 
 
 class ScaledPrecision(Precision, ForLightning):
     """Steps with unscaled fp32 gradients, or skips the step.
 
-    Between a backward and its step, `p.grad` is scaled, as in Lightning's `16-mixed`. It is
+    Between a backward and the step, `p.grad` is scaled, as in Lightning's `16-mixed`. Gradients are
     unscaled once, before `on_before_optimizer_step`, or by `self.clip_gradients` in manual
-    optimization; the next backward scales what is still there.
+    optimization; the next backward scales remaining gradients again.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ScaledPrecision(Precision, ForLightning):
     ) -> None:
         super().__init__()
         if half == "bf16" and loss_scale is not None:
-            reason = "bf16 has fp32's range and takes no loss scale. Leave the scale out."
+            reason = "bf16 has the range of fp32 and needs no loss scale. Remove `loss_scale`."
             refuse_values(self, reason, half=half, loss_scale=loss_scale)
         self.half = half
         self.reduce_dtype = reduce_dtype
@@ -78,7 +78,7 @@ class ScaledPrecision(Precision, ForLightning):
             wanted = "dynamic" if loss_scale is None else loss_scale
             self.scaler = LossScaler(LossScaleConfig.parse(wanted, gradients_dtype))
         self._ledger = Ledger()
-        self._first: nn.Parameter | None = None  # tells where the model is
+        self._first: nn.Parameter | None = None  # for the device of the model
         self._parameters: list[nn.Parameter] | None = None  # the model's, since the first backward
         self._unscaled = UnscaledGradients(self.scaler)
         self._in_step = False
@@ -87,7 +87,7 @@ class ScaledPrecision(Precision, ForLightning):
         self._stepped_manually = False
         self._skip_request: Tensor | None = None
         self._skipped_on_request = False
-        self._undo = contextlib.ExitStack()  # what `teardown` does, last things first
+        self._undo = contextlib.ExitStack()  # run by `teardown`, last callback first
 
     @property
     def half_dtype(self) -> torch.dtype:
@@ -100,8 +100,8 @@ class ScaledPrecision(Precision, ForLightning):
     def convert_module(self, module: nn.Module) -> nn.Module:
         if getattr(module, "_trainer", None) is None:
             raise MisconfigurationException(
-                f"Passed `{type(self).__name__}` to something that is no `lightning.pytorch` "
-                "Trainer, such as `Fabric(plugins=...)`. Pass it to `Trainer(plugins=...)`."
+                f"`{type(self).__name__}` requires a `lightning.pytorch` Trainer and does not "
+                "support `Fabric(plugins=...)`. Pass it to `Trainer(plugins=...)`."
             )
         self._first = next(module.parameters(), None)
         return module
@@ -125,7 +125,7 @@ class ScaledPrecision(Precision, ForLightning):
         return model, optimizers, hold_schedules(lr_schedulers, self._was_skipped)
 
     def _reduce(self, model: DistributedDataParallel) -> None:
-        """Let DDP average gradients in `reduce_dtype`, if it has no hook of its own."""
+        """Register a DDP hook that averages gradients in `reduce_dtype`, unless DDP has a hook."""
         if self.reduce_dtype == "half" and not model._comm_hooks:
             compress = getattr(default_hooks, f"{self.half}_compress_hook")
             model.register_comm_hook(model.process_group, compress)
@@ -144,7 +144,7 @@ class ScaledPrecision(Precision, ForLightning):
             self._undo.callback(handle.remove)
 
     _half_weights: Container[Tensor] = ()
-    """Half parameters, which the plugin steps in fp32 and no optimizer may step by itself."""
+    """Half parameters that the plugin steps in fp32; optimizers must not step them directly."""
 
     @override
     def teardown(self) -> None:
@@ -157,7 +157,7 @@ class ScaledPrecision(Precision, ForLightning):
     @override
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        # A tower that is replayed in a backward meets weights that its graph may hold.
+        # A tower replayed in a backward must not change weights that the graph may hold.
         is_inner, self._is_inside = self._is_inside, True
         try:
             if not is_inner and not self._in_backward:
@@ -165,20 +165,20 @@ class ScaledPrecision(Precision, ForLightning):
             with self._compute_context():
                 yield
         finally:
-            # Back to what it was: contexts nest where a tower is called inside of a step.
+            # Restored, because contexts are nested if a tower is called inside a step.
             self._is_inside = is_inner
 
     def _prepare(self) -> None:
-        """Bring the model up to date with all that was written since the last step."""
+        """Update the state for all writes to weights since the last step."""
         if self._ledger.look_for_replaced():
             self._parameters = None
             self._take_new()
 
     def _take_new(self) -> None:
-        """Prepare modules and parameters that have come since."""
+        """Prepare modules and parameters that were added since."""
 
     def _compute_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return what a forward needs."""
+        """Return the context of a forward."""
         return contextlib.nullcontext()
 
     @override
@@ -190,7 +190,7 @@ class ScaledPrecision(Precision, ForLightning):
                 yield
         finally:
             self._in_step = is_inner
-        # At the end, so that several optimizers that step in one batch meet one loss scale.
+        # At the end, so that all optimizers of a batch use the same loss scale.
         if self._stepped_manually and not is_inner:
             self._stepped_manually = False
             self._update_scale()
@@ -206,9 +206,9 @@ class ScaledPrecision(Precision, ForLightning):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if self._parameters is None:  # by now `on_fit_start` has added what it adds
+        if self._parameters is None:  # collected late, because `on_fit_start` may add parameters
             self._parameters = list(model.parameters())
-        # Outside of the function mode, which would look at each `p.grad` that is read.
+        # Outside the function mode, which would intercept every access to `p.grad`.
         with self._unscaled.arriving(self._parameters), self._recompute_context():
             self._in_backward = True
             try:
@@ -217,7 +217,7 @@ class ScaledPrecision(Precision, ForLightning):
                 self._in_backward = False
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return what forwards that a backward repeats need, as in activation checkpointing."""
+        """Return the context of forwards that a backward recomputes (activation checkpointing)."""
         return contextlib.nullcontext()
 
     @override
@@ -230,7 +230,7 @@ class ScaledPrecision(Precision, ForLightning):
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization and not self._has_gradients(optimizer):
-            return None  # `training_step` returned None, and no accumulated batch has gradients
+            return None  # `training_step` returned None and there are no accumulated gradients
         # Before `on_before_optimizer_step` and clipping, which `_after_closure` runs.
         found_inf = self._unscale(optimizer)
         self._after_closure(model, optimizer)
@@ -241,14 +241,14 @@ class ScaledPrecision(Precision, ForLightning):
             hold_global_step(model)
         if model.automatic_optimization:
             self._update_scale()
-        else:  # other optimizers may follow in this step
+        else:  # other optimizers may step in this training step
             self._stepped_manually = True
         return result
 
     def _step_with_closure(
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Closure, **kwargs: Any
     ) -> Any:
-        """Step as Lightning does without a scaler: the optimizer calls the closure, if often."""
+        """Step without a scaler: the optimizer calls the closure, possibly several times."""
         result: Any = None
 
         def run() -> Any:
@@ -266,11 +266,11 @@ class ScaledPrecision(Precision, ForLightning):
             return result
 
     _steps_in_place = True
-    """Whether optimizers step the model's own parameters, with their own gradients."""
+    """Whether optimizers step the parameters of the model directly."""
 
     @contextlib.contextmanager
     def _step_of(self, optimizer: Optimizer) -> Iterator[None]:
-        """Surround the step of an optimizer."""
+        """Return the context of an optimizer step."""
         self._ledger.stepping = optimizer
         try:
             yield
@@ -290,22 +290,25 @@ class ScaledPrecision(Precision, ForLightning):
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def request_skip(self, is_wanted: Tensor) -> None:
-        """Ask, in `on_before_optimizer_step`, that the step to come be skipped.
+        """Request in `on_before_optimizer_step` that the following step be skipped.
 
-        It then counts as skipped, but the loss scale does not move for it. `is_wanted` is of shape
-        [], on any device, and read beside what tells of overflows, without another host sync.
+        The step counts as skipped but does not change the loss scale.
+
+        Args:
+            is_wanted: 0-d tensor on any device, nonzero to skip. It is copied to the host together
+                with the overflow flag, without another host sync.
         """
         self._skip_request = is_wanted
 
     def _unscale(self, optimizer: Optimizer) -> Tensor | None:
-        """Unscale an optimizer's gradients; return whether one is not finite, on any rank."""
+        """Unscale an optimizer's gradients; return whether any is non-finite on any rank."""
         found_inf = self._unscaled.unscale(self.main_params(optimizer), self._first_device())
         return None if found_inf is None else all_reduce_found_inf(found_inf)
 
     def _decide(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Return whether to step."""
         request, self._skip_request = self._skip_request, None
-        # One copy for both flags: each would be a host sync.
+        # Copy both flags together, because each copy is a host sync.
         if request is not None and found_inf is not None:
             found_inf, request = torch.stack([found_inf, request.to(found_inf)]).cpu()
         self._skipped_on_request = False
@@ -321,10 +324,10 @@ class ScaledPrecision(Precision, ForLightning):
         return not self._skipped_on_request
 
     def _update_scale(self) -> None:
-        """Move the loss scale, and with it the gradients that wait for a later step."""
+        """Update the loss scale, and rescale gradients that are kept for a later step."""
         if self.scaler is None:
             return
-        # Of optimizers that did not step now, as in a GAN: theirs are in the old scale.
+        # Optimizers that did not step now (GANs) hold gradients in the old scale.
         parameters = (p for each in self._ledger.optimizers for p in self.main_params(each))
         self._unscaled.follow(self.scaler.update(), parameters)
 
@@ -339,10 +342,10 @@ class ScaledPrecision(Precision, ForLightning):
         return has_overflowed or self._skipped_on_request
 
     def _check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step past us: on scaled gradients, on half weights, or of a given optimizer."""
-        # Outside of a training step, torch initialises states by a step on gradients of zero.
+        """Raise if an optimizer steps scaled gradients or half weights without this plugin."""
+        # Outside a training step, torch initializes states by a step with zero gradients.
         is_given = any(each is optimizer for each in self._ledger.optimizers)
-        # Fused optimizers unscale by themselves what they get a `grad_scale` for.
+        # Fused optimizers with a `grad_scale` unscale gradients themselves.
         has_scale = getattr(optimizer, "grad_scale", None) is not None
         parameters = list(self.main_params(optimizer))
         if is_given:
@@ -353,18 +356,18 @@ class ScaledPrecision(Precision, ForLightning):
         if is_wrong:
             name = type(optimizer).__name__
             raise RuntimeError(
-                f"`{name}.step()` was called past `{type(self).__name__}`, which divides gradients "
-                "by the loss scale, skips steps where they overflow, and steps half weights in "
+                f"`{name}.step()` was not called through `{type(self).__name__}`, which divides "
+                "gradients by the loss scale, skips steps with overflow, and steps half weights in "
                 "fp32. Return the optimizer from `configure_optimizers`; in manual optimization, "
-                "step the one of `self.optimizers()`, without `use_pl_optimizer=False`. For a step "
-                "in a hook of a gradient, amid the backward, pass `BalancedAMP(half='bf16')`."
+                "step an optimizer of `self.optimizers()`, without `use_pl_optimizer=False`. To "
+                "step in a gradient hook during the backward, pass `BalancedAMP(half='bf16')`."
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """Follow a step past us."""
+        """React to an optimizer step that was not called through this plugin."""
 
     def named_gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Yield gradients under the names of the model's parameters."""
+        """Yield the gradients of an optimizer with their parameter names."""
         for p in self.main_params(optimizer):
             if p.grad is not None:
                 yield self._ledger.name_of(p), local_shard(p.grad)

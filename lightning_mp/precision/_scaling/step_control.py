@@ -1,4 +1,4 @@
-"""What Lightning counts and schedules by steps, kept still where a step was skipped."""
+"""Holds LR schedules and `global_step` where a step was skipped."""
 
 import dataclasses
 import sys
@@ -14,24 +14,24 @@ __all__ = ["HeldSchedule", "hold_global_step", "hold_schedules"]
 
 
 class HeldSchedule(LRSchedulerConfig):
-    """A scheduler's configuration that is due at no step while the last one was skipped.
+    """A scheduler configuration that does not advance while the last step was skipped.
 
-    Lightning advances step-wise schedules after every optimizer step, also after one that a loss
-    scaler skipped (Lightning#5558, #16228): a warm-up of 100 steps that overflows for its first 30
-    has warmed up for 70.
+    Lightning advances step-wise schedules after every optimizer step, also if a loss scaler skipped
+    the step (Lightning#5558, #16228): if the first 30 of 100 warm-up steps overflow, only 70 steps
+    of warm-up take effect.
     """
 
     def __init__(self, config: LRSchedulerConfig, is_held: Callable[[], bool]) -> None:
         self._is_held = is_held
         super().__init__(
-            # By its fields, whichever the installed version of Lightning has.
+            # All fields of the installed version of Lightning.
             **{f.name: getattr(config, f.name) for f in dataclasses.fields(LRSchedulerConfig)}
         )
 
     @property
     def frequency(self) -> int:
-        """Batches between two steps of the schedule."""
-        # Lightning asks whether `(batch_idx + 1) % frequency == 0`.
+        """Number of batches between two steps of the schedule."""
+        # Lightning checks whether `(batch_idx + 1) % frequency == 0`.
         return sys.maxsize if self.interval == "step" and self._is_held() else self._frequency
 
     @frequency.setter
@@ -40,14 +40,14 @@ class HeldSchedule(LRSchedulerConfig):
 
 
 def hold_schedules(configs: Sequence[Any], is_held: Callable[[], bool]) -> list[LRSchedulerConfig]:
-    """Return configurations that hold step-wise schedules while `is_held()`."""
+    """Return configurations whose step-wise schedules do not advance while `is_held()`."""
     return [HeldSchedule(config, is_held) for config in configs]
 
 
 def hold_global_step(model: "pl.LightningModule") -> None:
-    """Take back, ahead of Lightning, the step that it is about to count.
+    """Subtract one step from the progress in advance, because Lightning is about to add one.
 
-    `global_step` tells averages of weights when to update and `max_steps` when to stop.
+    `global_step` controls weight averaging and `max_steps`.
     """
     loop = model.trainer.fit_loop.epoch_loop
     if model.automatic_optimization:

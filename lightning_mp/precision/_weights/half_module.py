@@ -1,4 +1,4 @@
-"""A module whose activations are in half: islands of fp32 in it, and fp32 that meets half."""
+"""Casts at the boundaries of modules that compute in another dtype than their surroundings."""
 
 import contextlib
 import types
@@ -24,32 +24,32 @@ __all__ = [
 
 
 def cast_floats(data: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in a nested collection; uint8 stays uint8."""
+    """Cast all floating-point tensors in a nested collection."""
     return map_tensors(data, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def compute_in_fp32(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
-    """Let modules, none of them inside another, compute in fp32 amid autocast, until `undo`.
+    """Make disjoint modules compute in fp32 under autocast, until `undo`.
 
-    Weights in fp32 alone do not help a layer whose output overflows: autocast casts them at every
-    use. What comes out is fp32, as is the residual stream of most models under autocast.
+    fp32 weights alone do not prevent an overflow, because autocast casts them at every use. The
+    outputs are fp32, like the residual stream of most models under autocast.
     """
     for module in modules:
         if "forward" not in module.__dict__:
-            # No hooks: `torch.compile` takes the region without autocast into its graph.
+            # Not hooks, so that `torch.compile` can trace the region without autocast.
             replace_forward(module, _forward_in_fp32, undo)
 
 
 def replace_forward(
     module: nn.Module, forward: Callable[..., Any], undo: contextlib.ExitStack
 ) -> None:
-    """Replace `forward` on a module itself, until `undo`; a copy of the module has it too."""
+    """Replace `forward` on a module instance, and on its copies, until `undo`."""
     original = module.__dict__.get("forward")
     module.__dict__["forward"] = types.MethodType(forward, module)
 
     def restore() -> None:
         if getattr(module.__dict__.get("forward"), "__func__", None) is not forward:
-            return  # somebody has wrapped it since
+            return  # another library has wrapped it since
         del module.__dict__["forward"]
         if original is not None:
             module.__dict__["forward"] = original
@@ -58,16 +58,16 @@ def replace_forward(
 
 
 def _forward_in_fp32(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # The first tensor given, as a module may have no parameters.
+    # The first input tensor, because a module may have no parameters.
     device = next(iter([*tensors_in((args, kwargs)), *module.parameters()])).device
     with torch.autocast(device.type, enabled=False):
         args, kwargs = cast_floats((args, kwargs), torch.float32)
-        # By the class: a bound method kept from before would give a deep copy this one's weights.
+        # Through the class: a stored bound method would use the weights of the original in a copy.
         return type(module).forward(module, *args, **kwargs)
 
 
 def outermost(modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules of dotted path -> module that are inside no other one."""
+    """Yield the modules that are not inside another module of the mapping."""
     for path, module in modules.items():
         parts = path.split(".")
         if not any(".".join(parts[:n]) in modules for n in range(1, len(parts))):
@@ -80,7 +80,7 @@ def cast_at_borders(
     outside: torch.dtype,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Let modules compute in one dtype amid activations of another, until `undo`."""
+    """Cast inputs of modules to dtype `inside` and outputs to dtype `outside`, until `undo`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, inside), cast_floats(kwargs, inside)
@@ -94,18 +94,18 @@ def cast_at_borders(
 
 
 def cast_castable(value: Any, dtype: torch.dtype, is_castable: Callable[[Tensor], bool]) -> Any:
-    """Cast those tensors that are castable."""
+    """Cast the tensors for which `is_castable` is true."""
     return map_tensors(
         value, lambda x: x.to(dtype) if x.dtype is not dtype and is_castable(x) else x
     )
 
 
 def dtypes_of(value: Any, is_castable: Callable[[Tensor], bool]) -> set[torch.dtype]:
-    """Return the dtypes of those tensors that are castable."""
+    """Return the dtypes of the tensors for which `is_castable` is true."""
     return {tensor.dtype for tensor in tensors_in(value) if is_castable(tensor)}
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` is to compile a module, whichever way it was asked to."""
+    """Return whether a module is compiled by any of the ways to call `torch.compile`."""
     is_whole = getattr(module, "_compiler_ctx", None) is not None  # a LightningModule
     return is_whole or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
