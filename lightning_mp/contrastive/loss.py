@@ -1,7 +1,7 @@
-"""`ContrastiveLoss`: CLIP's loss over the global batch in memory that grows with b, not b^2.
+"""`ContrastiveLoss`: CLIP's loss over the global batch, in memory that grows with b instead of b^2.
 
 Shapes:
-    b: this rank's batch. D: feature width.
+    b: rank batch. D: feature width.
 """
 
 import copy
@@ -45,22 +45,22 @@ __all__ = ["ContrastiveLoss"]
 
 @explains_arguments(
     checks={
-        "process_group": Check(fix="A rank outside of the group needs no loss."),
+        "process_group": Check(fix="Ranks outside of the group do not call the loss."),
         "workspace_bytes": Check("[2**20, inf)", fix="Pass bytes, such as `64 * 2**20`."),
         "label_smoothing": "[0, 1]",
         "hardness": "[0, inf)",
     },
     hints={
-        "temperature": "Pass `1 / temperature` as `logit_scale` in the call.",
-        "logit_scale": "Pass it in the call.",
+        "temperature": "Pass `1 / temperature` as `logit_scale` to the call.",
+        "logit_scale": "Pass it to the call.",
     },
 )
 class ContrastiveLoss(nn.Module):
     r"""Symmetric contrastive (InfoNCE, CLIP) loss over all ranks, exact, without a b x b matrix.
 
-    A dense loss holds four logit matrices at its peak: 4.3 GB at b = 16,384 in fp32. This loss
-    takes a fixed workspace, 4 units of `2 b^2 D` FLOPs for 6, and repeats bit for bit. Value and,
-    after DDP's mean, gradients are those of the global batch.
+    A dense loss holds four logit matrices at its peak, 4.3 GB at b = 16,384 in fp32. This loss has
+    a fixed workspace and 4 matrix products instead of 6; results repeat bit for bit. Its value is
+    that of the global batch, and so are its gradients after DDP has averaged them.
 
     .. math::
         L = -\frac{1}{2B} \sum_i \left[ \log \frac{e^{S_{ii}}}{\sum_j e^{S_{ij}}} + \log
@@ -69,28 +69,28 @@ class ContrastiveLoss(nn.Module):
     Args:
         process_group: Ranks that share the batch; `None` is the default group, if there is one.
         workspace_bytes: Memory for tiles. `None`: 32 MiB; on CUDA 544 (Triton) or 512 (torch).
-        backend: What multiplies tiles: `"torch"` everywhere, `"triton"` from compute capability 8.0
-            on, `"auto"` Triton where it runs.
-        tile_dtype: What Triton tiles multiply. `"auto"`: 16-bit features as they are, fp32 as
-            `"fp32"` (gradients within 1e-5); `"tf32"`; `"bf16"`, `"fp16"` round features.
+        backend: `"torch"` runs on every device, `"triton"` from compute capability 8.0 on, `"auto"`
+            takes Triton where it runs.
+        tile_dtype: Precision of products in Triton tiles. `"auto"`: 16-bit features unchanged, fp32
+            as `"fp32"` (gradients within 1e-5); `"tf32"`; `"bf16"` and `"fp16"` round features.
         autotune: Time the shapes of Triton tiles at the first call.
-        exchange: How texts of other ranks travel: `"slices"` by gathers, `"ring"` rank by rank.
-        directions: `"image_to_text"` counts the first term alone, `"text_to_image"` the second.
-        duplicates: What pairs of equal `ids` are: no negatives (`"mask"`), or positives.
-        label_smoothing: Part of each target, 0 to 1, spread evenly over the sum.
-        false_negatives: Leave out negatives more similar than the positive less `margin`, or less
-            `margin` of its magnitude (`"relative"`), as GISTEmbed does.
-        margin: See there.
-        partition: `"joint"` puts the directions of a pair into one softmax.
-        within: There, `"image"`, `"text"` or `"both"` makes others of one side negatives, too.
-        hardness: Adds so many times its similarity, without gradient, to each negative of an image.
+        exchange: `"slices"` gathers slices of all ranks' texts, `"ring"` sends rank by rank.
+        directions: `"image_to_text"` keeps only the first term, `"text_to_image"` the second.
+        duplicates: Pairs with equal `ids` are no negatives (`"mask"`), or are positives.
+        label_smoothing: Part of each target, 0 to 1, that is spread evenly over all candidates.
+        false_negatives: Omit negatives whose similarity exceeds the positive's minus `margin`
+            (`"absolute"`) or minus `margin` times its magnitude (`"relative"`), as in GISTEmbed.
+        margin: Margin of `false_negatives`.
+        partition: `"joint"` puts both directions of a pair into one softmax.
+        within: With `"joint"`, also contrast images with images, texts with texts, or `"both"`.
+        hardness: Add `hardness` times its similarity, without gradient, to each image's negative.
 
     Shapes:
         image_features: (b, D), normalised. text_features: (n, D), n >= b. logit_scale,
-        logit_bias: one value. Returns a scalar in fp32, float64 for float64.
+        logit_bias: one value. Returns a scalar in fp32; in float64 for float64 features.
 
     Raises:
-        ValueError: For arguments that cannot be used, on all ranks at once.
+        ValueError: If arguments are invalid, on all ranks at once.
 
     References: CLIP, arXiv:2103.00020; Inf-CL, arXiv:2410.17243; GISTEmbed, arXiv:2402.16829.
 
@@ -214,23 +214,24 @@ class ContrastiveLoss(nn.Module):
         guide_image: Tensor | None = None,
         guide_text: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
-        """Return the loss of the global batch, as `{"contrastive_loss": loss}` if asked for.
+        """Return the loss of the global batch.
 
         Args:
             image_features: (b, D).
-            text_features: (n, D) with n >= b; row i belongs to image i.
+            text_features: (n, D) with n >= b; text i belongs to image i, the rest are negatives.
             logit_scale: One value.
             logit_bias: One value, or `None`.
-            output_dict: Return a dictionary, as open_clip's losses do.
-            statistics: Return `LossStatistics` with it.
-            ids: What each text shows, integers of shape (n,); those of the images come first.
-                `duplicates` says what equal ids mean, on any ranks.
-            weights: What each pair counts, (b,) numbers that are not negative; without gradient.
-            positives: Which of this rank's texts belong to each image, integers of shape (b,), or
-                (b, k) padded with -1. Left out, text i belongs to image i.
-            negatives: Features of texts that one image alone sees, (b, k, D).
-            guide_image: Another model's features, (b, G), to judge `false_negatives` by.
-            guide_text: Of the texts, (n, G).
+            output_dict: Return `{"contrastive_loss": loss}`, as open_clip's losses do.
+            statistics: Return a tuple of the loss and its `LossStatistics`.
+            ids: Integers of shape (n,) that are equal for duplicates, on any ranks; see
+                `duplicates`. The first b also belong to the images.
+            weights: Weights of the pairs, shape (b,), not negative; they receive no gradient.
+            positives: Row numbers of this rank's texts that belong to each image: integers of shape
+                (b,), or (b, k) padded with -1. By default text i belongs to image i.
+            negatives: Features of texts that are negatives of one image only, (b, k, D).
+            guide_image: Image features of a guide, (b, G), whose similarities decide which
+                negatives `false_negatives` omits.
+            guide_text: Text features of the guide, (n, G).
         """
         loss, found = self._compute(
             image_features, text_features, logit_scale, logit_bias,
@@ -249,31 +250,30 @@ class ContrastiveLoss(nn.Module):
         # Weight averaging copies whole modules, and a process group cannot be copied.
         memo[id(self.process_group)] = self.process_group
         copied = type(self).__new__(type(self))
-        # Before the state, in which it may stand again.
+        # The state may contain the module again.
         memo[id(self)] = copied
-        # The parent's state: this class's own refuses a group, since a pickle cannot hold one.
+        # This class's own `__getstate__` refuses a group, because a pickle cannot hold one.
         copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             raise TypeError(
-                "Passed `ContrastiveLoss(process_group=...)` to be pickled. A group belongs to its "
-                "process. Set `loss.process_group = None` first, and pass the group again where "
-                "the loss is loaded."
+                "Pickled `ContrastiveLoss(process_group=...)`. A group belongs to its process. Set "
+                "`loss.process_group = None` first, and pass the group again after loading."
             )
         state: dict[str, Any] = super().__getstate__()
         return state
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows between its brackets."""
+        """Return the arguments that `print(module)` shows."""
         names = ("backend", "tile_dtype", "workspace_bytes", "autotune", "exchange")
         options = {name: getattr(self, name) for name in names}
         options |= {name: getattr(self, name) for name in RULES if self._is_softmax}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def _problem(self, request: Request) -> str | None:
-        """Return what is wrong with the arguments of a call, and the fix; `None` if all is well."""
+        """Return the error and the fix if the arguments of a call are invalid, `None` otherwise."""
         problem = find_problem(request) or device_problem(request, self.process_group)
         if problem is None and self.backend == "triton":
             problem = triton_problem(request.image.device, request.image.dtype)
@@ -285,13 +285,13 @@ class ContrastiveLoss(nn.Module):
         text: Tensor,
         scale: Tensor | float,
         bias: Tensor | float | None,
-        **said: Any,
+        **fields: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss and the values of its statistics; `said` are fields of a `Request`."""
+        """Return the loss and the values of its statistics; `fields` are those of `Request`."""
         is_compiling = torch.compiler.is_compiling()
-        # A compiled graph would be made anew for each value.
+        # A compiled graph would be recompiled for each new value.
         read = {} if is_compiling else self._first.read
-        request = Request.of(self, image, text, scale, bias, **said, **read)
+        request = Request.of(self, image, text, scale, bias, **fields, **read)
         # Inputs that differ from the last checked ones in values alone need no check.
         signature = None if is_compiling else request.signature
         if is_compiling or signature != self._first.signature:

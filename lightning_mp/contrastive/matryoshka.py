@@ -1,7 +1,7 @@
-"""`MatryoshkaLoss`: a contrastive loss of several prefixes of the features at once.
+"""`MatryoshkaLoss`: the sum of a contrastive loss over several prefixes of the features.
 
 Shapes:
-    b: this rank's batch. n: its texts. D: feature width.
+    b: rank batch. n: texts of this rank. D: feature width.
 """
 
 from collections.abc import Sequence
@@ -26,43 +26,43 @@ _CALL = tuple(PairArguments.__annotations__)
 
 @explains_arguments(
     checks={
-        "widths": Check("[1, inf)", least=1, fix="Pass some, such as `[768, 256, 64]`."),
+        "widths": Check("[1, inf)", least=1, fix="Pass a list, such as `[768, 256, 64]`."),
         "weights": "[0, inf)",
     },
     hints={
-        "matryoshka_dims": "They are called `widths` here.",
-        "matryoshka_weights": "They are called `weights` here.",
+        "matryoshka_dims": "Its name here is `widths`.",
+        "matryoshka_weights": "Its name here is `weights`.",
     },
 )
 class MatryoshkaLoss(nn.Module):
     r"""Weighted sum of a contrastive loss over prefixes of the features, exact over all ranks.
 
-    Features whose first 64 numbers are trained to do alone can be cut to 64, a twelfth of an index
-    of 768. Texts travel between ranks once at full width, and one workspace serves all widths.
+    If the first 64 of 768 columns are trained to work as features of their own, an index stores a
+    twelfth of the values. Texts are exchanged once, at full width; one workspace serves all widths.
 
     .. math::
         L = \sum_k w_k \, L_{\mathrm{loss}}\left(
             \frac{\mathrm{image}_{:d_k}}{\|\mathrm{image}_{:d_k}\|},
             \frac{\mathrm{text}_{:d_k}}{\|\mathrm{text}_{:d_k}\|}\right)
 
-    With three widths of weight 1, gradients are about three times as large. A loss with `weights`,
-    `positives`, `negatives`, `false_negatives`, label smoothing or several positives, and a sigmoid
-    loss, are called once for each width.
+    With three widths of weight 1, gradients are about three times as large. A sigmoid loss, and a
+    loss with `weights`, `positives`, `negatives`, `false_negatives`, label smoothing or several
+    positives, is called once for each width.
 
     Args:
-        loss: The loss of each prefix, or `SigmoidContrastiveLoss`; `None` is `ContrastiveLoss()`.
-        widths: Prefixes, in numbers; the full width is one of them if it is named.
-        weights: What each of them counts; `None` is 1 each.
-        normalize: Bring prefixes to norm 1, rounded to the features' dtype.
+        loss: The loss of each prefix; `None` is `ContrastiveLoss()`.
+        widths: Widths of the prefixes. The full width counts only if it is listed.
+        weights: Weight of each prefix; `None` is 1 each.
+        normalize: Normalise prefixes to length 1, rounded to the dtype of the features.
 
     Shapes:
         image_features: (b, D). text_features: (n, D), D at least the largest width.
-        Returns a scalar in fp32, float64 for float64.
+        Returns a scalar in fp32; in float64 for float64 features.
 
     Raises:
-        ValueError: For widths, weights or a `loss` that cannot be used; for features that cannot,
-            or are narrower than a width, on all ranks at once.
-        TypeError: For arguments that a call does not take.
+        ValueError: If constructor arguments are invalid; if features are invalid or narrower than
+            a width, on all ranks at once.
+        TypeError: If a call gets an unknown argument.
 
     References: Matryoshka representation learning, arXiv:2205.13147; sentence-transformers'
     `MatryoshkaLoss`, https://sbert.net.
@@ -83,7 +83,7 @@ class MatryoshkaLoss(nn.Module):
     ) -> None:
         super().__init__()
         if weights is not None and len(weights) != len(widths):
-            reason = "`weights` has one number for each width. Leave it out for 1 each."
+            reason = "`weights` must have one number for each width. Leave it out for 1 each."
             refuse_values(self, reason, widths=widths, weights=weights)
         self.loss = ContrastiveLoss() if loss is None else loss
         self.widths = tuple(widths)
@@ -101,37 +101,37 @@ class MatryoshkaLoss(nn.Module):
         statistics: bool = False,
         **pairs: "Unpack[PairArguments]",
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor | dict[str, Tensor], LossStatistics]:
-        """Return the sum over all prefixes, as `{"contrastive_loss": loss}` if asked for.
+        """Return the weighted sum of the losses of all prefixes.
 
         Args:
             image_features: (b, D).
             text_features: (n, D) with n >= b; row i belongs to image i.
             logit_scale: One value.
             logit_bias: One value, or `None`.
-            output_dict: Return a dictionary, as open_clip's losses do.
-            statistics: Return `LossStatistics` of the largest width with it.
-            pairs: What else the call of the loss takes, such as `ids`.
+            output_dict: Return `{"contrastive_loss": loss}`, as open_clip's losses do.
+            statistics: Return a tuple of the loss and the `LossStatistics` of the largest width.
+            pairs: Further arguments of a call of `loss`, such as `ids`.
         """
         unknown = [name for name in pairs if name not in _CALL]
         if unknown:
             raise TypeError(
-                f"Passed `{unknown[0]}` to a call of `MatryoshkaLoss`. Beside features, scale and "
-                f"bias it takes {', '.join(f'`{name}`' for name in _CALL)}. Leave `{unknown[0]}` "
-                "out; rules belong to its `loss`."
+                f"Passed `{unknown[0]}` to a call of `MatryoshkaLoss`. Besides features, scale and "
+                f"bias, a call takes {', '.join(f'`{name}`' for name in _CALL)}. Other options "
+                "belong to the constructor of its `loss`."
             )
         inputs = (image_features, text_features, logit_scale, logit_bias)
-        # Before anything is cut, so that errors name what was passed.
+        # Checked before prefixes are taken, so that errors show the shapes that were passed.
         request = Request.of(
             self.loss, *inputs, owner=type(self).__name__, statistics=statistics, **pairs
         )
         problem = self.loss._problem(request) or self._width_problem(image_features)
         if problem is not None:
             refuse(problem, request.owner, image_features, self.loss.process_group)
-        # Not `isinstance`: subclasses, such as the sigmoid loss, compute something else.
+        # Subclasses, such as the sigmoid loss, compute something else, so not `isinstance`.
         is_softmax = type(self.loss) is ContrastiveLoss
         found: LossStatistics | None = None
         is_plain = request.is_plain and request.false_negatives == "keep"
-        # One pass over all widths keeps no maxima of one.
+        # The pass over all widths measures no statistics of a single width.
         if is_softmax and is_plain and not statistics:
             total, _ = self.loss._compute(
                 *inputs, **pairs, widths=self.widths, width_weights=self.weights,
@@ -143,7 +143,7 @@ class MatryoshkaLoss(nn.Module):
         return result if found is None else (result, found)
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows between its brackets."""
+        """Return the arguments that `print(module)` shows."""
         return f"widths={self.widths}, weights={self.weights}, normalize={self.normalize}"
 
     def _one_by_one(
@@ -155,10 +155,10 @@ class MatryoshkaLoss(nn.Module):
         pairs: Any,
         statistics: bool,
     ) -> tuple[Tensor, LossStatistics | None]:
-        """Return the sum of a call for each prefix, and statistics of the largest."""
+        """Return the sum of one call per prefix, and the statistics of the largest width."""
         total: Tensor | None = None
         found: LossStatistics | None = None
-        call: Any = self.loss  # whose overloads know no dictionaries
+        call: Any = self.loss  # its overloads do not accept `**options`
         for width, weight in zip(self.widths, self.weights, strict=True):
             features = [x[:, :width] for x in (image_bD, text_nD)]
             options = dict(pairs)
@@ -173,7 +173,7 @@ class MatryoshkaLoss(nn.Module):
             part: Tensor = weight * loss
             total = part if total is None else total + part
         if total is None:
-            raise RuntimeError("`MatryoshkaLoss` has no widths, which its constructor refuses.")
+            raise RuntimeError("`MatryoshkaLoss.widths` is empty. Set at least one width.")
         return total, found
 
     def _width_problem(self, image_bD: Tensor) -> str | None:
@@ -181,8 +181,8 @@ class MatryoshkaLoss(nn.Module):
             return None
         return (
             f"Passed features of width {image_bD.shape[1]} to `MatryoshkaLoss(widths="
-            f"{list(self.widths)})`. They must be as wide as the largest at least. Leave out what "
-            "is wider."
+            f"{list(self.widths)})`. Features must be at least as wide as the largest width. Leave "
+            "out larger widths."
         )
 
     def _cut(self, negatives_bkD: Tensor, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""`LossStatistics`: what the sweep of a contrastive loss has seen on its way."""
+"""`LossStatistics`: accuracy, probability and largest logit, measured in the sweep of a loss."""
 
 from typing import NamedTuple
 
@@ -8,35 +8,35 @@ __all__ = ["LossStatistics"]
 
 
 class LossStatistics(NamedTuple):
-    r"""What `loss_fn(..., statistics=True)` returns with the loss, over all ranks' pairs.
+    r"""Statistics over the pairs of all ranks, returned by `loss_fn(..., statistics=True)`.
 
-    To measure accuracy in training one would multiply all pairs once more; the loss has multiplied
-    them already. Each is a 0-d tensor without a gradient, the same on every rank, and nothing waits
-    for the device: `self.log_dict(statistics._asdict())`.
+    The loss computes all logits, so its statistics need no second product over all pairs. Each is
+    a 0-d tensor without gradient, equal on every rank, and nothing waits for the device:
+    `self.log_dict(statistics._asdict())`.
 
-    **Ties count against the model**, as in `ContrastiveRecall`: a hit is a positive that is larger
-    than every negative by more than :math:`2 \tau`, which rounding cannot make,
+    **Ties count against the model**, as in `ContrastiveRecall`: a positive is a hit if it exceeds
+    every negative by more than :math:`2 \tau`, a bound on the rounding errors,
 
     .. math::
         \tau_i = (2 + \sqrt D / 2)\,\epsilon\,
             (|\mathrm{scale}|\,\|\mathrm{image}_i\|\,\|\mathrm{text}_i\| + |\mathrm{bias}|).
 
-    So a collapsed model, whose features are all equal, has an accuracy of 0. A NaN is no hit. Pairs
-    that the loss leaves out (equal `ids`) are no rivals; texts without an image are rivals, and
-    not counted. With `weights` all means are weighted. With several positives of one row or
-    column, with `negatives` of a row or with `false_negatives`, the loss refuses them.
+    A collapsed model, whose features are all equal, thus has an accuracy of 0. A NaN is not a hit.
+    Pairs that the loss omits (equal `ids`) are not compared. Texts without an image are compared as
+    negatives and have no accuracy of their own. `weights` weight all means. The loss raises an
+    error for several positives per row or column, for `negatives` and for `false_negatives`.
 
     Attributes:
-        image_to_text_top1: Share of the images whose text has the largest logit of all texts.
-        text_to_image_top1: Share of the texts (of those with an image) whose image has it.
-        image_to_text_probability: Mean probability of the positive in its row's softmax. Of
-            `SigmoidContrastiveLoss` it is the mean sigmoid of the positives, for both directions.
-        text_to_image_probability: In its column's.
-        largest_logit: Of all pairs that count, with scale and bias: CLIP's reach 100 when it is
-            trained out, and fp16 ends at 65504.
+        image_to_text_top1: Share of images whose text has the largest logit of all texts.
+        text_to_image_top1: Share of texts with an image whose image has the largest logit.
+        image_to_text_probability: Mean softmax probability of the positive among the texts; in
+            `SigmoidContrastiveLoss` the mean sigmoid of the positives, for both directions.
+        text_to_image_probability: Mean softmax probability of the positive among the images.
+        largest_logit: Largest logit of all compared pairs, with scale and bias. It reaches 100 in a
+            trained CLIP; fp16 ends at 65504.
 
     Shapes:
-        All are scalars in fp32, float64 for float64 features.
+        Scalars in fp32; in float64 for float64 features.
     """
 
     image_to_text_top1: Tensor

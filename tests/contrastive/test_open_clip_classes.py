@@ -78,11 +78,11 @@ def test_dictionary_of_a_call_by_keywords_has_one_loss_to_add_up(
     [
         (
             {"dist_impl": "ring"},
-            "one of 'bidir', 'shift', 'reduce', 'gather' or None.*texts travel by one gather",
+            "one of 'bidir', 'shift', 'reduce', 'gather' or None.*it has no effect",
         ),
         (
             {"chunk_size": -1},
-            "`chunk_size` must be an integer of at least 0.*the workspace bounds tiles",
+            "`chunk_size` must be an integer of at least 0.*the workspace limits the tiles",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_what_cannot_be_used_is_refused(
 
 def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
     for name in RULES[1:]:
-        with pytest.raises(TypeError, match=f"no `{name}`. It belongs to a softmax"):
+        with pytest.raises(TypeError, match=f"no `{name}`. Only a softmax loss takes it"):
             SigmoidContrastiveLoss(**{name: 1})
         assert name in repr(ContrastiveLoss())
         assert name not in repr(SigmoidContrastiveLoss())

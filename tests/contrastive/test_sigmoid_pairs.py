@@ -156,8 +156,8 @@ def test_images_that_weigh_nothing_may_be_infinite_and_all_may() -> None:
 @pytest.mark.parametrize(
     ("setup", "call", "message"),
     [
-        ({"backend": "triton"}, {"weights": torch.ones(9)}, "weigh all images alike"),
-        ({}, {"guide_image": torch.ones(9, 2)}, "leaves out no false negatives"),
+        ({"backend": "triton"}, {"weights": torch.ones(9)}, "do not support weights"),
+        ({}, {"guide_image": torch.ones(9, 2)}, "has no `false_negatives`"),
         ({}, {"weights": torch.ones(8)}, "Pass one weight for each image"),
     ],
 )
