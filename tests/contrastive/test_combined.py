@@ -207,7 +207,7 @@ def test_matryoshka_takes_it_for_each_width() -> None:
     ("setup", "call", "message"),
     [
         ({"within": "image"}, {}, "Only a softmax over all directions has a positive"),
-        ({"hardness": 1.0, "directions": "text_to_image"}, {}, "weighs the negatives of images"),
+        ({"hardness": 1.0, "directions": "text_to_image"}, {}, "weights the negatives of images"),
         ({"partition": "joint", "label_smoothing": 0.1}, {}, "a pair has one positive"),
         ({"hardness": 2.0, "false_negatives": "absolute"}, {}, "all negatives count"),
         ({"partition": "joint"}, {"weights": torch.ones(9)}, "Passed `weights` to"),

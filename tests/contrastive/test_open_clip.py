@@ -88,7 +88,7 @@ def test_ranks_give_the_loss_of_the_whole_batch_and_its_gradients() -> None:
             assert torch.allclose(mean, gradient.float(), rtol=1e-4, atol=1e-6)
             assert len(told) == (name == "default" and rank == 0)
         assert (
-            "divide the learning rate of SGD by 2" in (results["default"][2] or ["", ""])[0] or rank
+            "Divide the learning rate of SGD by 2" in (results["default"][2] or ["", ""])[0] or rank
         )
         assert f"rank={rank}, world_size=3" in results["messages"][0]
 

@@ -24,11 +24,15 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         (
             {"false_negatives": "absolute"},
             {"positives": torch.tensor([0, 1, 1, 2])},
-            "judges by the one positive of a row or column",
+            "compares with the one positive of each row and column",
         ),
         ({}, GUIDES, r"`guide_image` and `guide_text` to .*false_negatives='keep'"),
         (GUIDED, {"guide_text": torch.ones(5, 3)}, r"`guide_text` to .*Pass both"),
-        (GUIDED, GUIDES | {"negatives": torch.ones(4, 1, 2)}, "`negatives` of an image have none"),
+        (
+            GUIDED,
+            GUIDES | {"negatives": torch.ones(4, 1, 2)},
+            "`negatives` of an image have no guide features",
+        ),
         (GUIDED, GUIDES | {"guide_image": torch.ones(5, 3)}, r"`guide_image` of shape \[5, 3\]"),
         (GUIDED, GUIDES | {"guide_text": [1.0]}, r"`guide_text` of type list"),
         (GUIDED, GUIDES | {"guide_text": torch.ones(5, 3).long()}, r"of dtype torch.int64"),
@@ -39,7 +43,7 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         (
             {"directions": "text_to_image"},
             {"negatives": torch.ones(4, 1, 2)},
-            "texts that an image is not to find",
+            "which this direction does not use",
         ),
         ({}, {"positives": [0, 1, 2, 3]}, r"type list.*torch.tensor\(positives\)"),
         ({}, {"positives": torch.arange(5)}, r"shape \[5\] with images of shape \[4, 2\]"),
@@ -48,12 +52,12 @@ GUIDES = {"guide_image": torch.ones(4, 3), "guide_text": torch.ones(5, 3)}
         (
             {},
             {"positives": torch.tensor([0, 1, 1, 2]), "ids": torch.arange(5)},
-            "it is not said which of equal ids are negatives",
+            "it is ambiguous which pairs of equal ids are negatives",
         ),
         (
             {"duplicates": "multi_positive"},
             {"positives": torch.arange(4), "ids": torch.arange(5)},
-            r"duplicates='multi_positive'\)`, where `ids` say.*Pass one of the two",
+            r"duplicates='multi_positive'\)`, where `ids` define.*Pass one of the two",
         ),
         ({"duplicates": "multi_positive"}, {}, r"duplicates='multi_positive'\)` without `ids`"),
     ],
@@ -79,11 +83,11 @@ def test_sigmoid_loss_refuses_what_belongs_to_a_softmax() -> None:
     [
         ({"duplicates": "all"}, r"duplicates='all'.*'mask', 'multi_positive'"),
         ({"false_negatives": "all"}, r"false_negatives='all'.*'keep', 'absolute', 'relative'"),
-        ({"margin": 0.1}, r"margin=0.1.*A margin is for negatives that are left out"),
+        ({"margin": 0.1}, r"margin=0.1.*`margin` applies to `false_negatives` only"),
         ({"false_negatives": "absolute", "margin": math.nan}, "must be a finite number"),
         (
             {"false_negatives": "absolute", "label_smoothing": 0.1},
-            r"false_negatives='absolute'.*label_smoothing=0.1\)`. What is left out",
+            r"false_negatives='absolute'.*label_smoothing=0.1\)`. An omitted pair",
         ),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5.*from 0 to 1"),
         ({"label_smoothing": "0.1"}, r"label_smoothing='0.1'.*from 0 to 1"),

@@ -149,7 +149,7 @@ def test_statistics_of_what_are_no_pairs_are_refused() -> None:
     image, text, scale = data(4, 4, 8, 3, torch.float32)
     with pytest.raises(ValueError, match="with `negatives` of an image alone"):
         ContrastiveLoss()(image, text, scale, negatives=image[:, None].detach(), statistics=True)
-    with pytest.raises(ValueError, match="of one pair a row"):
+    with pytest.raises(ValueError, match="one positive per image"):
         ContrastiveLoss(duplicates="multi_positive")(
             image, text, scale, ids=torch.arange(4), statistics=True
         )

@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of a contrastive loss, each in a sentence that helps.
+"""Checks of the arguments of a contrastive loss. Each error says what is wrong and how to fix it.
 
 Shapes:
     b: images of this rank. n: its texts. k: positives or negatives of an image. D: feature width.
@@ -18,20 +18,20 @@ __all__ = ["STATISTICS_PROBLEM", "check_combined_rules", "check_pair_rules", "fi
 
 STATISTICS_PROBLEM = (
     "Passed `statistics=True` to a loss with several positives of one image or text, with "
-    "`negatives` of an image alone, or with `false_negatives`. Statistics are of one pair a row, "
-    "among the texts that all images see. Leave it out."
+    "`negatives` of an image alone, or with `false_negatives`. Statistics need one positive per "
+    "image and the same negatives for all images. Leave `statistics` out."
 )
 
 
 def find_problem(request: Request) -> str | None:
-    """Return what was passed, what is accepted and the fix; `None` if all is well."""
-    image, text, scale, bias = request.image, request.text, request.scale, request.bias
-    # In this order: each takes for granted what those before it have looked at.
+    """Return what was passed, what is accepted and the fix; `None` for valid arguments."""
+    image, text, bias = request.image, request.text, request.bias
+    # In this order, because each check relies on the ones before it.
     return (
         _features_problem("image_features", image)
         or _features_problem("text_features", text)
-        or _sides_problem(image, text, request.positives is not None)
-        or _scalar_problem("logit_scale", scale)
+        or _shapes_problem(image, text, request.positives is not None)
+        or _scalar_problem("logit_scale", request.scale)
         or (None if bias is None else _scalar_problem("logit_bias", bias))
         or _ids_problem(request)
         or (None if request.weights is None else _weights_problem(request.weights, image))
@@ -39,21 +39,22 @@ def find_problem(request: Request) -> str | None:
         or (None if request.negatives is None else _negatives_problem(request))
         or _guides_problem(request)
         or _combined_problem(request)
-        or (STATISTICS_PROBLEM if request.statistics and not _has_pairs(request) else None)
+        or _statistics_problem(request)
     )
 
 
-def _has_pairs(request: Request) -> bool:
-    """Return whether rows have one positive each and all have the same negatives."""
-    is_whole = request.negatives is None and request.false_negatives == "keep"
-    return is_whole and request.duplicates == "mask"
+def _statistics_problem(request: Request) -> str | None:
+    has_one_positive = request.negatives is None and request.duplicates == "mask"
+    if not request.statistics or (has_one_positive and request.false_negatives == "keep"):
+        return None
+    return STATISTICS_PROBLEM
 
 
 def _features_problem(name: str, features: object) -> str | None:
     if not isinstance(features, Tensor):
         return (
             f"Passed `{name}` of type {type(features).__name__}. It must be a tensor of shape "
-            "(batch, width). Pass what the encoder returns, such as its `pooler_output`."
+            "(batch, width). Pass the encoder's output tensor, such as its `pooler_output`."
         )
     shape = list(features.shape)
     if features.ndim != 2:
@@ -61,40 +62,47 @@ def _features_problem(name: str, features: object) -> str | None:
             f"Passed `{name}` of shape {shape}. It must be of shape (batch, width). Pool or "
             "flatten the encoder's output first."
         )
-    if features.dtype not in FLOAT_DTYPES:
-        return (
-            f"Passed `{name}` of dtype {features.dtype}. It must be one of "
-            f"{', '.join(map(str, FLOAT_DTYPES))}. Pass the encoder's output, not its input."
-        )
     if 0 in shape:
         return (
             f"Passed `{name}` of shape {shape}. An empty batch has no loss. Pass at least one "
-            "pair; `DataLoader(drop_last=True)` keeps a short last batch away."
+            "pair; `DataLoader(drop_last=True)` drops a short last batch."
         )
-    return None
+    return _dtype_problem(name, features)
 
 
-def _sides_problem(image_features: Tensor, text_features: Tensor, is_paired: bool) -> str | None:
-    shapes = (
-        f"Passed `image_features` of shape {list(image_features.shape)} and `text_features` of "
-        f"shape {list(text_features.shape)}."
+def _dtype_problem(name: str, features: Tensor) -> str | None:
+    if features.dtype in FLOAT_DTYPES:
+        return None
+    return (
+        f"Passed `{name}` of dtype {features.dtype}. It must be one of "
+        f"{', '.join(map(str, FLOAT_DTYPES))}. Pass the encoder's output, not its input."
     )
-    if image_features.shape[1] != text_features.shape[1]:
+
+
+def _device_problem(name: str, value: Tensor, features: Tensor) -> str | None:
+    if value.device == features.device:
+        return None
+    return (
+        f"Passed `{name}` on {value.device} with features on {features.device}. Both must be "
+        f"on one device. Move it with `{name}.to(features.device)`."
+    )
+
+
+def _shapes_problem(image: Tensor, text: Tensor, has_positives: bool) -> str | None:
+    shapes = (
+        f"Passed `image_features` of shape {list(image.shape)} and `text_features` of shape "
+        f"{list(text.shape)}."
+    )
+    if image.shape[1] != text.shape[1]:
         return f"{shapes} Both must have one width. Project both to it."
-    if image_features.shape[0] > text_features.shape[0] and not is_paired:
+    if image.shape[0] > text.shape[0] and not has_positives:
         return (
-            f"{shapes} Row i of one belongs to row i of the other, so there must be a text for "
-            "each image; further texts are negatives of all images. Say in `positives` which texts "
-            "belong to an image instead, or repeat an image in one row for each of its texts, with "
-            "the same value in `ids`."
+            f"{shapes} Text i belongs to image i, so there must be a text for each image; further "
+            "texts are negatives of all images. If images share a text, name the text of each "
+            "image in `positives`; if an image has several texts, repeat the image for each of "
+            "them, with the same value in `ids`."
         )
-    if image_features.device != text_features.device:
-        return (
-            f"Passed `image_features` on {image_features.device} and `text_features` on "
-            f"{text_features.device}. Both must be on one device. Move one of them, such as "
-            "`text_features.to(image_features.device)`."
-        )
-    return None
+    return _device_problem("text_features", text, image)
 
 
 def _scalar_problem(name: str, value: object) -> str | None:
@@ -105,7 +113,7 @@ def _scalar_problem(name: str, value: object) -> str | None:
     elif isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind == "f":
         return None
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return None  # also numpy's numbers
+        return None  # includes numpy's scalars
     else:
         what = f"type {type(value).__name__}"
     return (
@@ -117,22 +125,25 @@ def _scalar_problem(name: str, value: object) -> str | None:
 def check_pair_rules(
     owner: object, duplicates: str, label_smoothing: float, false_negatives: str, margin: float
 ) -> None:
-    """Refuse arguments of a constructor that do not go together.
+    """Refuse constructor arguments that contradict each other.
 
     Raises:
-        ValueError: With what to leave out.
+        ValueError: Arguments contradict each other.
     """
-    left_out = {"false_negatives": false_negatives, "margin": margin}
+    omitted = {"false_negatives": false_negatives, "margin": margin}
     if false_negatives == "keep" and margin:
         reason = (
-            "A margin is for negatives that are left out. Pass `false_negatives='absolute'` or "
+            "`margin` applies to `false_negatives` only. Pass `false_negatives='absolute'` or "
             "`'relative'`, or leave `margin` out."
         )
-        refuse_values(owner, reason, **left_out)
+        refuse_values(owner, reason, **omitted)
     targets = {"duplicates": duplicates, "label_smoothing": label_smoothing}
     if false_negatives != "keep" and (label_smoothing or duplicates != "mask"):
-        reason = "What is left out cannot be a target. Leave `false_negatives` or the others out."
-        refuse_values(owner, reason, **left_out, **targets)
+        reason = (
+            "An omitted pair cannot be part of a target. Leave out `false_negatives`, or "
+            "`duplicates` and `label_smoothing`."
+        )
+        refuse_values(owner, reason, **omitted, **targets)
 
 
 def check_combined_rules(
@@ -145,26 +156,26 @@ def check_combined_rules(
     false_negatives: str,
     directions: str,
 ) -> None:
-    """Refuse arguments of a constructor that do not go with a softmax of several directions.
+    """Refuse constructor arguments that contradict `partition`, `within` or `hardness`.
 
     Raises:
-        ValueError: With what to leave out.
+        ValueError: Arguments contradict each other.
     """
     if within != "none" and partition != "joint":
         reason = (
-            "Only a softmax over all directions has a positive for pairs of one side. Pass "
+            "Only a softmax over all directions has a positive for pairs of one tower. Pass "
             "`partition='joint'`, or leave `within` out."
         )
         refuse_values(owner, reason, partition=partition, within=within)
     if hardness and directions == "text_to_image":
-        reason = "Hardness weighs the negatives of images. Leave one of the two out."
+        reason = "`hardness` weights the negatives of images. Leave one of the two out."
         refuse_values(owner, reason, hardness=hardness, directions=directions)
     if partition != "joint" and not hardness:
         return
     if duplicates != "mask" or label_smoothing or false_negatives != "keep":
         reason = (
-            "With `partition='joint'` or `hardness` a pair has one positive, which is all of its "
-            "target, and all negatives count. Leave the others out."
+            "With `partition='joint'` or `hardness`, a pair has one positive as its whole target, "
+            "and all negatives count. Leave the other arguments out."
         )
         refuse_values(
             owner, reason, partition=partition, hardness=hardness, duplicates=duplicates,
@@ -173,19 +184,21 @@ def check_combined_rules(
 
 
 def _combined_problem(request: Request) -> str | None:
-    names = [name for name in ("weights", "positives", "negatives") if _given(request, name)]
-    names += ["statistics"] if request.statistics else []
-    if not request.is_combined or not names:
+    names = ("weights", "positives", "negatives", "statistics")
+    values = {name: getattr(request, name) for name in names}
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    if not request.is_combined or not given:
         return None
     return (
-        f"Passed `{names[0]}` to `{request.owner}` with `partition='joint'` or `hardness`, where "
-        "all pairs weigh the same and have one positive. Leave it out; texts beyond the images' "
-        "own are negatives."
+        f"Passed `{given[0]}` to `{request.owner}` with `partition='joint'` or `hardness`, where "
+        "all pairs have the same weight and one positive. Leave it out; additional texts are "
+        "negatives."
     )
 
 
-def _given(request: Request, name: str) -> bool:
-    return getattr(request, name) is not None
+def _is_integer(tensor: Tensor) -> bool:
+    # A mask of bool is not a list of row numbers.
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _ids_problem(request: Request) -> str | None:
@@ -194,20 +207,19 @@ def _ids_problem(request: Request) -> str | None:
         if request.duplicates == "mask":
             return None
         return (
-            f"Called `ContrastiveLoss(duplicates={request.duplicates!r})` without `ids`, which say "
-            "what else is a positive. Pass `ids=...` in the call, or leave `duplicates` out."
+            f"Called `ContrastiveLoss(duplicates={request.duplicates!r})` without `ids`, which "
+            "define the positives. Pass `ids=...` in the call, or leave `duplicates` out."
         )
     if not isinstance(ids, Tensor):
         return (
             f"Passed `ids` of type {type(ids).__name__}. It must be a tensor of integers, one for "
             "each text. Pass `torch.tensor(ids)`."
         )
-    is_integer = not ids.is_floating_point() and not ids.is_complex()
-    if ids.shape != text.shape[:1] or not is_integer:
+    if ids.shape != text.shape[:1] or ids.is_floating_point() or ids.is_complex():
         return (
             f"Passed `ids` of dtype {ids.dtype} and shape {list(ids.shape)} with texts of shape "
-            f"{list(text.shape)}. It must be integers of shape [texts]. Number what the "
-            "rows show, the same for the same image on every rank; a hash of its name will do."
+            f"{list(text.shape)}. It must be integers of shape [texts]. Pass one number per text "
+            "that is equal for the same image on every rank, such as a hash of its name."
         )
     return _device_problem("ids", ids, text)
 
@@ -222,12 +234,11 @@ def _weights_problem(weights: Tensor, image: Tensor) -> str | None:
         return (
             f"Passed `weights` of dtype {weights.dtype} and shape {list(weights.shape)} with "
             f"images of shape {list(image.shape)}. It must be numbers of shape [images]. Pass one "
-            "weight for each image; `mask.float()` makes them of a mask."
+            "weight for each image; convert a mask with `mask.float()`."
         )
     if weights.requires_grad:
         return (
-            "Passed `weights` that require a gradient, which the loss has none for. Pass "
-            "`weights.detach()`."
+            "Passed `weights` that require a gradient, but receive none. Pass `weights.detach()`."
         )
     return _device_problem("weights", weights, image)
 
@@ -242,16 +253,13 @@ def _positives_problem(request: Request) -> str | None:
     if request.duplicates != "mask":
         return (
             f"Passed `positives` to `ContrastiveLoss(duplicates={request.duplicates!r})`, where "
-            "`ids` say what they are. Pass one of the two."
+            "`ids` define the positives. Pass one of the two."
         )
-    is_integer = not positives.is_floating_point() and not positives.is_complex()
-    # A mask is no list of rows, though it is no float either.
-    is_integer = is_integer and positives.dtype != torch.bool
-    if positives.ndim not in (1, 2) or len(positives) != len(image) or not is_integer:
+    if positives.ndim not in (1, 2) or len(positives) != len(image) or not _is_integer(positives):
         return (
             f"Passed `positives` of dtype {positives.dtype} and shape {list(positives.shape)} with "
             f"images of shape {list(image.shape)}. It must be integers of shape [images] or "
-            "[images, most texts of one]. Pad with -1 where an image has fewer."
+            "[images, most texts of one image]. Pad with -1 where an image has fewer."
         )
     return None
 
@@ -261,7 +269,8 @@ def _negatives_problem(request: Request) -> str | None:
     if request.directions == "text_to_image":
         return (
             "Passed `negatives` to `ContrastiveLoss(directions='text_to_image')`. They are "
-            "texts that an image is not to find. Leave one of the two out."
+            "negative texts of an image, which this direction does not use. Leave one of the two "
+            "out."
         )
     if not isinstance(negatives, Tensor):
         return (
@@ -272,15 +281,10 @@ def _negatives_problem(request: Request) -> str | None:
     if negatives.ndim != 3 or [shape[0], shape[2]] != list(image.shape):
         return (
             f"Passed `negatives` of shape {shape} with images of shape {list(image.shape)}. It "
-            f"must be of shape [{len(image)}, negatives of each image, {image.shape[1]}]. "
-            "Negatives of all images are texts beyond the images' own."
+            f"must be of shape [{len(image)}, negatives of each image, {image.shape[1]}]. Append "
+            "negatives of all images to `text_features` instead."
         )
-    if negatives.dtype not in FLOAT_DTYPES:
-        return (
-            f"Passed `negatives` of dtype {negatives.dtype}. It must be one of "
-            f"{', '.join(map(str, FLOAT_DTYPES))}. Pass the encoder's output, not its input."
-        )
-    return _device_problem("negatives", negatives, image)
+    return _dtype_problem("negatives", negatives) or _device_problem("negatives", negatives, image)
 
 
 def _guides_problem(request: Request) -> str | None:
@@ -290,38 +294,28 @@ def _guides_problem(request: Request) -> str | None:
     if not given:
         return None
     if len(given) == 1 or request.false_negatives == "keep" or request.negatives is not None:
-        said = f"Passed `{'` and `'.join(given)}` to `ContrastiveLoss(false_negatives="
         return (
-            f"{said}{request.false_negatives!r})`. Guides are features of images and of texts that "
-            "judge which negatives are false; `negatives` of an image have none. Pass both, with "
-            "'absolute' or 'relative', and such negatives among the texts."
+            f"Passed `{'` and `'.join(given)}` to `ContrastiveLoss(false_negatives="
+            f"{request.false_negatives!r})`. The guide's image and text features identify false "
+            "negatives, but `negatives` of an image have no guide features. Pass both guides, "
+            "with 'absolute' or 'relative', and append the negatives to the texts."
         )
     for (name, guide), features in zip(guides.items(), (image, text), strict=True):
         if not isinstance(guide, Tensor) or guide.ndim != 2 or len(guide) != len(features):
-            said = f"type {type(guide).__name__}"
-            said = f"shape {list(guide.shape)}" if isinstance(guide, Tensor) else said
+            what = f"type {type(guide).__name__}"
+            if isinstance(guide, Tensor):
+                what = f"shape {list(guide.shape)}"
             return (
-                f"Passed `{name}` of {said} with features of shape {list(features.shape)}. It must "
-                "be a tensor with a row for each of them. Pass what the guide's encoder returns."
+                f"Passed `{name}` of {what} with features of shape {list(features.shape)}. It must "
+                "be a tensor with one row per row of the features. Pass the guide's output."
             )
-        if guide.dtype not in FLOAT_DTYPES:
-            return f"Passed `{name}` of dtype {guide.dtype}. Pass what the guide's encoder returns."
-        problem = _device_problem(name, guide, features)
+        problem = _dtype_problem(name, guide) or _device_problem(name, guide, features)
         if problem is not None:
             return problem
     left, right = request.guide_image, request.guide_text
     if left is not None and right is not None and left.shape[1] != right.shape[1]:
         return (
             f"Passed `guide_image` of shape {list(left.shape)} and `guide_text` of shape "
-            f"{list(right.shape)}. Both must have one width. Take them from one guide."
+            f"{list(right.shape)}. Both must have one width. Use one guide for both."
         )
     return None
-
-
-def _device_problem(name: str, value: Tensor, features: Tensor) -> str | None:
-    if value.device == features.device:
-        return None
-    return (
-        f"Passed `{name}` on {value.device} with features on {features.device}. Both must be "
-        f"on one device. Move them, such as `{name}.to(features.device)`."
-    )

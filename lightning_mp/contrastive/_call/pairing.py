@@ -1,8 +1,8 @@
-"""The order in which image i has text i, made of the `positives` of a call.
+"""Reordering of images and texts by `positives`, so that text i is a positive of image i.
 
 Shapes:
-    b: images of this rank. n: its texts. k: most positives of an image. e: pairs that belong
-    together. D: feature width.
+    b: images of this rank. n: its texts. k: most positives of an image. e: positive pairs.
+    D: feature width.
 """
 
 import dataclasses
@@ -19,14 +19,15 @@ __all__ = ["Pairing", "paired"]
 
 
 class Pairing(NamedTuple):
-    """An order of images and texts, and what belongs to what in it.
+    """The order of images and texts, and the positive pairs in this order.
 
     Args:
-        image_order: (b,), or `None` where images stay as they are.
+        image_order: (b,), or `None` if images keep their order.
         text_order: (n,), likewise.
-        matched: How many images have a text of their own: the first ones, text i being image i's.
-        images_e: The images of all pairs that belong together, in the new order.
-        texts_e: Their texts.
+        matched: Number of images with a positive text of their own; text i belongs to image i for
+            i < matched.
+        images_e: Images of all positive pairs, in the new order.
+        texts_e: Texts of all positive pairs.
     """
 
     image_order: Tensor | None
@@ -36,11 +37,11 @@ class Pairing(NamedTuple):
     texts_e: Tensor
 
     def is_one_to_one(self, b: int) -> bool:
-        """Return whether each of `b` images has one text, which no other has."""
+        """Return whether each of `b` images has exactly one text, and no text has two images."""
         return b == self.matched == len(self.images_e)
 
     def restore(self, gradients: list[Tensor | None]) -> None:
-        """Bring the gradients of a request's inputs back into the order in which these came."""
+        """Return the gradients of a request's inputs to the original order, in place."""
         orders = (self.image_order, self.text_order, None, None, self.image_order)
         for place, (order, grad) in enumerate(zip(orders, gradients, strict=True)):
             if order is not None and grad is not None:
@@ -48,11 +49,11 @@ class Pairing(NamedTuple):
 
 
 def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pairing | None]:
-    """Return a request in an order in which rows have their columns, if it can be brought there.
+    """Return an error, or `None`, the request in the order of the pairing, and the pairing.
 
-    The first value is what is wrong with the positives, which the host reads.
+    The host reads the positives.
     """
-    # First: the pairing takes them for places in arrays.
+    # Checked first, because the pairing uses positives as indices.
     problem = _range_problem(positives, len(request.text))
     if problem is not None:
         return problem, request, None
@@ -70,28 +71,28 @@ def paired(request: Request, positives: Tensor) -> tuple[str | None, Request, Pa
 
 
 def _pairing_problem(request: Request, pairing: Pairing) -> str | None:
-    """Return what cannot be used with what images are paired with."""
+    """Return an error if other arguments do not support these positives."""
     if request.statistics and pairing.matched != len(pairing.images_e):
         return STATISTICS_PROBLEM
     if pairing.is_one_to_one(len(request.image)):
         return None
     if request.false_negatives != "keep":
         return (
-            "Passed `positives` that are not one text for each image, and another for each, to "
-            f"`{request.owner}(false_negatives={request.false_negatives!r})`, which judges by the "
-            "one positive of a row or column. Leave one of the two out."
+            "Passed `positives` that do not pair every image with exactly one text of its own, to "
+            f"`{request.owner}(false_negatives={request.false_negatives!r})`, which compares with "
+            "the one positive of each row and column. Leave one of the two out."
         )
     if request.ids is not None:
         return (
-            "Passed `ids` with `positives` that are not one text for each image, and another "
-            "for each, so it is not said which of equal ids are negatives. Name all texts of "
-            "an image in `positives`, padded with -1, and leave `ids` out."
+            "Passed `ids` with `positives` that do not pair every image with exactly one text of "
+            "its own, so it is ambiguous which pairs of equal ids are negatives. Name all texts "
+            "of an image in `positives`, padded with -1, and leave `ids` out."
         )
     return None
 
 
 def _range_problem(positives: Tensor, n: int) -> str | None:
-    """Return what is wrong with numbers of `n` texts; the host reads them."""
+    """Return an error if positives are not row numbers of `n` texts; the host reads them."""
     least, most = (int(x) for x in positives.aminmax()) if positives.numel() else (-1, -1)
     if least >= -1 and most < n:
         return None
@@ -102,40 +103,42 @@ def _range_problem(positives: Tensor, n: int) -> str | None:
 
 
 def _pair_up(positives: Tensor, n: int, device: torch.device) -> Pairing:
-    """Return the pairing that `positives` name; the host reads them.
+    """Return the pairing of some `positives`; the host reads them.
 
-    A pair of a row and a column is what the tiles know to leave out, so as many images as may be
-    get a text of their own: the first of their positives that no image before them has taken.
+    Tiles omit the positives on one diagonal. Therefore as many images as possible get a text of
+    their own: the first of their positives that no image before them has taken.
 
     Args:
         positives: (b,) or (b, k) integers from 0 to n - 1, or -1 for none.
-        n: Texts.
-        device: Of the features.
+        n: Number of texts.
+        device: Device of the features.
     """
-    # 64 bits, as pairs are numbered in what follows.
+    # 64 bits, because pairs are numbered up to b n.
     named_bk = positives.cpu().numpy().reshape(len(positives), -1).astype(np.int64)
     b = len(named_bk)
-    # On the host: which text is free depends on all images before, and a GPU has no such loop.
+    # On the host, because which text is free depends on all earlier images.
     own, is_taken = np.full(b, -1), np.zeros(n, dtype=bool)
-    # Choice by choice: k steps of numpy, not one of Python for each image.
+    # k steps of numpy, one per choice, instead of a Python step per image.
     for named in named_bk.T:
         rows = np.flatnonzero((own < 0) & (named >= 0))
         rows = rows[~is_taken[named[rows]]]
-        # Where several name one text, the first of them has it.
+        # If several images name one text, the first image gets it.
         texts, first = np.unique(named[rows], return_index=True)
         own[rows[first]], is_taken[texts] = texts, True
     image_order = np.concatenate([np.flatnonzero(own >= 0), np.flatnonzero(own < 0)])
     text_order = np.concatenate([own[own >= 0], np.flatnonzero(~is_taken)])
     images_e, places = np.nonzero(named_bk >= 0)
-    pairs_e = np.unique(images_e * n + named_bk[images_e, places])  # a text named twice counts once
-    # The inverse of an order says where each has gone.
+    pairs_e = np.unique(
+        images_e * n + named_bk[images_e, places]
+    )  # a text that is named twice counts once
+    # The inverse of an order maps old places to new ones.
     places_b, places_n = np.argsort(image_order), np.argsort(text_order)
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
     def order(places: np.ndarray) -> Tensor | None:
-        # What is in order as it came takes no copy of the features.
+        # Features that keep their order are not copied.
         return None if np.array_equal(places, np.arange(len(places))) else on_device(places)
 
     return Pairing(
